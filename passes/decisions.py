@@ -1,0 +1,224 @@
+"""The plan: what was decided for every parameter, and what was predicted for the step.
+
+A :class:`Plan` is the only thing that carries decisions from the planner to the
+passes. It is data: it prints as a table, saves as JSON, and can be given back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+
+
+class Decision(str, enum.Enum):
+    """What happens to one parameter.
+
+    ``REPLICATE``: whole on every rank; its gradient is all-reduced (DDP).
+    ``SHARD_KEEP``: sharded; gathered in the forward, kept for the backward (ZeRO-2-like).
+    ``SHARD_AGAIN``: sharded; gathered in the forward, freed, gathered again (FSDP, ZeRO-3).
+    """
+
+    REPLICATE = "replicate"
+    SHARD_KEEP = "shard_keep"
+    SHARD_AGAIN = "shard_again"
+
+    @property
+    def sharded(self) -> bool:
+        return self is not Decision.REPLICATE
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterPlan:
+    """The decision for one parameter.
+
+    ``saved_bytes``: what the decision saves on each rank against replicating it
+    (state only: parameter, gradient and optimizer state).
+    ``reason``: why, in one line for people.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    decision: Decision
+    saved_bytes: int = 0
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What the simulator says of one training step on one rank.
+
+    ``peak`` maps what is alive at the peak (``parameters``, ``gradients``,
+    ``optimizer``, ``activations``, ``gathered``, ``communication``, ``inputs``)
+    to bytes; the values add up to ``peak_bytes``.
+    """
+
+    step_seconds: float
+    compute_seconds: float
+    exposed_seconds: float
+    peak_bytes: int
+    peak: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Decisions for every parameter of a model, for one world size.
+
+    ``bucket_bytes``: collectives below this travel together up to this size.
+    ``in_flight_bytes``: at most this many bytes of gathered weights wait ahead of
+    their use, and of gradients wait behind their reduction (None: no bound). The
+    order of collectives follows from these two numbers and the graph alone, so
+    that ranks with another batch size still agree.
+    """
+
+    parameters: tuple[ParameterPlan, ...]
+    world_size: int
+    memory_limit_bytes: int | None = None
+    bucket_bytes: int = 1 << 20
+    in_flight_bytes: int | None = None
+    prediction: Prediction | None = None
+
+    def decision(self, name: str) -> Decision:
+        """The decision for a parameter; KeyError if the plan does not know it."""
+        return self._by_name[name].decision
+
+    def __getitem__(self, name: str) -> ParameterPlan:
+        return self._by_name[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    @property
+    def _by_name(self) -> dict[str, ParameterPlan]:
+        cached: dict[str, ParameterPlan] | None = self.__dict__.get("_names")
+        if cached is None:
+            cached = {p.name: p for p in self.parameters}
+            object.__setattr__(self, "_names", cached)
+        return cached
+
+    @classmethod
+    def uniform(
+        cls,
+        parameters: Iterable[tuple[str, Any]],
+        decision: Decision | str,
+        *,
+        world_size: int,
+        bucket_bytes: int = 1 << 20,
+    ) -> Plan:
+        """One decision for all parameters.
+
+        ``parameters``: as ``model.named_parameters()`` gives them.
+
+        Example::
+
+            Plan.uniform(model.named_parameters(), "shard_again", world_size=8)
+        """
+        chosen = Decision(decision)
+        rows = tuple(
+            ParameterPlan(
+                name=name,
+                shape=tuple(p.shape),
+                dtype=str(p.dtype).removeprefix("torch."),
+                decision=chosen if shardable(tuple(p.shape), world_size) else Decision.REPLICATE,
+                reason="by hand",
+            )
+            for name, p in parameters
+        )
+        return cls(rows, world_size=world_size, bucket_bytes=bucket_bytes)
+
+    def replace(self, **changes: Any) -> Plan:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def mismatch(self, parameters: Iterable[tuple[str, tuple[int, ...], str]], world_size: int) -> str | None:
+        """The first difference between this plan and a model, in words; None if it fits.
+
+        ``parameters``: (name, shape, dtype without ``torch.``) of the model.
+        """
+        if self.world_size != world_size:
+            return f"the plan is for {self.world_size} ranks, this run has {world_size}"
+        seen: set[str] = set()
+        for name, shape, dtype in parameters:
+            seen.add(name)
+            if name not in self:
+                return f"the model's parameter {name!r} is not in the plan"
+            row = self[name]
+            if row.shape != tuple(shape):
+                return f"parameter {name!r} has shape {tuple(shape)} here and {row.shape} in the plan"
+            if row.dtype != dtype:
+                return f"parameter {name!r} has dtype {dtype} here and {row.dtype} in the plan"
+        for row in self.parameters:
+            if row.name not in seen:
+                return f"the plan's parameter {row.name!r} is not in the model"
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        data = dataclasses.asdict(self)
+        data["format"] = FORMAT
+        for row in data["parameters"]:
+            row["decision"] = row["decision"].value
+        return data
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Plan:
+        """The plan that :meth:`to_dict` wrote.
+
+        Raises:
+            ValueError: if the data is not a plan of this format.
+        """
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise ValueError(f"not a plan of format {FORMAT} (found {found!r}); make it again with this version")
+        try:
+            rows = tuple(
+                ParameterPlan(
+                    name=row["name"],
+                    shape=tuple(row["shape"]),
+                    dtype=row["dtype"],
+                    decision=Decision(row["decision"]),
+                    saved_bytes=row["saved_bytes"],
+                    reason=row["reason"],
+                )
+                for row in data["parameters"]
+            )
+            prediction = data["prediction"]
+            return cls(
+                parameters=rows,
+                world_size=data["world_size"],
+                memory_limit_bytes=data["memory_limit_bytes"],
+                bucket_bytes=data["bucket_bytes"],
+                in_flight_bytes=data["in_flight_bytes"],
+                prediction=Prediction(**prediction) if prediction else None,
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"the plan is damaged: {error!r}; make it again") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan written by :meth:`save`; ValueError if the file holds none."""
+        try:
+            data = json.loads(Path(path).read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} holds no plan: {error}") from error
+        return cls.from_dict(data)
+
+
+def shardable(shape: tuple[int, ...], world_size: int) -> bool:
+    """Whether a parameter of this shape can be cut along its first dimension.
+
+    A scalar has none; a tensor with fewer elements than ranks is not worth a shard.
+    """
+    numel = 1
+    for size in shape:
+        numel *= size
+    return len(shape) > 0 and numel >= world_size and shape[0] > 1

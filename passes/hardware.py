@@ -1,0 +1,98 @@
+"""The hardware profile: what the cost model knows of the machine and its network."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkRate:
+    """The cost of one kind of collective: ``latency_seconds + wire_bytes * seconds_per_byte``.
+
+    ``wire_bytes`` is what one rank sends in a ring: ``(N-1)/N`` of the whole tensor for an
+    all-gather, a reduce-scatter or an all-to-all, twice that for an all-reduce.
+    """
+
+    latency_seconds: float
+    seconds_per_byte: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """Rates of one rank's device and of the network between ranks.
+
+    ``flops_per_second``: by dtype name (``float32``); ``default`` for the rest.
+    ``launch_seconds``: the least time a kernel takes.
+    ``collectives``: :class:`LinkRate` by kind: ``all_gather``, ``reduce_scatter``,
+    ``all_reduce``, ``all_to_all``.
+    ``allocator_alignment_bytes``: sizes of device tensors are rounded up to this.
+    """
+
+    name: str
+    flops_per_second: dict[str, float]
+    memory_bytes_per_second: float
+    launch_seconds: float
+    collectives: dict[str, LinkRate]
+    allocator_alignment_bytes: int = 64
+
+    def flops(self, dtype: str) -> float:
+        """FLOP/s for a dtype name such as ``bfloat16``."""
+        return self.flops_per_second.get(dtype, self.flops_per_second["default"])
+
+    def collective_seconds(self, kind: str, full_bytes: int, world_size: int) -> float:
+        """Seconds of one collective on a tensor of ``full_bytes`` over ``world_size`` ranks.
+
+        Source: the alpha-beta model, as in OSDP (arXiv 2209.13258), section 3.
+        Raises:
+            KeyError: if the profile has no rate for this kind.
+        """
+        if world_size == 1:
+            return 0.0
+        rate = self.collectives[kind]
+        wire_bytes = full_bytes * (world_size - 1) / world_size
+        if kind == "all_reduce":
+            wire_bytes *= 2
+        return rate.latency_seconds + wire_bytes * rate.seconds_per_byte
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Hardware:
+        """Raises ValueError if a field is missing or unknown."""
+        try:
+            fields = dict(data)
+            fields["collectives"] = {k: LinkRate(**v) for k, v in fields["collectives"].items()}
+            return cls(**fields)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a hardware profile: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Hardware:
+        """Read a profile written by :meth:`save`; ValueError if the file holds none."""
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text()))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} holds no hardware profile: {error}") from error
+
+
+def generic(name: str = "generic") -> Hardware:
+    """A profile of round numbers for graph-level work, where no prediction is wanted.
+
+    One slow CPU rank on a 10 Gbit/s network; not measured on anything.
+    """
+    link = LinkRate(latency_seconds=1e-4, seconds_per_byte=8e-10)
+    return Hardware(
+        name=name,
+        flops_per_second={"default": 5e10},
+        memory_bytes_per_second=1e10,
+        launch_seconds=5e-6,
+        collectives={k: link for k in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")},
+    )
