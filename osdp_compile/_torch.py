@@ -1,0 +1,145 @@
+"""Everything private to torch that the package relies on, each name with the versions checked.
+
+Nothing else in ``osdp_compile/`` imports from ``torch._*``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from torch import fx
+
+# 2.11.0, 2.13.0: settings of AOTAutograd and Dynamo, patched around one compilation.
+from torch._functorch import config as functorch_config
+
+# 2.11.0, 2.13.0: origins of AOTAutograd's inputs and outputs (node.meta["desc"]).
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+
+# 2.11.0, 2.13.0: Inductor's front door, with a hook for the compiler of each partition.
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+# 2.11.0, 2.13.0: the hook for the partitioner.
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+# 2.11.0, 2.13.0: passed through by Dynamo from a backend's compile call; the frame is traced again.
+from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
+
+# 2.11.0, 2.13.0: the frame that is being traced.
+from torch._dynamo.symbolic_convert import InstructionTranslator
+
+__all__ = [
+    "Partitioner",
+    "aot_input_index",
+    "compile_fx",
+    "compile_fx_inner",
+    "evaluate_prefixes",
+    "gradient_input_index",
+    "raise_to_user",
+    "restart_tracing",
+    "without_autograd_cache",
+]
+
+#: Inductor settings under which it keeps the order of the graph it is given.
+KEEP_ORDER: dict[str, Any] = {
+    "reorder_for_peak_memory": False,
+    "reorder_for_locality": False,
+    "reorder_for_compute_comm_overlap": False,
+}
+
+E = TypeVar("E", bound=Exception)
+Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+
+
+def restart_tracing() -> NoReturn:
+    """From within a backend: have Dynamo trace the frame again from its start.
+
+    Dynamo remembers how far it speculated and would refuse a trace that differs; the
+    log is cleared because the model has changed in between on purpose.
+    """
+    InstructionTranslator.current_tx().speculation_log.clear()
+    raise TensorifyScalarRestartAnalysis(restart_reason="osdp: the model was sharded")
+
+
+def raise_to_user(error: Exception) -> NoReturn:
+    """Raise an error from a backend so that it reaches the user as its own type.
+
+    Dynamo wraps what a backend raises into BackendCompilerFailed, save for its own
+    ShortenTraceback: the error gets a subclass that is both.
+    """
+    kind = type(error)
+    if isinstance(error, ShortenTraceback):
+        raise error
+    both = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__})
+    raised = both.__new__(both)
+    Exception.__init__(raised, *error.args)
+    raised.__dict__.update(error.__dict__)
+    raised.first_useful_frame = None
+    raise raised.with_traceback(error.__traceback__) from error.__cause__
+
+
+def source_chain(placeholder: fx.Node) -> list[str]:
+    """The expressions that lead to a graph input, outermost first: ``L['m']``, ``L['m']._modules…``."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    names: list[str] = []
+    while source is not None:
+        name = source.name() if callable(source.name) else source.name
+        names.append(name)
+        source = getattr(source, "base", None)
+    return names[::-1]
+
+
+def evaluate_prefixes(placeholder: fx.Node) -> list[tuple[str, Any]]:
+    """The objects on the way to a graph input in the frame being traced, outermost first."""
+    output = InstructionTranslator.current_tx().output
+    scope = {"L": output.local_scope, "G": output.global_scope}
+    found = []
+    for name in source_chain(placeholder):
+        try:
+            found.append((name, eval(name, dict(output.global_scope), scope)))
+        except Exception:  # an expression of Dynamo's own helpers: a longer prefix may do
+            continue
+    return found
+
+
+def aot_input_index(node: fx.Node) -> int | None:
+    """Which input of the Dynamo graph an AOTAutograd placeholder comes from; None if none."""
+    return _plain_index(node.meta.get("desc"))
+
+
+def gradient_input_index(description: Any) -> int | None:
+    """Which input's gradient an output of the joint graph is; None if it is no gradient."""
+    while description is not None and not isinstance(description, GradAOTOutput):
+        description = getattr(description, "base", None)
+    return _plain_index(description.grad_of) if description is not None else None
+
+
+def _plain_index(description: Any) -> int | None:
+    while description is not None and not isinstance(description, PlainAOTInput):
+        description = getattr(description, "base", None)
+    return description.idx if description is not None else None
+
+
+class Partitioner(CustomPartitionerFn):
+    """A partitioner for Inductor's settings, from a plain function."""
+
+    def __init__(self, function: Partition) -> None:
+        self.function = function
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        return self.function(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> str:
+        # Inductor's cache looks up the graphs after our passes: nothing to add to its key.
+        return "osdp_compile"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (self.uuid(),)  # all that the cache's key needs of it
+
+
+def without_autograd_cache() -> Any:
+    """A context in which AOTAutograd does not cache whole Dynamo graphs: what becomes of one
+    depends on the plan, which its key does not hold."""
+    return functorch_config.patch(enable_autograd_cache=False)

@@ -1,0 +1,70 @@
+"""The backend: what ``torch.compile(model, backend="osdp")`` calls with every graph.
+
+The first graph that needs gradients is planned on: the model is sharded in place and
+Dynamo is told to trace the frame again. That trace, and every later one, reads the
+parameters through markers and is lowered as the plan says.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from osdp_compile import _torch
+from osdp_compile.errors import OsdpError
+from osdp_compile.first_call import first_call
+from osdp_compile.lower import lower, session_of
+from osdp_compile.options import Options
+from osdp_compile.roots import plain_parameters
+
+log = logging.getLogger("osdp_compile")
+_said: set[str] = set()
+
+
+def osdp(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None
+) -> Any:
+    """Compile one Dynamo graph; see :class:`osdp_compile.options.Options` for the options.
+
+    Raises:
+        ValueError: for an unknown or malformed option.
+        OsdpError: if the model cannot be sharded, or no plan fits under the limit.
+    """
+    try:
+        return _compile(gm, example_inputs, Options.parse(options))
+    except (ValueError, OsdpError) as error:
+        _torch.raise_to_user(error)
+
+
+def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Any:
+    alone = _why_alone(options)
+    if alone is not None:
+        _say_once(f"{alone}: compiling with Inductor, nothing is sharded")
+        return _torch.compile_fx(gm, list(inputs))
+    trained = [p for _, p in plain_parameters(gm, inputs) if p.requires_grad]
+    if trained and torch.is_grad_enabled():
+        first_call(gm, inputs, options)
+        _torch.restart_tracing()
+    session = session_of(inputs)
+    if session is None:
+        return _torch.compile_fx(gm, list(inputs))
+    return lower(gm, inputs, session)
+
+
+def _why_alone(options: Options) -> str | None:
+    """Why there is nothing to shard over; None if there is."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return "no process group (torch.distributed.init_process_group was not called)"
+    size = options.mesh.size() if options.mesh is not None else dist.get_world_size()
+    return "a world of one rank" if size == 1 else None
+
+
+def _say_once(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        log.info(message)

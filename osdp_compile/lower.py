@@ -1,0 +1,145 @@
+"""Lower: from a Dynamo graph with markers to compiled forward and backward functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from functorch.compile import min_cut_rematerialization_partition
+from torch import fx, nn
+from torch.distributed.tensor import DTensor
+
+from osdp_compile import _torch
+from osdp_compile.errors import OsdpError
+from osdp_compile.roots import placeholders
+from osdp_compile.session import Session, find
+from passes.capture import mark_inputs
+from passes.check import check
+from passes.context import Context, Phase
+from passes.pipeline import Observer, Pass, Stage, run
+from passes.text import graph_text
+
+Compiler = Callable[..., Any]
+
+
+def static_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> dict[int, str]:
+    """Names of the graph's inputs that are the model's own: parameters and buffers, by index."""
+    names: dict[int, str] = {}
+    for index, (node, value) in enumerate(zip(placeholders(gm), inputs, strict=True)):
+        if isinstance(value, nn.Parameter):
+            found = find(value)
+            names[index] = found[0] if found is not None else node.name
+        elif "_buffers" in (_torch.source_chain(node) or [""])[-1]:
+            names[index] = node.name
+    return names
+
+
+def session_of(inputs: Sequence[Any]) -> Session | None:
+    """The session that laid out the graph's sharded parameters; None if there are none.
+
+    Raises:
+        OsdpError: if two models with different plans meet in one graph, or a DTensor
+            parameter is in no plan.
+    """
+    session: Session | None = None
+    for value in inputs:
+        if not (isinstance(value, nn.Parameter) and isinstance(value, DTensor)):
+            continue
+        found = find(value)
+        if found is None:
+            raise OsdpError(
+                "a DTensor parameter of this model was not laid out by osdp: do not wrap the model in "
+                "FSDP or replace its parameters (model.to, load_state_dict(assign=True)) after the first call"
+            )
+        if session is not None and found[1] is not session:
+            raise OsdpError(
+                "two models that were planned apart meet in one compiled function: call both for the "
+                "first time inside that function, so that one plan covers them"
+            )
+        session = found[1]
+    return session
+
+
+def lower(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    session: Session,
+    compile_inner: Compiler | None = None,
+    observe: Observer | None = None,
+) -> Any:
+    """Compile a graph of a sharded model.
+
+    ``compile_inner``: what compiles each lowered graph (default: Inductor).
+    ``observe``: sees the graph after every pass.
+    """
+    static = static_inputs(gm, inputs)
+    parameters = frozenset(p.name for p in session.context.parameters)
+    watch = _observer(session, observe)
+
+    def partition(
+        joint: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        _mark(joint, static, parameters, Phase.FORWARD)
+        joint = run(session.passes, Stage.JOINT, joint, session.context, watch)
+        forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+        return forward, backward
+
+    def inner(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        phase = Phase.BACKWARD if kwargs.get("is_backward") else Phase.FORWARD
+        if kwargs.get("is_inference"):
+            phase = Phase.INFERENCE
+        _mark(graph, static, parameters, phase)
+        ctx = session.context.replace(phase=phase)
+        if phase is Phase.INFERENCE:
+            graph = run(session.passes, Stage.JOINT, graph, ctx, watch)
+        graph = run(session.passes, Stage.PARTS, graph, ctx, watch)
+        return (compile_inner or _torch.compile_fx_inner)(graph, example_inputs, **kwargs)
+
+    with _torch.without_autograd_cache():
+        return _torch.compile_fx(
+            gm,
+            list(inputs),
+            inner_compile=inner,
+            config_patches={
+                **_torch.KEEP_ORDER,
+                "custom_partitioner_fn": _torch.Partitioner(partition),
+            },
+        )
+
+
+def _mark(
+    gm: fx.GraphModule, static: dict[int, str], parameters: frozenset[str], phase: Phase
+) -> None:
+    names = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        index = _torch.aot_input_index(node)
+        names.append(static.get(index) if index is not None else None)
+    mark_inputs(gm, names, parameters, phase)
+
+
+def _observer(session: Session, observe: Observer | None) -> Observer:
+    debug = session.options.debug
+    folder = debug if isinstance(debug, Path) else None
+    counts: dict[str, int] = {}
+
+    def watch(one: Pass, gm: fx.GraphModule, ctx: Context) -> None:
+        if debug:
+            check(gm, one.name)
+        if folder is not None and ctx.rank == 0:
+            write(folder, one, gm, ctx, counts)
+        if observe is not None:
+            observe(one, gm, ctx)
+
+    return watch
+
+
+def write(
+    folder: Path, one: Pass, gm: fx.GraphModule, ctx: Context, counts: dict[str, int]
+) -> None:
+    """Write the graph after a pass: ``00-forward-shard.txt``, numbered in the order they came."""
+    folder.mkdir(parents=True, exist_ok=True)
+    number = counts.setdefault("files", 0)
+    counts["files"] += 1
+    phase = "joint" if one.stage is Stage.JOINT else ctx.phase.value
+    (folder / f"{number:02d}-{phase}-{one.name}.txt").write_text(graph_text(gm, ctx))

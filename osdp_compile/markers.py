@@ -1,0 +1,96 @@
+"""The eager implementation of the markers, for code outside a compiled graph.
+
+After a graph break, in an uncompiled evaluation, or in the backward of either, a
+parameter is gathered and a gradient reduced right where it is read: correct, and not
+overlapped with anything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import passes.markers  # noqa: F401  (defines the operators)
+
+_groups: dict[str, dist.ProcessGroup] = {}
+
+
+def register_group(group: dist.ProcessGroup) -> str:
+    """Make a process group known to the eager markers; returns the name that graphs use."""
+    name: str = group.group_name
+    _groups[name] = group
+    return name
+
+
+def _group(name: str) -> dist.ProcessGroup:
+    if name not in _groups:
+        raise RuntimeError(
+            f"process group {name!r} of a sharded parameter is gone: the model was sharded under "
+            "a process group that was destroyed since; build the model again"
+        )
+    return _groups[name]
+
+
+@torch.library.impl("osdp::unshard", "CompositeExplicitAutograd")
+def _unshard(shard: Tensor, name: str, shape: list[int], sharded: bool, group_name: str) -> Tensor:
+    if not sharded:
+        return shard.clone()
+    group = _group(group_name)
+    world_size = dist.get_world_size(group)
+    rows = -(-shape[0] // world_size)
+    if shard.shape[0] != rows:
+        shard = torch.ops.osdp.pad_rows(shard, rows)
+    full = shard.new_empty([rows * world_size, *shape[1:]])
+    dist.all_gather_into_tensor(full, shard.contiguous(), group=group)
+    return full[: shape[0]].clone() if rows * world_size != shape[0] else full
+
+
+@torch.library.impl("osdp::reduce_grad", "CompositeExplicitAutograd")
+def _reduce_grad(
+    grad: Tensor, shard: Tensor, name: str, sharded: bool, group_name: str
+) -> Tensor:
+    group = _group(group_name)
+    world_size = dist.get_world_size(group)
+    mean = (grad / world_size).contiguous()
+    if not sharded:
+        dist.all_reduce(mean, group=group)
+        return mean
+    rows = -(-grad.shape[0] // world_size)
+    if rows * world_size != grad.shape[0]:
+        mean = torch.ops.osdp.pad_rows(mean, rows * world_size)
+    reduced = mean.new_empty([rows, *grad.shape[1:]])
+    dist.reduce_scatter_tensor(reduced, mean, group=group)
+    return reduced[: shard.shape[0]].clone() if shard.shape[0] != rows else reduced
+
+
+class _Replicated(torch.autograd.Function):
+    """A replicated parameter read in eager mode: itself; its gradient is all-reduced."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, name: str, group_name: str) -> Tensor:
+        ctx.name, ctx.group_name = name, group_name
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        reduced = torch.ops.osdp.reduce_grad(grad, grad, ctx.name, False, ctx.group_name)
+        return reduced, None, None
+
+
+def read(
+    local: Tensor, name: str, shape: tuple[int, ...], sharded: bool, group_name: str
+) -> Tensor:
+    """The full parameter, from this rank's part of it. Differentiable; a marker in a trace.
+
+    Args:
+        local: this rank's rows ``[rows/N, ...]`` if sharded, else the whole parameter.
+        shape: the whole parameter's.
+    """
+    if sharded or torch.compiler.is_compiling():
+        return torch.ops.osdp.unshard(local, name, shape, sharded, group_name)
+    if not torch.is_grad_enabled():
+        return local
+    return _Replicated.apply(local, name, group_name)

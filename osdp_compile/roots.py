@@ -1,0 +1,73 @@
+"""The modules that own a graph's parameters: found from where Dynamo says each input lives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx, nn
+from torch.distributed.tensor import DTensor
+
+from osdp_compile import _torch
+from osdp_compile.errors import OsdpError
+
+
+def placeholders(gm: fx.GraphModule) -> list[fx.Node]:
+    return list(gm.graph.find_nodes(op="placeholder"))
+
+
+def plain_parameters(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[fx.Node, nn.Parameter]]:
+    """The graph's inputs that are parameters and not yet laid out by a plan."""
+    return [
+        (node, value)
+        for node, value in zip(placeholders(gm), inputs, strict=True)
+        if isinstance(value, nn.Parameter) and not isinstance(value, DTensor)
+    ]
+
+
+def find_roots(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[str, nn.Module]]:
+    """The outermost modules that own the graph's plain parameters, with their prefixes.
+
+    One root has the prefix ``""``; several are told apart by the last name in the
+    expression that leads to each (``gen`` for ``L['self'].gen``).
+
+    Raises:
+        OsdpError: naming a parameter that belongs to no module.
+    """
+    roots: dict[int, tuple[str, nn.Module]] = {}
+    for node, parameter in plain_parameters(gm, inputs):
+        for expression, owner in _torch.evaluate_prefixes(node):
+            if isinstance(owner, nn.Module) and _owns(owner, parameter):
+                roots.setdefault(id(owner), (_label(expression), owner))
+                break
+        else:
+            where = (_torch.source_chain(node) or [node.name])[-1]
+            raise OsdpError(
+                f"parameter {where} belongs to no nn.Module, so its reads cannot be redirected to a "
+                "shard: make it an attribute of a module, or compile this function with another backend"
+            )
+    found = [root for root in roots.values() if not _inside_another(root[1], roots)]
+    if len(found) == 1:
+        return [("", found[0][1])]
+    labels = [label for label, _ in found]
+    return [
+        (label if labels.count(label) == 1 else f"{label}{index}", module)
+        for index, (label, module) in enumerate(found)
+    ]
+
+
+def _owns(module: nn.Module, parameter: nn.Parameter) -> bool:
+    return any(p is parameter for p in module.parameters())
+
+
+def _inside_another(module: nn.Module, roots: dict[int, tuple[str, nn.Module]]) -> bool:
+    return any(
+        module is not other and any(module is part for part in other.modules())
+        for _, other in roots.values()
+    )
+
+
+def _label(expression: str) -> str:
+    """The last identifier of an expression: ``L['step'].model`` gives ``model``."""
+    word = "".join(c if c.isalnum() or c == "_" else " " for c in expression).split()
+    return word[-1] if word else "model"

@@ -1,0 +1,68 @@
+"""What is remembered of a model between its first call and later compilations of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from osdp_compile.options import Options
+from passes.context import Context
+from passes.decisions import Plan
+from passes.pipeline import Pass
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Session:
+    """A model that was sharded: its plan, its mesh, and how its graphs are lowered.
+
+    ``context``: with the plan, the hardware, the parameters, and the bytes this rank holds
+    between steps as ``base_bytes``.
+    """
+
+    plan: Plan
+    mesh: DeviceMesh
+    context: Context
+    options: Options
+    passes: tuple[Pass, ...]
+
+
+_of_parameter: Any = WeakTensorKeyDictionary()
+_of_module: WeakKeyDictionary[nn.Module, Session] = WeakKeyDictionary()
+
+
+def remember(
+    session: Session, roots: Sequence[nn.Module], parameters: Sequence[tuple[str, nn.Parameter]]
+) -> None:
+    """Keep the session for as long as the model lives."""
+    for root in roots:
+        _of_module[root] = session
+    for name, parameter in parameters:
+        _of_parameter[parameter] = (name, session)
+
+
+def find(parameter: Tensor) -> tuple[str, Session] | None:
+    """A sharded parameter's name and session; None if no session laid it out."""
+    found: tuple[str, Session] | None = _of_parameter.get(parameter)
+    return found
+
+
+def plan_of(model: nn.Module) -> Plan | None:
+    """The plan in force for a model, or None before its first call that needs gradients.
+
+    ``model``: the module itself or what ``torch.compile`` returned for it, or any module
+    that contains or is contained in the one that was planned.
+    """
+    inner = getattr(model, "_orig_mod", model)
+    if inner in _of_module:
+        return _of_module[inner].plan
+    for parameter in inner.parameters():
+        found = find(parameter)
+        if found is not None:
+            return found[1].plan
+    return None

@@ -1,0 +1,145 @@
+"""Captured graphs: a training step before any decision, and what a plan makes of it.
+
+The forward and backward are traced once, with whole parameters. Here markers are put in
+(as tracing a sharded model would), and a copy is laid out for any plan, so that a plan
+can be priced without tracing again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+
+from passes.context import Context, Phase
+from passes.decisions import Decision, Plan
+from passes.graph import copy_module, fake_mode_of, output_node
+from passes.markers import REDUCE_GRAD, UNSHARD
+from passes.simulate import STATIC
+
+
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """A partitioned training step with a marker for every parameter it reads."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+
+
+def add_markers(
+    joint: fx.GraphModule,
+    parameters: Mapping[fx.Node, str],
+    gradients: Mapping[int, fx.Node],
+    ctx: Context,
+) -> None:
+    """Put markers into a joint graph that was traced with whole parameters.
+
+    Args:
+        parameters: placeholder of each parameter, and its name.
+        gradients: position in the graph's outputs of each gradient, and its parameter's placeholder.
+    """
+    graph = joint.graph
+    for shard, name in parameters.items():
+        whole = shard.meta["val"]
+        users = list(shard.users)
+        first = min(users, default=None)
+        if first is None or first.op == "output":
+            continue
+        args = (shard, name, list(whole.shape), True, ctx.group_name)
+        with graph.inserting_before(first):
+            marker = graph.call_function(UNSHARD, args)
+        marker.meta["val"] = whole
+        for user in users:
+            user.replace_input_with(shard, marker)
+    output = output_node(graph)
+    returned = list(output.args[0])  # type: ignore[arg-type]
+    for index, shard in gradients.items():
+        gradient = returned[index]
+        if not isinstance(gradient, fx.Node):
+            continue
+        args = (gradient, shard, parameters[shard], True, ctx.group_name)
+        with graph.inserting_before(output):
+            returned[index] = graph.call_function(REDUCE_GRAD, args)
+        returned[index].meta["val"] = gradient.meta["val"]
+        # Where its gradient is ready: the reductions must not all come last.
+        gradient.append(returned[index])
+    output.args = (type(output.args[0])(returned),)  # type: ignore[arg-type,call-arg]
+    joint.recompile()
+
+
+def mark_inputs(
+    gm: fx.GraphModule, names: Sequence[str | None], parameters: frozenset[str], phase: Phase
+) -> None:
+    """Say on every placeholder what it is.
+
+    ``names``: for each placeholder a parameter's or buffer's name, or None. Those are
+    static: their memory is not the graph's.
+    """
+    for node, name in zip(gm.graph.find_nodes(op="placeholder"), names, strict=True):
+        if name is not None:
+            node.meta[STATIC] = True
+            node.meta["parameter" if name in parameters else "input"] = name
+        elif phase is Phase.BACKWARD:
+            node.meta["saved"] = True
+
+
+def lay_out(captured: Captured, plan: Plan, ctx: Context) -> Captured:
+    """Copies of the captured graphs as tracing the sharded model would give them."""
+    forward, backward = copy_module(captured.forward), copy_module(captured.backward)
+    for gm in (forward, backward):
+        _set_shards(gm, plan, ctx)
+    kept = {
+        node.args[1]: node
+        for node in forward.graph.find_nodes(op="call_function", target=UNSHARD)
+        if plan.decision(node.args[1]) is Decision.SHARD_KEEP
+    }
+    _save(forward, backward, kept)
+    return Captured(forward, backward)
+
+
+def _set_shards(gm: fx.GraphModule, plan: Plan, ctx: Context) -> None:
+    graph = gm.graph
+    mode = fake_mode_of(graph)
+    for node in list(graph.nodes):
+        if node.target is UNSHARD:
+            shard, name, shape, _, group = node.args
+        elif node.target is REDUCE_GRAD:
+            _, shard, name, _, group = node.args
+            shape = list(ctx.parameter(name).shape)
+        else:
+            continue
+        sharded = plan.decision(name).sharded
+        node.args = (*node.args[:3], sharded, group)
+        whole = ctx.parameter(name)
+        rows = -(-whole.shape[0] // ctx.world_size) if sharded else None
+        if rows is not None:
+            start = min(ctx.rank * rows, whole.shape[0])
+            rows = min(rows, whole.shape[0] - start)
+        local = list(shape) if rows is None else [rows, *shape[1:]]
+        with mode, torch.no_grad():
+            if sharded:
+                shard.meta["val"] = shard.meta["val"].new_empty(local)
+            if node.target is REDUCE_GRAD:
+                node.meta["val"] = node.meta["val"].new_empty(local)
+
+
+def _save(
+    forward: fx.GraphModule, backward: fx.GraphModule, kept: Mapping[str, fx.Node]
+) -> None:
+    """What the partitioner does for a gathered weight that must be saved."""
+    output = output_node(forward.graph)
+    extra = []
+    for node in list(backward.graph.find_nodes(op="call_function", target=UNSHARD)):
+        name = node.args[1]
+        if name not in kept:
+            continue
+        last = list(backward.graph.find_nodes(op="placeholder"))[-1]
+        with backward.graph.inserting_after(last):
+            saved = backward.graph.placeholder(f"kept_{len(extra)}")
+        saved.meta.update(val=node.meta["val"], saved=True, gathered=True)
+        node.replace_all_uses_with(saved)
+        backward.graph.erase_node(node)
+        extra.append(kept[name])
+    output.args = ((*output.args[0], *extra),)  # type: ignore[misc]

@@ -1,0 +1,74 @@
+"""Check: what must hold after every pass.
+
+- the graph is well formed and in topological order (``graph.lint``);
+- ``meta["val"]`` is what running the node on its inputs' values gives (dtype, shape, strides);
+- the inputs of collectives are contiguous;
+- every started collective is waited for, once, and nothing but the wait reads its output
+  before (its input lives until the wait because the wait is what ends its use).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from passes.graph import COLLECTIVES, WAIT, fake_mode_of
+from passes.markers import REDUCE_GRAD, UNSHARD
+
+
+class InvalidGraph(AssertionError):
+    """A pass left a graph that does not hold together; names the pass and the node."""
+
+
+def check(gm: fx.GraphModule, pass_name: str) -> None:
+    """Raise :class:`InvalidGraph` if the graph broke a rule. See the module's docstring."""
+    try:
+        gm.graph.lint()
+    except (RuntimeError, ValueError) as error:
+        raise InvalidGraph(f"after pass {pass_name!r}: {error}") from error
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target in COLLECTIVES:
+            _check_collective(node, pass_name)
+        _check_value(node, pass_name)
+
+
+def _check_collective(node: fx.Node, pass_name: str) -> None:
+    source = node.args[0]
+    if not isinstance(source, fx.Node) or not source.meta["val"].is_contiguous():
+        raise InvalidGraph(
+            f"after pass {pass_name!r}: the input {source} of collective {node} is not contiguous"
+        )
+    users = list(node.users)
+    if len(users) != 1 or users[0].target is not WAIT:
+        raise InvalidGraph(
+            f"after pass {pass_name!r}: collective {node} must be used by one wait, not {users}"
+        )
+
+
+def _check_value(node: fx.Node, pass_name: str) -> None:
+    if "val" not in node.meta:
+        raise InvalidGraph(f"after pass {pass_name!r}: node {node} ({node.target}) has no meta['val']")
+    said = node.meta["val"]
+    if not isinstance(said, torch.Tensor) or node.target in (UNSHARD, REDUCE_GRAD):
+        return
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return
+    tags = node.target.tags
+    if torch.Tag.nondeterministic_seeded in tags or torch.Tag.data_dependent_output in tags:
+        return
+    args = fx.node.map_arg(node.args, lambda source: source.meta["val"])
+    kwargs = fx.node.map_arg(node.kwargs, lambda source: source.meta["val"])
+    with fake_mode_of(node.graph), torch.no_grad():
+        found = node.target(*args, **kwargs)
+    for what, a, b in (
+        ("dtype", said.dtype, found.dtype),
+        ("shape", tuple(said.shape), tuple(found.shape)),
+        ("strides", said.stride(), found.stride()),
+    ):
+        if a != b and not (what == "strides" and said.numel() <= 1):
+            raise InvalidGraph(
+                f"after pass {pass_name!r}: node {node} ({node.target}) says {what} {a} in "
+                f"meta['val'], running it gives {b}"
+            )

@@ -1,0 +1,92 @@
+"""What a pass is told besides the graph: parameters, plan, hardware, ranks.
+
+A pass keeps no state of its own; whatever travels from one pass to the next is in the
+graph's metadata or here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from passes.decisions import Plan
+from passes.hardware import Hardware
+
+
+class Phase(str, enum.Enum):
+    """Which graph a pass is looking at."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    INFERENCE = "inference"
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """A parameter as the passes see it: whole, before any sharding.
+
+    ``optimizer_bytes``: optimizer state for the whole parameter.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    numel: int
+    element_bytes: int
+    requires_grad: bool
+    optimizer_bytes: int
+
+    @property
+    def full_bytes(self) -> int:
+        return self.numel * self.element_bytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.full_bytes if self.requires_grad else 0
+
+    def shard_bytes(self, world_size: int) -> int:
+        """Bytes of the largest shard: rank 0's, ``ceil(rows / world_size)`` rows."""
+        if not self.shape or self.numel == 0:
+            return self.full_bytes
+        rows = -(-self.shape[0] // world_size)
+        return rows * (self.numel // self.shape[0]) * self.element_bytes
+
+    def state_bytes(self, world_size: int, sharded: bool) -> int:
+        """Parameter, gradient and optimizer state that one rank holds for it."""
+        whole = self.full_bytes + self.gradient_bytes + self.optimizer_bytes
+        if not sharded or self.full_bytes == 0:
+            return whole
+        share = self.shard_bytes(world_size) / self.full_bytes
+        return self.shard_bytes(world_size) * (2 if self.requires_grad else 1) + round(
+            self.optimizer_bytes * share
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """Everything a pass may ask for.
+
+    ``base_bytes``: what this rank holds during the whole graph and the graph does not
+    allocate: parameters, optimizer state, buffers (and gradients of an earlier backward).
+    ``limit_bytes``: the memory limit of the whole, None for no limit.
+    """
+
+    plan: Plan
+    hardware: Hardware
+    parameters: tuple[Parameter, ...]
+    world_size: int
+    rank: int
+    group_name: str
+    phase: Phase = Phase.FORWARD
+    base_bytes: int = 0
+    limit_bytes: int | None = None
+
+    def parameter(self, name: str) -> Parameter:
+        """The parameter of that name; KeyError if the model has none."""
+        for parameter in self.parameters:
+            if parameter.name == name:
+                return parameter
+        raise KeyError(name)
+
+    def replace(self, **changes: object) -> Context:
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,178 @@
+"""Small helpers that every pass needs: new nodes with metadata, sizes, aliases, copies."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes._torch import FakeTensorMode
+from passes.markers import PAD_ROWS, REDUCE_GRAD, TRIM_ROWS, UNSHARD
+
+_c10d = torch.ops._c10d_functional
+ALL_GATHER = _c10d.all_gather_into_tensor.default
+ALL_REDUCE = _c10d.all_reduce.default
+REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
+ALL_TO_ALL = _c10d.all_to_all_single.default
+WAIT = _c10d.wait_tensor.default
+
+#: The collectives passes emit, with the name the hardware profile has for each.
+COLLECTIVES: dict[Any, str] = {
+    ALL_GATHER: "all_gather",
+    ALL_REDUCE: "all_reduce",
+    REDUCE_SCATTER: "reduce_scatter",
+    ALL_TO_ALL: "all_to_all",
+}
+
+_aten = torch.ops.aten
+# Not views by their schema, but Inductor makes no copy for them.
+_FREE = {_aten._unsafe_view.default, _aten.reshape.default, _aten.detach.default}
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's output is its first argument's memory seen another way."""
+    if node.op != "call_function":
+        return False
+    if node.target in _FREE:
+        return True
+    return bool(getattr(node.target, "is_view", False))
+
+
+def is_alias(node: fx.Node) -> bool:
+    """A view, or a wait: the waited tensor is the collective's own output."""
+    return is_view(node) or node.target is WAIT
+
+
+def is_collective(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in COLLECTIVES
+
+
+def is_marker(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in (UNSHARD, REDUCE_GRAD)
+
+
+def is_row_helper(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in (PAD_ROWS, TRIM_ROWS)
+
+
+def root_of(node: fx.Node) -> fx.Node:
+    """The node whose memory this one shows, following views, waits and in-place reductions.
+
+    Inductor runs an all-reduce in place on its input, which the passes always make for it.
+    """
+    while (is_alias(node) or node.target is ALL_REDUCE) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def hint(size: Any) -> int:
+    """A size as a number: a symbolic one by its hint."""
+    if isinstance(size, int):
+        return size
+    value = size.node.hint
+    if value is None:
+        raise ValueError(f"the symbolic size {size} has no hint: compile with dynamic=False")
+    return int(value)
+
+
+def numel_of(value: Any) -> int:
+    """Elements of a fake tensor, symbolic sizes by their hints."""
+    count = 1
+    for size in value.shape:
+        count *= hint(size)
+    return count
+
+
+def bytes_of(value: Any) -> int:
+    """Bytes of a fake tensor or of a tuple of them; 0 for anything else."""
+    if isinstance(value, torch.Tensor):
+        return numel_of(value) * value.element_size()
+    if isinstance(value, list | tuple):
+        return sum(bytes_of(item) for item in value)
+    return 0
+
+
+def tensor_inputs(node: fx.Node) -> Iterator[fx.Node]:
+    """Input nodes that hold tensors, in argument order, each once."""
+    for source in node.all_input_nodes:
+        if isinstance(source.meta.get("val"), torch.Tensor | list | tuple):
+            yield source
+
+
+def output_node(graph: fx.Graph) -> fx.Node:
+    return next(iter(reversed(graph.nodes)))
+
+
+def output_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that the graph returns (Nones left out)."""
+    return list(output_node(graph).all_input_nodes)
+
+
+def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
+    """The FakeTensorMode of the graph's values.
+
+    Raises:
+        ValueError: if no node carries a fake tensor (the graph was not traced).
+    """
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        mode = getattr(value, "fake_mode", None)
+        if mode is not None:
+            return mode
+    raise ValueError("no node of this graph carries a fake tensor in meta['val']")
+
+
+def call(
+    graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], name: str | None = None
+) -> fx.Node:
+    """A new node at the graph's insert point, with ``meta["val"]`` computed from its inputs."""
+    node = graph.create_node("call_function", target, args, {}, name)
+    set_value(node)
+    return node
+
+
+def set_value(node: fx.Node) -> None:
+    """Compute ``meta["val"]`` of a node from those of its inputs."""
+    args = fx.node.map_arg(node.args, lambda source: source.meta["val"])
+    kwargs = fx.node.map_arg(node.kwargs, lambda source: source.meta["val"])
+    mode = fake_mode_of(node.graph)
+    with mode, torch.no_grad():
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def compact(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """A contiguous copy of a node's tensor, at the graph's insert point."""
+    copied = graph.call_function(
+        _aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+    )
+    set_value(copied)
+    return copied
+
+
+def is_getitem(node: fx.Node) -> bool:
+    return node.target is operator.getitem
+
+
+def copy_module(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy whose graph can be rewritten; fake tensors and constants are shared."""
+    graph = fx.Graph()
+    output = graph.graph_copy(gm.graph, val_map={})
+    graph.output(output)
+    output_node(graph).meta = dict(output_node(gm.graph).meta)
+    return fx.GraphModule(gm, graph)
+
+
+def positions(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Each node's place in the order of execution."""
+    return {node: index for index, node in enumerate(graph.nodes)}
+
+
+def first_of(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
+    return min(nodes, key=order.__getitem__)
+
+
+def last_of(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
+    return max(nodes, key=order.__getitem__)

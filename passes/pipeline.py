@@ -1,0 +1,125 @@
+"""The pipeline: which passes run, in what order, on which graph.
+
+A pass is a function ``(GraphModule, Context) -> GraphModule`` with a name, the stage it
+runs at, and what it needs and leaves. To experiment, write one and put it beside another::
+
+    from passes.pipeline import Pass, default_passes, insert_after
+
+    mine = Pass("mine", my_function, Stage.PARTS)
+    torch.compile(model, backend="osdp",
+                  options={"passes": insert_after(default_passes(), "bucket", mine)})
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+
+from torch import fx
+
+from passes.annotate import annotate
+from passes.bucket import bucket
+from passes.context import Context
+from passes.dedupe import dedupe
+from passes.reorder import reorder
+from passes.shard import shard
+from passes.tag import tag
+
+
+class Stage(str, enum.Enum):
+    """``JOINT``: the joint forward and backward, before it is partitioned (or an inference
+    graph). ``PARTS``: the forward and the backward, each on its own (or an inference graph)."""
+
+    JOINT = "joint"
+    PARTS = "parts"
+
+
+PassFunction = Callable[[fx.GraphModule, Context], fx.GraphModule]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """A pass and its contract: ``needs`` must have been left by passes before it."""
+
+    name: str
+    function: PassFunction
+    stage: Stage = Stage.PARTS
+    needs: tuple[str, ...] = ()
+    leaves: tuple[str, ...] = ()
+
+
+def default_passes() -> list[Pass]:
+    """The passes in the order they run."""
+    return [
+        Pass("dedupe", dedupe, Stage.JOINT, leaves=("one marker each",)),
+        Pass("tag", tag, Stage.JOINT, needs=("one marker each",), leaves=("tags",)),
+        Pass("shard", shard, needs=("one marker each",), leaves=("collectives",)),
+        Pass("bucket", bucket, needs=("collectives",), leaves=("buckets",)),
+        Pass("annotate", annotate, leaves=("costs",)),
+        Pass("reorder", reorder, needs=("collectives", "costs"), leaves=("schedule",)),
+    ]
+
+
+class PipelineError(ValueError):
+    """A list of passes that cannot run in this order."""
+
+
+def validate(passes: Sequence[Pass]) -> None:
+    """Check names and contracts.
+
+    Raises:
+        PipelineError: naming the pass whose needs nothing before it leaves, or a name used twice.
+    """
+    left: set[str] = set()
+    names: set[str] = set()
+    for one in sorted(passes, key=lambda p: p.stage is not Stage.JOINT):
+        if one.name in names:
+            raise PipelineError(f"two passes are named {one.name!r}: names must differ")
+        names.add(one.name)
+        missing = [need for need in one.needs if need not in left]
+        if missing:
+            known = [p.name for p in passes if set(p.leaves) & set(missing)]
+            raise PipelineError(
+                f"pass {one.name!r} needs {missing} and no pass before it leaves that"
+                + (f": put it after {known}" if known else "")
+            )
+        left.update(one.leaves)
+
+
+def insert_before(passes: Sequence[Pass], name: str, new: Pass) -> list[Pass]:
+    """The list with ``new`` right before the pass of that name."""
+    index = _index(passes, name)
+    return [*passes[:index], new, *passes[index:]]
+
+
+def insert_after(passes: Sequence[Pass], name: str, new: Pass) -> list[Pass]:
+    """The list with ``new`` right after the pass of that name."""
+    index = _index(passes, name) + 1
+    return [*passes[:index], new, *passes[index:]]
+
+
+def _index(passes: Sequence[Pass], name: str) -> int:
+    for index, one in enumerate(passes):
+        if one.name == name:
+            return index
+    raise PipelineError(f"no pass is named {name!r}; there are {[p.name for p in passes]}")
+
+
+Observer = Callable[[Pass, fx.GraphModule, Context], None]
+
+
+def run(
+    passes: Sequence[Pass],
+    stage: Stage,
+    gm: fx.GraphModule,
+    ctx: Context,
+    observe: Observer | None = None,
+) -> fx.GraphModule:
+    """Run the passes of one stage in order; ``observe`` sees the graph after each."""
+    for one in passes:
+        if one.stage is stage:
+            gm = one.function(gm, ctx)
+            if observe is not None:
+                observe(one, gm, ctx)
+    return gm

@@ -1,0 +1,120 @@
+"""Predict: what a plan costs, by running the real passes and simulating what they emit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from torch import fx
+
+from passes.capture import Captured, lay_out
+from passes.context import Context, Phase
+from passes.decisions import Plan, Prediction
+from passes.graph import bytes_of, output_node
+from passes.pipeline import Pass, Stage, run
+from passes.simulate import Simulation, simulate
+
+#: Passes over memory that an optimizer step makes for each byte of parameter, gradient and state.
+_OPTIMIZER_PASSES = 4.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A plan's lowered graphs, how they ran in the simulator, and the sum of it."""
+
+    prediction: Prediction
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    simulations: tuple[Simulation, Simulation]
+
+
+def state_bytes(ctx: Context, plan: Plan) -> dict[str, int]:
+    """Bytes one rank holds between steps, by kind (``parameters``, ``optimizer``, ``gradients``).
+
+    Gradients are here as they are before the optimizer's step; rank 0's share is counted,
+    the largest.
+    """
+    total = {"parameters": 0, "gradients": 0, "optimizer": 0}
+    for parameter in ctx.parameters:
+        sharded = plan.decision(parameter.name).sharded
+        local = parameter.shard_bytes(ctx.world_size) if sharded else parameter.full_bytes
+        total["parameters"] += local
+        if parameter.requires_grad:
+            total["gradients"] += local
+            share = local / parameter.full_bytes if parameter.full_bytes else 1.0
+            total["optimizer"] += round(parameter.optimizer_bytes * share)
+    return total
+
+
+def optimizer_temporary_bytes(ctx: Context, plan: Plan) -> int:
+    """Bytes an optimizer's step allocates and frees: two tensors of the largest local parameter.
+
+    Adam's single-tensor step in torch makes ``sqrt(v) / c`` and ``+ eps`` out of place.
+    """
+    return 2 * max(
+        (
+            p.shard_bytes(ctx.world_size) if plan.decision(p.name).sharded else p.full_bytes
+            for p in ctx.parameters
+            if p.requires_grad
+        ),
+        default=0,
+    )
+
+
+def predict(captured: Captured, plan: Plan, ctx: Context, passes: Sequence[Pass]) -> Step:
+    """Lower a captured step as the plan says, and simulate it.
+
+    ``ctx.base_bytes``: bytes of buffers and of whatever else the model holds besides
+    parameters and optimizer state.
+    """
+    laid = lay_out(captured, plan, ctx)
+    state = state_bytes(ctx, plan)
+    held = ctx.base_bytes + state["parameters"] + state["optimizer"]
+    returned = _returned_bytes(laid)
+    lowered: list[fx.GraphModule] = []
+    simulations: list[Simulation] = []
+    for gm, phase, extra in (
+        (laid.forward, Phase.FORWARD, 0),
+        (laid.backward, Phase.BACKWARD, returned),
+    ):
+        local = ctx.replace(plan=plan, phase=phase, base_bytes=held + extra)
+        gm = run(passes, Stage.PARTS, gm, local)
+        lowered.append(gm)
+        simulations.append(simulate(gm.graph))
+    forward, backward = simulations
+    step_traffic = state["parameters"] + state["gradients"] + state["optimizer"]
+    optimizer_seconds = _OPTIMIZER_PASSES * step_traffic / ctx.hardware.memory_bytes_per_second
+    base = {"parameters": state["parameters"], "optimizer": state["optimizer"]}
+    if ctx.base_bytes:
+        base["buffers"] = ctx.base_bytes
+    peaks = [
+        {**base, **forward.peak},
+        {**base, **backward.peak, "returned": returned},
+        {
+            **base,
+            "gradients": state["gradients"],
+            "optimizer step": optimizer_temporary_bytes(ctx, plan),
+        },
+    ]
+    peak = {k: v for k, v in max(peaks, key=lambda kinds: sum(kinds.values())).items() if v}
+    prediction = Prediction(
+        step_seconds=forward.step_seconds + backward.step_seconds + optimizer_seconds,
+        compute_seconds=forward.compute_seconds + backward.compute_seconds + optimizer_seconds,
+        exposed_seconds=forward.exposed_seconds + backward.exposed_seconds,
+        peak_bytes=sum(peak.values()),
+        peak=peak,
+    )
+    return Step(prediction, lowered[0], lowered[1], (forward, backward))
+
+
+def _returned_bytes(laid: Captured) -> int:
+    """Bytes of what the forward returns to its caller and does not save for the backward."""
+    saved = len(list(laid.backward.graph.find_nodes(op="placeholder")))
+    tangents = sum(
+        node.name.startswith("tangents")
+        for node in laid.backward.graph.find_nodes(op="placeholder")
+    )
+    outputs = [n for n in output_node(laid.forward.graph).args[0] if isinstance(n, fx.Node)]  # type: ignore[union-attr]
+    own = outputs[: max(0, len(outputs) - (saved - tangents))]
+    kept = set(outputs[len(own) :])
+    return sum(bytes_of(n.meta["val"]) for n in own if n not in kept)

@@ -1,0 +1,94 @@
+"""The canonical text of a graph: what people read and CI pins.
+
+One line a node: name, dtype and shape, operator and arguments, and what a collective is
+for. The same on every rank, every run and every machine: process groups are named by
+their role, and what differs between ranks by nature (the rows of an uneven shard) is
+printed as ``?``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from passes.context import Context
+from passes.markers import PAD_ROWS, TRIM_ROWS
+
+_DTYPES = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.bool: "b8",
+}
+
+
+def graph_text(gm: fx.GraphModule, ctx: Context) -> str:
+    """The graph as text; see the module's docstring."""
+    names = {node: f"%{index}" for index, node in enumerate(gm.graph.nodes)}
+    uneven = _uneven(gm.graph)
+    lines = [_line(node, names, ctx, uneven) for node in gm.graph.nodes]
+    return "\n".join(lines) + "\n"
+
+
+def _uneven(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes whose first dimension differs between ranks."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.target is PAD_ROWS:
+            found.add(node.args[0])  # type: ignore[arg-type]
+        elif node.target is TRIM_ROWS:
+            found.update((node, node.args[1]))  # type: ignore[arg-type]
+    return found
+
+
+def _line(node: fx.Node, names: Mapping[fx.Node, str], ctx: Context, uneven: set[fx.Node]) -> str:
+    if node.op == "placeholder":
+        label = node.meta.get("parameter") or node.meta.get("input") or "saved"
+        return f"{names[node]}: {_type(node, uneven)} = input[{label}]"
+    if node.op == "output":
+        return f"return {_argument(node.args[0], names, ctx)}"
+    if node.op == "get_attr":
+        return f"{names[node]}: {_type(node, uneven)} = constant[{node.target}]"
+    arguments = [_argument(argument, names, ctx) for argument in node.args]
+    arguments += [f"{k}={_argument(v, names, ctx)}" for k, v in sorted(node.kwargs.items())]
+    purpose = node.meta.get("collective")
+    note = f"  # {purpose.label}" if purpose is not None else ""
+    return f"{names[node]}: {_type(node, uneven)} = {_target(node)}({', '.join(arguments)}){note}"
+
+
+def _target(node: fx.Node) -> str:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target).removeprefix("aten.").removesuffix(".default")
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def _type(node: fx.Node, uneven: set[fx.Node]) -> str:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        sizes = [str(size) for size in value.shape]
+        if node in uneven:
+            sizes[0] = "?"
+        dtype = _DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
+        return f"{dtype}[{','.join(sizes)}]"
+    if isinstance(value, list | tuple):
+        return f"({len(value)} values)"
+    return type(value).__name__
+
+
+def _argument(value: object, names: Mapping[fx.Node, str], ctx: Context) -> str:
+    if isinstance(value, fx.Node):
+        return names[value]
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_argument(item, names, ctx) for item in value) + "]"
+    if isinstance(value, str) and value == ctx.group_name:
+        return "<data-parallel group>"
+    if isinstance(value, torch.dtype):
+        return _DTYPES.get(value, str(value))
+    if isinstance(value, torch.device):
+        return value.type
+    return repr(value)
