@@ -1,0 +1,139 @@
+"""The options of ``torch.compile(model, backend="osdp", options={...})``."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from osdp_compile.optimizer_names import known_optimizers
+from passes.decisions import Plan
+from passes.hardware import Hardware
+from passes.pipeline import Pass, validate
+from passes.units import parse_bytes
+
+#: What may be given for each option, for people.
+ALLOWED: dict[str, str] = {
+    "memory_limit": "bytes as a whole number, or text such as '8GiB' or '500MB'",
+    "mesh": "a one-dimensional DeviceMesh over the data-parallel ranks (default: the whole world)",
+    "optimizer": "bytes of optimizer state for one element of a parameter, or a name such as 'adamw'",
+    "plan": "an osdp_compile.Plan, or the path of one saved",
+    "hardware": "an osdp_compile.Hardware, or the path of one saved (default: measured at first call)",
+    "debug": "True to check the graph after every pass, or a folder to also write it to",
+    "passes": "a list of passes.pipeline.Pass (default: passes.pipeline.default_passes())",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Checked options; None means not given.
+
+    ``memory_limit_bytes``: of one rank, for everything a training step holds.
+    ``optimizer``: an int is bytes of state for each element of a parameter.
+    """
+
+    memory_limit_bytes: int | None = None
+    mesh: DeviceMesh | None = None
+    optimizer: int | str | None = None
+    plan: Plan | None = None
+    hardware: Hardware | None = None
+    debug: Path | bool = False
+    passes: tuple[Pass, ...] | None = None
+
+    @classmethod
+    def parse(cls, options: dict[str, Any] | None) -> Options:
+        """Check what the user gave.
+
+        Raises:
+            ValueError: for an unknown option or a malformed value, listing what is allowed.
+        """
+        given = dict(options or {})
+        for name in given:
+            if name not in ALLOWED:
+                raise ValueError(_unknown(name))
+        values: dict[str, Any] = {}
+        for name, value in given.items():
+            if value is None:
+                continue
+            field = "memory_limit_bytes" if name == "memory_limit" else name
+            try:
+                values[field] = _READERS[name](value)
+            except (ValueError, TypeError, OSError) as error:
+                raise ValueError(f"option {name!r}: {error}. Allowed: {ALLOWED[name]}") from error
+        return cls(**values)
+
+
+def _unknown(name: str) -> str:
+    close = difflib.get_close_matches(str(name), ALLOWED, n=1)
+    guess = f" Did you mean {close[0]!r}?" if close else ""
+    allowed = "; ".join(f"{key!r}: {what}" for key, what in ALLOWED.items())
+    return f"unknown option {name!r} for backend='osdp'.{guess} Allowed: {allowed}"
+
+
+def _mesh(value: Any) -> DeviceMesh:
+    if not isinstance(value, DeviceMesh):
+        raise ValueError(f"{value!r} is not a DeviceMesh")
+    if value.ndim != 1:
+        names = value.mesh_dim_names
+        pick = f"mesh[{names[0]!r}]" if names else "a mesh with one dimension"
+        raise ValueError(f"the mesh has {value.ndim} dimensions, one is supported: give {pick}")
+    return value
+
+
+def _optimizer(value: Any) -> int | str:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError(f"{value!r} is neither a number of bytes nor a name")
+    if isinstance(value, int):
+        if value < 0:
+            raise ValueError(f"{value} bytes is below zero")
+        return value
+    name = value.lower()
+    if name not in known_optimizers():
+        raise ValueError(f"optimizer {value!r} is not one of {', '.join(known_optimizers())}")
+    return name
+
+
+def _plan(value: Any) -> Plan:
+    if isinstance(value, Plan):
+        return value
+    if not isinstance(value, str | Path):
+        raise ValueError(f"{value!r} is neither a Plan nor a path")
+    return Plan.load(value)
+
+
+def _profile(value: Any) -> Hardware:
+    if isinstance(value, Hardware):
+        return value
+    if not isinstance(value, str | Path):
+        raise ValueError(f"{value!r} is neither a Hardware nor a path")
+    return Hardware.load(value)
+
+
+def _debug(value: Any) -> Path | bool:
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, str | Path):
+        raise ValueError(f"{value!r} is neither True, False nor a folder")
+    return Path(value)
+
+
+def _passes(value: Any) -> tuple[Pass, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(one, Pass) for one in value):
+        raise ValueError("not a list of passes.pipeline.Pass")
+    validate(value)
+    return tuple(value)
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "memory_limit": parse_bytes,
+    "mesh": _mesh,
+    "optimizer": _optimizer,
+    "plan": _plan,
+    "hardware": _profile,
+    "debug": _debug,
+    "passes": _passes,
+}
