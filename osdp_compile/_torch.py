@@ -5,6 +5,7 @@ Nothing else in ``osdp_compile/`` imports from ``torch._*``.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -65,7 +66,8 @@ def raise_to_user(error: Exception) -> NoReturn:
     """Raise an error from a backend so that it reaches the user as its own type.
 
     Dynamo wraps what a backend raises into BackendCompilerFailed, save for its own
-    ShortenTraceback: the error gets a subclass that is both.
+    ShortenTraceback: the error gets a subclass that is both. The traceback the user sees
+    begins at the backend, not in Dynamo (all of it with TORCHDYNAMO_VERBOSE=1).
     """
     kind = type(error)
     if isinstance(error, ShortenTraceback):
@@ -74,7 +76,7 @@ def raise_to_user(error: Exception) -> NoReturn:
     raised = both.__new__(both)
     Exception.__init__(raised, *error.args)
     raised.__dict__.update(error.__dict__)
-    raised.first_useful_frame = None
+    raised.first_useful_frame = sys._getframe(1)
     raise raised.with_traceback(error.__traceback__) from error.__cause__
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from osdp_compile.collectives import all_gather_single, reduce_scatter_single
 import passes.markers  # noqa: F401  (defines the operators)
 
 _groups: dict[str, dist.ProcessGroup] = {}
@@ -44,7 +45,7 @@ def _unshard(shard: Tensor, name: str, shape: list[int], sharded: bool, group_na
     if shard.shape[0] != rows:
         shard = torch.ops.osdp.pad_rows(shard, rows)
     full = shard.new_empty([rows * world_size, *shape[1:]])
-    dist.all_gather_into_tensor(full, shard.contiguous(), group=group)
+    all_gather_single(full, shard.contiguous(), group=group)
     return full[: shape[0]].clone() if rows * world_size != shape[0] else full
 
 
@@ -62,7 +63,7 @@ def _reduce_grad(
     if rows * world_size != grad.shape[0]:
         mean = torch.ops.osdp.pad_rows(mean, rows * world_size)
     reduced = mean.new_empty([rows, *grad.shape[1:]])
-    dist.reduce_scatter_tensor(reduced, mean, group=group)
+    reduce_scatter_single(reduced, mean, group=group)
     return reduced[: shard.shape[0]].clone() if shard.shape[0] != rows else reduced
 
 

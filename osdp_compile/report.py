@@ -1,0 +1,124 @@
+"""Reports for people: the plan as a table, on one screen however deep the model."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import sys
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from passes.decisions import ParameterPlan, Plan
+from passes.units import format_bytes, format_seconds
+
+
+def plan_table(plan: Plan) -> Table:
+    """The plan: parameter, shape, decision, bytes saved, why.
+
+    Parameters that differ only in a layer's number and share everything else stand in one
+    row: ``blocks.{0..11}.up.weight``.
+    """
+    limit = plan.memory_limit_bytes
+    title = f"osdp plan for {plan.world_size} ranks, " + (
+        f"limit {format_bytes(limit)}" if limit is not None else "no memory limit"
+    )
+    table = Table(title=title, title_justify="left", header_style="bold")
+    table.add_column("parameter", overflow="fold")
+    table.add_column("shape")
+    table.add_column("decision")
+    table.add_column("saves", justify="right")
+    table.add_column("why", overflow="fold")
+    for rows in _grouped(plan.parameters):
+        first = rows[0]
+        saved = sum(row.saved_bytes for row in rows)
+        table.add_row(
+            _joined([row.name for row in rows]),
+            "x".join(map(str, first.shape)) or "scalar",
+            first.decision.value.replace("_", ", "),
+            format_bytes(saved) if saved else "",
+            first.reason,
+        )
+    return table
+
+
+def prediction_lines(plan: Plan) -> list[str]:
+    """What the simulator says of the step, in two lines; none if nothing was predicted."""
+    said = plan.prediction
+    if said is None:
+        return []
+    filling = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in said.peak.items())
+    return [
+        f"predicted step {format_seconds(said.step_seconds)}, of it "
+        f"{format_seconds(said.exposed_seconds)} waiting for communication",
+        f"predicted peak {format_bytes(said.peak_bytes)} ({filling})",
+    ]
+
+
+def plan_text(plan: Plan, width: int = 120) -> str:
+    """The table and the prediction as plain text."""
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(plan_table(plan))
+    for line in prediction_lines(plan):
+        console.print(line)
+    output = console.file
+    assert isinstance(output, io.StringIO)
+    return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
+
+
+def log_plan(plan: Plan, log: logging.Logger) -> None:
+    """Log the plan once, at INFO.
+
+    Who has configured logging gets it as a record; who has not sees it on standard error:
+    the logger is then given a handler of its own.
+    """
+    ensure_visible(log)
+    log.info("%s", plan_text(plan))
+
+
+def ensure_visible(log: logging.Logger) -> None:
+    """Make INFO of this logger visible where nobody has configured logging."""
+    if log.hasHandlers() or log.level != logging.NOTSET:
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("[osdp] %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def _grouped(rows: Sequence[ParameterPlan]) -> Iterable[list[ParameterPlan]]:
+    """Rows that are alike but for a layer's number, in the order of the first of each."""
+    groups: dict[tuple[object, ...], list[ParameterPlan]] = {}
+    for row in rows:
+        pattern = _NUMBER.sub("*", row.name)
+        groups.setdefault((pattern, row.shape, row.decision, _kind(row.reason)), []).append(row)
+    return groups.values()
+
+
+def _kind(reason: str) -> str:
+    """A reason without its figures: layers alike differ in microseconds."""
+    return re.sub(r"[\d.]+ (s|ms|us)", "", reason)
+
+
+def _joined(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    numbers = [_NUMBER.findall(name) for name in names]
+    columns = list(zip(*numbers, strict=True))
+    parts = iter(_span(sorted(set(map(int, column)))) for column in columns)
+    return _NUMBER.sub(lambda _: next(parts), names[0])
+
+
+def _span(numbers: list[int]) -> str:
+    """``{0..3}``, or ``{0,2,5}`` where there are gaps, or the number if it is one."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    if numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{{{numbers[0]}..{numbers[-1]}}}"
+    return "{" + ",".join(map(str, numbers)) + "}"

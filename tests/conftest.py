@@ -1,0 +1,30 @@
+"""Fixtures that start ranks once for the whole test session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def inductor_cache(pytestconfig: pytest.Config) -> Path:
+    """Compiled code, shared by ranks and by sessions; ``pytest --cache-clear`` empties it."""
+    return Path(pytestconfig.cache.mkdir("inductor"))
+
+
+@pytest.fixture(scope="session")
+def two_ranks(inductor_cache: Path) -> Iterator[Ranks]:
+    """Two processes that run functions: ``two_ranks.run(function, ...)``."""
+    with Ranks(2, inductor_cache) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def four_ranks(inductor_cache: Path) -> Iterator[Ranks]:
+    """Four processes that run functions: ``four_ranks.run(function, ...)``."""
+    with Ranks(4, inductor_cache) as ranks:
+        yield ranks

@@ -1,0 +1,200 @@
+"""Ranks for tests: real processes on this machine (gloo over loopback) that run functions.
+
+    def double(rank, world_size, x):            # at the top level of a module
+        return x * 2 * rank
+
+    with Ranks(2) as ranks:
+        assert ranks.run(double, 3) == [0, 6]
+
+Starting Python and torch takes seconds, so the processes stay alive and run one function
+after another. A function that fails or hangs takes its processes with it: the next one
+gets fresh ones.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+#: How long a rank may take longer than the first one that failed before it is given up.
+_GRACE_SECONDS = 5.0
+#: Startup on a busy machine of few cores.
+_START_SECONDS = 180.0
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+}
+
+
+class RankFailed(AssertionError):
+    """A function raised on a rank, its process died, or it took too long; says where."""
+
+
+class Ranks:
+    """``world_size`` processes in one gloo process group."""
+
+    def __init__(self, world_size: int, cache: Path | None = None) -> None:
+        """``cache``: Inductor's cache folder, shared by all ranks (None: as the environment says)."""
+        self.world_size = world_size
+        self._cache = cache
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 240.0, **kwargs: Any
+    ) -> list[Any]:
+        """``function(rank, world_size, *args, **kwargs)`` on every rank; the results by rank.
+
+        ``function`` is found by its import path; arguments and results are pickled.
+
+        Raises:
+            RankFailed: with every failing rank's traceback, or where each rank hangs.
+        """
+        if not self._processes:
+            self._start()
+        try:
+            for pipe in self._pipes:
+                pipe.send((function, args, kwargs))
+            return self._collect(timeout_seconds, f"{function.__module__}.{function.__qualname__}")
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End the processes. The next :meth:`run` starts new ones."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._processes, self._pipes, self._folder = [], [], None
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="osdp-ranks-")
+        folder = Path(self._folder.name)
+        environment = dict(_ENVIRONMENT)
+        if self._cache is not None:
+            environment["TORCHINDUCTOR_CACHE_DIR"] = str(self._cache)
+        before = {name: os.environ.get(name) for name in environment}
+        os.environ.update(environment)  # a spawned process reads it before it imports torch
+        try:
+            for rank in range(self.world_size):
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_rank_main, args=(theirs, rank, self.world_size, folder), daemon=True
+                )
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+        try:
+            self._collect(_START_SECONDS, "starting")
+        except BaseException:
+            self.stop()
+            raise
+
+    def _collect(self, timeout_seconds: float, what: str) -> list[Any]:
+        deadline = time.monotonic() + timeout_seconds
+        waiting = dict(zip(self._pipes, range(self.world_size), strict=True))
+        results: list[Any] = [None] * self.world_size
+        failures: list[str] = []
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # type: ignore[call-overload]
+                try:
+                    ok, value = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    ok, value = False, f"the process died\n{self._log(rank)}"
+                if ok:
+                    results[rank] = value
+                else:
+                    failures.append(f"--- rank {rank}: {value}")
+                    # The others may wait for this one for ever.
+                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        if not waiting and not failures:
+            return results
+        if waiting and not failures:
+            failures.append(f"no answer after {timeout_seconds:.0f} s")
+        failures += [f"--- rank {rank} hangs:\n{self._stacks(rank)}" for rank in waiting.values()]
+        raise RankFailed(f"{what} on {self.world_size} ranks\n" + "\n".join(failures))
+
+    def _stacks(self, rank: int) -> str:
+        """Where a rank's threads are now, as faulthandler writes it to the rank's log."""
+        process = self._processes[rank]
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGUSR1)
+            time.sleep(0.5)
+        return self._log(rank)
+
+    def _log(self, rank: int) -> str:
+        assert self._folder is not None
+        text = (Path(self._folder.name) / f"rank{rank}.log").read_text(errors="replace")
+        return text[-6000:]
+
+
+def _rank_main(pipe: Connection, rank: int, world_size: int, folder: Path) -> None:
+    log = open(folder / f"rank{rank}.log", "w", buffering=1)  # noqa: SIM115 (open until the process ends)
+    os.dup2(log.fileno(), sys.stdout.fileno())
+    os.dup2(log.fileno(), sys.stderr.fileno())
+    faulthandler.enable(log)
+    faulthandler.register(signal.SIGUSR1, log)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        store = dist.FileStore(str(folder / "store"), world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        pipe.send((True, None))
+        while True:
+            function, args, kwargs = pipe.recv()
+            torch.manual_seed(0)
+            torch._dynamo.reset()
+            pipe.send((True, function(rank, world_size, *args, **kwargs)))
+            gc.collect()  # models and optimizers of this function end here
+    except EOFError:
+        return
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
