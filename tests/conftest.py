@@ -11,9 +11,12 @@ from tests.ranks import Ranks
 
 
 @pytest.fixture(scope="session")
-def inductor_cache(pytestconfig: pytest.Config) -> Path:
+def inductor_cache(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Compiled code, shared by ranks and by sessions; ``pytest --cache-clear`` empties it."""
-    return Path(pytestconfig.cache.mkdir("inductor"))
+    cache: pytest.Cache | None = getattr(pytestconfig, "cache", None)
+    if cache is None:  # -p no:cacheprovider
+        return tmp_path_factory.mktemp("inductor")
+    return Path(cache.mkdir("inductor"))
 
 
 @pytest.fixture(scope="session")

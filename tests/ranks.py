@@ -48,7 +48,7 @@ class Ranks:
     """``world_size`` processes in one gloo process group."""
 
     def __init__(self, world_size: int, cache: Path | None = None) -> None:
-        """``cache``: Inductor's cache folder, shared by all ranks (None: as the environment says)."""
+        """``cache``: Inductor's cache folder, shared by all ranks (None: Inductor's own)."""
         self.world_size = world_size
         self._cache = cache
         self._processes: list[Any] = []
@@ -62,7 +62,11 @@ class Ranks:
         self.stop()
 
     def run(
-        self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 240.0, **kwargs: Any
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout_seconds: float = 240.0,
+        **kwargs: Any,
     ) -> list[Any]:
         """``function(rank, world_size, *args, **kwargs)`` on every rank; the results by rank.
 
@@ -134,11 +138,11 @@ class Ranks:
             if not ready:
                 break
             for pipe in ready:
-                rank = waiting.pop(pipe)  # type: ignore[call-overload]
+                rank = waiting.pop(pipe)
                 try:
-                    ok, value = pipe.recv()  # type: ignore[union-attr]
+                    ok, value = pipe.recv()
                 except EOFError:
-                    ok, value = False, f"the process died\n{self._log(rank)}"
+                    ok, value = False, f"the process died\n{self._log(rank)[-6000:]}"
                 if ok:
                     results[rank] = value
                 else:
@@ -149,21 +153,22 @@ class Ranks:
             return results
         if waiting and not failures:
             failures.append(f"no answer after {timeout_seconds:.0f} s")
-        failures += [f"--- rank {rank} hangs:\n{self._stacks(rank)}" for rank in waiting.values()]
+        failures += [f"--- rank {rank} hangs:\n{self._stack(rank)}" for rank in waiting.values()]
         raise RankFailed(f"{what} on {self.world_size} ranks\n" + "\n".join(failures))
 
-    def _stacks(self, rank: int) -> str:
-        """Where a rank's threads are now, as faulthandler writes it to the rank's log."""
+    def _stack(self, rank: int) -> str:
+        """Where a rank is now, innermost frame first, as faulthandler writes it."""
         process = self._processes[rank]
+        before = len(self._log(rank))
         if process.is_alive():
             os.kill(process.pid, signal.SIGUSR1)
             time.sleep(0.5)
-        return self._log(rank)
+        return self._log(rank)[before:][:3000]
 
     def _log(self, rank: int) -> str:
+        """What a rank printed, and the trace of a crash."""
         assert self._folder is not None
-        text = (Path(self._folder.name) / f"rank{rank}.log").read_text(errors="replace")
-        return text[-6000:]
+        return (Path(self._folder.name) / f"rank{rank}.log").read_text(errors="replace")
 
 
 def _rank_main(pipe: Connection, rank: int, world_size: int, folder: Path) -> None:
@@ -171,10 +176,11 @@ def _rank_main(pipe: Connection, rank: int, world_size: int, folder: Path) -> No
     os.dup2(log.fileno(), sys.stdout.fileno())
     os.dup2(log.fileno(), sys.stderr.fileno())
     faulthandler.enable(log)
-    faulthandler.register(signal.SIGUSR1, log)
+    faulthandler.register(signal.SIGUSR1, log, all_threads=False)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         import torch
+        import torch._dynamo
         import torch.distributed as dist
 
         torch.set_num_threads(1)

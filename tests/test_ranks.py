@@ -39,7 +39,7 @@ def test_ranks_stay_alive_and_a_failing_function_does_not_harm_the_next(two_rank
     assert [result[:3] for result in first] == [(0, 2, 30.0), (1, 2, 30.0)]
     assert two_ranks.run(add_over_ranks, 1)[0][3] == first[0][3]
 
-    with pytest.raises(RankFailed, match=r"rank 1[\s\S]*a wrong turn[\s\S]*rank 0 hangs"):
+    with pytest.raises(RankFailed, match=r"rank 1: [\s\S]*a wrong turn"):
         two_ranks.run(fail_on_rank_one)
     with pytest.raises(RankFailed, match=r"no answer after 1 s[\s\S]*hang_on_rank_zero"):
         two_ranks.run(hang_on_rank_zero, timeout_seconds=1)
