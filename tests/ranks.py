@@ -27,6 +27,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 #: How long a rank may take longer than the first one that failed before it is given up.
 _GRACE_SECONDS = 5.0
@@ -75,24 +76,26 @@ class Ranks:
         Raises:
             RankFailed: with every failing rank's traceback, or where each rank hangs.
         """
-        if not self._processes:
-            self._start()
         try:
+            if not self._processes:
+                self._start()
             for pipe in self._pipes:
                 pipe.send((function, args, kwargs))
             return self._collect(timeout_seconds, f"{function.__module__}.{function.__qualname__}")
         except BaseException:
-            self.stop()
+            self.stop(patience_seconds=0.0)
             raise
 
-    def stop(self) -> None:
-        """End the processes. The next :meth:`run` starts new ones."""
+    def stop(self, patience_seconds: float = 10.0) -> None:
+        """End the processes, by force after some patience. The next :meth:`run` starts new ones."""
+        for pipe in self._pipes:
+            pipe.close()  # an idle rank ends by itself
+        deadline = time.monotonic() + patience_seconds
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
         for process in self._processes:
             process.kill()
-        for process in self._processes:
             process.join()
-        for pipe in self._pipes:
-            pipe.close()
         if self._folder is not None:
             self._folder.cleanup()
         self._processes, self._pipes, self._folder = [], [], None
@@ -104,9 +107,8 @@ class Ranks:
         environment = dict(_ENVIRONMENT)
         if self._cache is not None:
             environment["TORCHINDUCTOR_CACHE_DIR"] = str(self._cache)
-        before = {name: os.environ.get(name) for name in environment}
-        os.environ.update(environment)  # a spawned process reads it before it imports torch
-        try:
+        # A spawned process reads the environment before it imports torch.
+        with mock.patch.dict(os.environ, environment):
             for rank in range(self.world_size):
                 ours, theirs = context.Pipe()
                 process = context.Process(
@@ -116,17 +118,7 @@ class Ranks:
                 theirs.close()
                 self._processes.append(process)
                 self._pipes.append(ours)
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
-        try:
-            self._collect(_START_SECONDS, "starting")
-        except BaseException:
-            self.stop()
-            raise
+        self._collect(_START_SECONDS, "starting")
 
     def _collect(self, timeout_seconds: float, what: str) -> list[Any]:
         deadline = time.monotonic() + timeout_seconds

@@ -1,0 +1,201 @@
+"""The plan as data: uniform plans, comparing with a model, saving and loading."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from passes.decisions import Decision, ParameterPlan, Plan, Prediction, shardable
+
+
+def model():
+    return nn.Sequential(nn.Linear(8, 6), nn.LayerNorm(6), nn.Linear(6, 1))
+
+
+def rows(module):
+    return [(n, tuple(p.shape), str(p.dtype)[6:]) for n, p in module.named_parameters()]
+
+
+def a_plan() -> Plan:
+    """A plan with every field set."""
+    return Plan(
+        parameters=(
+            ParameterPlan("a", (4, 2), "float32", Decision.SHARD_AGAIN, 64, "memory"),
+            ParameterPlan("b", (), "bfloat16", Decision.REPLICATE),
+        ),
+        world_size=2,
+        memory_limit_bytes=1 << 30,
+        bucket_bytes=1 << 16,
+        in_flight_bytes=1 << 20,
+        prediction=Prediction(
+            step_seconds=0.25,
+            compute_seconds=0.125,
+            exposed_seconds=0.0625,
+            peak_bytes=100,
+            peak={"parameters": 60, "activations": 40},
+        ),
+    )
+
+
+def test_two_decisions_of_three_shard():
+    sharded = {decision.value for decision in Decision if decision.sharded}
+    assert sharded == {"shard_keep", "shard_again"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "world_size", "can"),
+    [
+        ((), 2, False),
+        ((0, 4), 2, False),
+        ((1,), 2, False),
+        ((1, 64), 2, False),
+        ((2,), 2, True),
+        ((3,), 4, False),
+        ((3, 4), 4, True),
+        ((2, 2), 8, False),
+        ((64, 64), 1024, True),
+    ],
+)
+def test_what_can_be_cut_along_its_first_dimension(shape, world_size, can):
+    assert shardable(shape, world_size) is can
+
+
+@pytest.mark.parametrize("decision", [*Decision, "shard_keep"])
+def test_a_uniform_plan_shards_what_can_be_sharded(decision):
+    plan = Plan.uniform(model().named_parameters(), decision, world_size=4)
+    decisions = {row.name: row.decision for row in plan.parameters}
+    cannot = {"2.weight", "2.bias"}  # one row each
+    assert list(decisions) == [name for name, _ in model().named_parameters()]
+    assert {d for name, d in decisions.items() if name not in cannot} == {Decision(decision)}
+    assert {decisions[name] for name in cannot} == {Decision.REPLICATE}
+    assert plan["0.weight"].shape == (6, 8) and plan["0.weight"].dtype == "float32"
+
+
+def test_an_unknown_decision_is_refused():
+    with pytest.raises(ValueError, match="shard_sometimes"):
+        Plan.uniform(model().named_parameters(), "shard_sometimes", world_size=2)
+
+
+def test_a_plan_is_asked_by_name():
+    plan = a_plan()
+    assert plan.decision("a") is Decision.SHARD_AGAIN
+    assert plan["b"] is plan.parameters[1]
+    assert "a" in plan and "c" not in plan
+    with pytest.raises(KeyError):
+        plan.decision("c")
+
+
+def test_a_changed_copy_knows_its_own_names():
+    plan = a_plan()
+    assert plan.decision("a") is Decision.SHARD_AGAIN  # names are looked up once and kept
+    changed = plan.replace(parameters=(ParameterPlan("c", (2,), "float32", Decision.REPLICATE),))
+    assert "c" in changed and "a" not in changed
+    assert "a" in plan and "c" not in plan
+
+
+def test_a_plan_fits_the_model_it_was_made_for():
+    plan = Plan.uniform(model().named_parameters(), "shard_keep", world_size=2)
+    assert plan.mismatch(rows(model()), 2) is None
+
+
+def test_the_first_difference_to_a_model_is_named():
+    plan = Plan.uniform(model().named_parameters(), "shard_keep", world_size=2)
+    named = rows(model())
+    more = [*named, ("3.weight", (2, 2), "float32")]
+    wider = [("0.weight", (6, 9), "float32"), *named[1:]]
+    halved = [(name, shape, "bfloat16") for name, shape, _ in named]
+    assert plan.mismatch(named, 4) == "the plan is for 2 ranks, this run has 4"
+    assert plan.mismatch(more, 2) == "the model's parameter '3.weight' is not in the plan"
+    assert plan.mismatch(named[1:], 2) == "the plan's parameter '0.weight' is not in the model"
+    assert plan.mismatch(wider, 2) == (
+        "parameter '0.weight' has shape (6, 9) here and (6, 8) in the plan"
+    )
+    assert plan.mismatch(halved, 2) == (
+        "parameter '0.weight' has dtype bfloat16 here and float32 in the plan"
+    )
+
+
+def test_a_saved_plan_loads_as_it_was(tmp_path):
+    a_plan().save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == a_plan()
+    assert Plan.load(str(tmp_path / "plan.json")).prediction == a_plan().prediction
+    bare = Plan.uniform([("weight", torch.empty(2, 2))], "replicate", world_size=1)
+    bare.save(tmp_path / "bare.json")
+    assert Plan.load(tmp_path / "bare.json") == bare
+
+
+names = st.text(st.characters(codec="utf-8"), min_size=1)
+sizes = st.integers(min_value=0, max_value=1 << 40)
+plans = st.builds(
+    Plan,
+    parameters=st.lists(
+        st.builds(
+            ParameterPlan,
+            name=names,
+            shape=st.lists(sizes, max_size=3).map(tuple),
+            dtype=names,
+            decision=st.sampled_from(Decision),
+            saved_bytes=st.integers(),
+            reason=st.text(st.characters(codec="utf-8")),
+        ),
+        max_size=4,
+    ).map(tuple),
+    world_size=sizes,
+    memory_limit_bytes=st.none() | sizes,
+    bucket_bytes=sizes,
+    in_flight_bytes=st.none() | sizes,
+    prediction=st.none()
+    | st.builds(
+        Prediction,
+        step_seconds=st.floats(allow_nan=False),
+        compute_seconds=st.floats(allow_nan=False),
+        exposed_seconds=st.floats(allow_nan=False),
+        peak_bytes=sizes,
+        peak=st.dictionaries(names, sizes, max_size=3),
+    ),
+)
+
+
+@given(plans)
+def test_any_plan_survives_json(plan):
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "holds no plan"),
+        ("[]", "not a plan of format 1 .found 'list'"),
+        ("{}", "not a plan of format 1 .found None"),
+        ('{"format": 2}', "not a plan of format 1 .found 2"),
+        ('{"format": 1}', "damaged.*parameters"),
+        ('{"format": 1, "parameters": [{"name": "a"}]}', "damaged.*shape"),
+    ],
+)
+def test_a_file_that_holds_no_plan_is_refused(tmp_path, text, said):
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        Plan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data["parameters"][0].update(decision="shard_sometimes"),
+        lambda data: data.update(parameters=3),
+        lambda data: data["prediction"].pop("peak"),
+        lambda data: data["prediction"].update(more=1),
+        lambda data: data["parameters"][0].pop("reason"),
+        lambda data: data.pop("bucket_bytes"),
+    ],
+)
+def test_a_damaged_plan_is_refused(damage):
+    data = a_plan().to_dict()
+    damage(data)
+    with pytest.raises(ValueError):
+        Plan.from_dict(data)

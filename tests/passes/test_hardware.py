@@ -1,0 +1,90 @@
+"""The hardware profile: the alpha-beta model of collectives, saving and loading."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from passes.hardware import Hardware, LinkRate, generic
+
+
+def profile() -> Hardware:
+    return Hardware(
+        name="test",
+        flops_per_second={"float32": 2e10, "default": 1e10},
+        memory_bytes_per_second=1e9,
+        launch_seconds=1e-5,
+        collectives={
+            "all_gather": LinkRate(1e-3, 1e-8),
+            "reduce_scatter": LinkRate(2e-3, 1e-8),
+            "all_reduce": LinkRate(3e-3, 1e-8),
+        },
+    )
+
+
+def test_a_gather_costs_its_latency_and_what_one_rank_sends_in_a_ring():
+    # Of 4 MB on 4 ranks each sends three quarters.
+    assert profile().collective_seconds("all_gather", 4_000_000, 4) == pytest.approx(1e-3 + 3e-2)
+    assert profile().collective_seconds("reduce_scatter", 4_000_000, 4) == pytest.approx(3.2e-2)
+
+
+def test_an_all_reduce_sends_everything_twice():
+    assert profile().collective_seconds("all_reduce", 4_000_000, 4) == pytest.approx(3e-3 + 6e-2)
+
+
+def test_one_rank_communicates_for_free():
+    assert profile().collective_seconds("all_gather", 1 << 30, 1) == 0.0
+
+
+def test_a_collective_that_was_not_measured_is_a_key_error():
+    with pytest.raises(KeyError, match="all_to_all"):
+        profile().collective_seconds("all_to_all", 1, 2)
+
+
+def test_types_that_were_not_measured_run_at_the_default_rate():
+    assert profile().flops("float32") == 2e10
+    assert profile().flops("bfloat16") == 1e10
+
+
+def test_a_saved_profile_loads_as_it_was(tmp_path):
+    profile().save(tmp_path / "hardware.json")
+    assert Hardware.load(tmp_path / "hardware.json") == profile()
+    assert Hardware.load(str(tmp_path / "hardware.json")) != generic()
+
+
+def without(field):
+    data = profile().to_dict()
+    del data[field]
+    return data
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        [],
+        3,
+        without("memory_bytes_per_second"),
+        without("collectives"),
+        {**profile().to_dict(), "more": 1},
+        {**profile().to_dict(), "collectives": {"all_gather": {"latency_seconds": 1.0}}},
+        {**profile().to_dict(), "collectives": 3},
+    ],
+)
+def test_what_is_no_profile_is_refused(data):
+    with pytest.raises(ValueError, match="not a hardware profile"):
+        Hardware.from_dict(data)
+
+
+def test_a_file_that_holds_no_json_is_refused(tmp_path):
+    (tmp_path / "hardware.json").write_text("hardware")
+    with pytest.raises(ValueError, match="holds no hardware profile"):
+        Hardware.load(tmp_path / "hardware.json")
+
+
+def test_the_generic_profile_prices_every_collective():
+    for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
+        small, large = (generic().collective_seconds(kind, size, 8) for size in (1, 1 << 30))
+        assert 0 < small < large
+    assert dataclasses.replace(generic(), name="other") != generic()

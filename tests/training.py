@@ -1,0 +1,318 @@
+"""Training with osdp beside a reference in one process, step by step, on the same ranks.
+
+The reference needs no communication: every rank runs all ranks' batches on copies of the
+model that share their parameters and have buffers of their own, so that gradients add up
+to their average and batch norm sees what it sees in data-parallel training.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import osdp_compile
+from osdp_compile import Decision, Hardware, Plan
+from passes.hardware import LinkRate
+from passes.units import parse_bytes
+from tests.ranks import Ranks
+
+#: Ranks on a slow network, for plans that are the same in every run: 10 us, 50 MB/s.
+SLOW = Hardware(
+    name="slow network",
+    flops_per_second={"default": 5e10},
+    memory_bytes_per_second=1e10,
+    launch_seconds=5e-6,
+    collectives={
+        kind: LinkRate(latency_seconds=1e-5, seconds_per_byte=2e-8)
+        for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+    },
+)
+
+Step = Callable[[nn.Module, Any], Tensor]
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adamw(parameters):
+    # The default eps of 1e-8 would make a difference of 1e-10 between two gradients that
+    # are zero but for rounding (an attention's key bias) as large as the learning rate.
+    return torch.optim.AdamW(parameters, lr=3e-3, eps=1e-5, weight_decay=0.1)
+
+
+def mean_square(model, batch):
+    """The default step: the loss of a batch, here without targets."""
+    return model(batch).float().square().mean()
+
+
+def normal_batch(step: int, micro: int, rank: int) -> Tensor:
+    """The default batch: 4 rows of 8 numbers, other ones for every step and rank."""
+    generator = torch.Generator().manual_seed(1000 * step + 100 * micro + rank)
+    return torch.randn(4, 8, generator=generator)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How a model is trained: everything besides the model, the same for osdp and the reference.
+
+    ``backwards``: before each optimizer step, each with a batch of its own.
+    ``max_norm``: of clip_grad_norm_. ``schedule``: from an optimizer to its scheduler.
+    """
+
+    step: Step = mean_square
+    batch: Callable[[int, int, int], Any] = normal_batch
+    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
+    steps: int = 3
+    backwards: int = 1
+    max_norm: float | None = None
+    schedule: Callable[[torch.optim.Optimizer], Any] | None = None
+
+
+@dataclasses.dataclass
+class Trained:
+    """What training leaves on a rank: tensors whole, losses averaged over ranks."""
+
+    losses: list[float]
+    norms: list[float]
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+@dataclasses.dataclass
+class Outcome:
+    """One rank's training with osdp and with the reference."""
+
+    osdp: Trained
+    reference: Trained
+    placements: dict[str, str]
+    decisions: dict[str, str]
+    state_names: list[str]
+    reference_state_names: list[str]
+
+    def distance(self, name: str) -> float:
+        """The largest difference of a parameter or buffer to the reference."""
+        ours = {**self.osdp.parameters, **self.osdp.buffers}[name]
+        theirs = {**self.reference.parameters, **self.reference.buffers}[name]
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        return (ours.double() - theirs.double()).abs().max().item() if ours.numel() else 0.0
+
+
+def trains_like_reference(
+    ranks: Ranks,
+    make_model: Callable[[], nn.Module],
+    plan: str | dict[str, str] | float | None,
+    recipe: Recipe | None = None,
+    *,
+    tolerance: float = 1e-5,
+    prepare: Callable[[nn.Module], None] | None = None,
+) -> Outcome:
+    """Train on all ranks and assert that losses, parameters and buffers equal the reference's.
+
+    ``plan``: a decision for all parameters; or decisions by name; or a share of the way from
+    the least possible memory limit to what the fastest plan takes, under which the planner
+    then plans for a slow network; or None: the planner without a limit, on what it measures.
+    ``prepare``: called with the model right before osdp compiles it.
+
+    Returns rank 0's outcome, for what else a test asserts.
+    """
+    recipe = recipe or Recipe()
+    outcomes = ranks.run(_train_both, make_model, plan, recipe, prepare)
+    for rank, outcome in enumerate(outcomes):
+        osdp, reference = outcome.osdp, outcome.reference
+        assert osdp.losses == _close(reference.losses, tolerance), f"losses of rank {rank}"
+        assert osdp.norms == _close(reference.norms, tolerance), f"gradient norms of rank {rank}"
+        assert all(loss == loss for loss in osdp.losses), "a loss is not a number"
+        assert list(osdp.parameters) == list(reference.parameters)
+        assert list(osdp.buffers) == list(reference.buffers)
+        assert outcome.state_names == outcome.reference_state_names
+        for name in [*osdp.parameters, *osdp.buffers]:
+            distance = outcome.distance(name)
+            assert distance <= tolerance, f"{name} is {distance} off on rank {rank}"
+        assert outcome.decisions == outcomes[0].decisions, "ranks have different plans"
+        assert outcome.placements == {
+            name: "shard" if Decision(decision).sharded else "replicate"
+            for name, decision in outcome.decisions.items()
+        }
+    moved = outcomes[0].reference.losses
+    assert len(set(moved)) == len(moved), "the reference does not learn: the test shows nothing"
+    return outcomes[0]
+
+
+def _close(values: list[float], tolerance: float) -> Any:
+    return pytest.approx(values, abs=tolerance, rel=tolerance)
+
+
+def _train_both(rank, world_size, make_model, plan, recipe, prepare) -> Outcome:
+    torch.manual_seed(0)
+    model = make_model()
+    reference = Reference(copy.deepcopy(model), recipe, world_size)
+    options = plan_options(model, plan, recipe, world_size)
+    if prepare is not None:
+        prepare(model)
+    return Outcome(
+        osdp=train_osdp(model, options, recipe, rank),
+        reference=reference.train(rank),
+        placements=placements(model),
+        decisions={row.name: row.decision.value for row in plan_in_force(model).parameters},
+        state_names=list(model.state_dict()),
+        reference_state_names=list(reference.replicas[0].state_dict()),
+    )
+
+
+class Reference:
+    """Data-parallel training of all ranks in this process, in eager mode."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe, world_size: int) -> None:
+        shared = {id(p): p for p in model.parameters()}
+        self.replicas = [model] + [
+            copy.deepcopy(model, dict(shared)) for _ in range(world_size - 1)
+        ]
+        self.recipe = recipe
+        self.optimizer = recipe.optimizer(model.parameters())
+        self.scheduler = recipe.schedule(self.optimizer) if recipe.schedule else None
+
+    def train(self, rank: int) -> Trained:
+        """All steps; buffers are those of the replica of this rank."""
+        recipe, world_size = self.recipe, len(self.replicas)
+        losses, norms = [], []
+        for step in range(recipe.steps):
+            for micro in range(recipe.backwards):
+                total = 0.0
+                for other, replica in enumerate(self.replicas):
+                    loss = recipe.step(replica, recipe.batch(step, micro, other)) / world_size
+                    loss.backward()
+                    total += loss.item()
+                losses.append(total)
+            norms += finish_step(self.replicas[0], self.optimizer, self.scheduler, recipe)
+        return Trained(
+            losses,
+            norms,
+            {name: p.detach().clone() for name, p in self.replicas[0].named_parameters()},
+            {name: b.detach().clone() for name, b in self.replicas[rank].named_buffers()},
+        )
+
+
+def train_osdp(model: nn.Module, options: dict[str, Any], recipe: Recipe, rank: int) -> Trained:
+    """All steps of one rank; the model is compiled and, at its first call, sharded in place."""
+    compiled = torch.compile(model, backend="osdp", options=options)
+    optimizer = recipe.optimizer(model.parameters())
+    scheduler = recipe.schedule(optimizer) if recipe.schedule else None
+    losses, norms = [], []
+    for step in range(recipe.steps):
+        for micro in range(recipe.backwards):
+            loss = recipe.step(compiled, recipe.batch(step, micro, rank))
+            loss.backward()
+            losses.append(mean_over_ranks(loss))
+        norms += finish_step(model, optimizer, scheduler, recipe)
+    return Trained(
+        losses,
+        norms,
+        {name: whole(p) for name, p in model.named_parameters()},
+        {name: b.detach().clone() for name, b in model.named_buffers()},
+    )
+
+
+def finish_step(model, optimizer, scheduler, recipe: Recipe) -> list[float]:
+    """Clip, step, schedule, clear; the gradients' norm if the recipe clips."""
+    norms = []
+    if recipe.max_norm is not None:
+        norms.append(
+            whole(torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_norm)).item()
+        )
+    optimizer.step()
+    if scheduler is not None:
+        scheduler.step()
+    optimizer.zero_grad()
+    return norms
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of the full tensor, whether it is a DTensor or not."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def mean_over_ranks(loss: Tensor) -> float:
+    total = loss.detach().clone().double()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def placements(model: nn.Module) -> dict[str, str]:
+    """How each parameter lies: ``shard`` (a rank holds its rows only), ``replicate``, ``plain``."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            found[name] = "plain"
+        elif parameter.placements == (Shard(0),):
+            world_size = parameter.device_mesh.size()
+            rows = -(-parameter.shape[0] // world_size)
+            assert parameter.to_local().shape[0] <= rows, f"{name} is not cut"
+            found[name] = "shard"
+        else:
+            assert parameter.placements == (Replicate(),)
+            assert parameter.to_local().shape == parameter.shape
+            found[name] = "replicate"
+    return found
+
+
+def plan_in_force(model: nn.Module) -> Plan:
+    plan = osdp_compile.plan_of(model)
+    assert plan is not None, "the model was not planned"
+    return plan
+
+
+def plan_options(model, plan, recipe: Recipe, world_size: int) -> dict[str, Any]:
+    """The backend's options for what tests call a plan (see :func:`trains_like_reference`)."""
+    if plan is None:
+        return {}
+    if isinstance(plan, float):
+        return {"memory_limit": limit_between(model, plan, recipe), "hardware": SLOW}
+    uniform = Plan.uniform(
+        model.named_parameters(),
+        plan if isinstance(plan, str) else "replicate",
+        world_size=world_size,
+    )
+    if isinstance(plan, dict):
+        unknown = set(plan) - {row.name for row in uniform.parameters}
+        assert not unknown, f"no parameters of these names: {unknown}"
+        uniform = uniform.replace(
+            parameters=tuple(
+                dataclasses.replace(row, decision=Decision(plan.get(row.name, row.decision)))
+                for row in uniform.parameters
+            )
+        )
+    return {"plan": uniform}
+
+
+def limit_between(model: nn.Module, share: float, recipe: Recipe) -> int:
+    """A memory limit in bytes between the least possible one and what it takes without a limit.
+
+    The least is what the error about an infeasible limit says.
+    """
+    trial = copy.deepcopy(model)
+    optimizer = recipe.optimizer(trial.parameters())  # alive, so that its state is counted
+
+    def first_call(**options):
+        compiled = torch.compile(trial, backend="osdp", options={"hardware": SLOW, **options})
+        recipe.step(compiled, recipe.batch(0, 0, 0))
+
+    with pytest.raises(osdp_compile.InfeasibleLimit) as infeasible:
+        first_call(memory_limit=1)
+    least_bytes = parse_bytes(str(infeasible.value).split("least possible ")[1].split(" for ")[0])
+    # Only the plan is wanted: the graph runs as it is.
+    with mock.patch("osdp_compile.backend.lower", lambda gm, inputs, session: gm):
+        first_call()
+    prediction = plan_in_force(trial).prediction
+    assert prediction is not None and optimizer is not None
+    return round(least_bytes + share * (prediction.peak_bytes - least_bytes))
