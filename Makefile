@@ -1,0 +1,48 @@
+# make demo   train a small GPT with two ranks under a memory limit (about three minutes)
+# make test   lint, types and tests
+#
+# Each makes its own environment in .venv first; nothing need be installed by hand but
+# Python 3.10 or later with its headers, and a C++ compiler (Inductor compiles with both).
+
+PYTHON ?= python3
+VENV ?= .venv
+# One version, so that everyone gets the one that is tested. Where pip would bring a CUDA build
+# that is not wanted: make TORCH='torch==2.13.0+cpu' and PyTorch's CPU index in PIP_EXTRA_INDEX_URL.
+TORCH ?= torch==2.13.0
+PIP_INSTALL = $(VENV)/bin/pip install --quiet --disable-pip-version-check
+
+RANKS ?= 2
+LIMIT ?= 140MiB
+DEMO_FLAGS ?=
+
+.PHONY: demo test lint types clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/installed
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) \
+	  examples/train_gpt.py --memory-limit $(LIMIT) $(DEMO_FLAGS)
+
+test: lint types
+	$(VENV)/bin/python -m pytest
+
+lint: $(VENV)/installed-dev
+	$(VENV)/bin/ruff check
+
+types: $(VENV)/installed-dev
+	$(VENV)/bin/mypy
+
+$(VENV)/installed: pyproject.toml tools/check_prerequisites.py
+	$(PYTHON) tools/check_prerequisites.py
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing $(TORCH) and what the package needs into $(VENV), once"
+	$(PIP_INSTALL) "$(TORCH)"
+	$(PIP_INSTALL) --editable .
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	@echo "installing the development tools into $(VENV), once"
+	$(PIP_INSTALL) --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV)
