@@ -124,7 +124,7 @@ class Ranks:
         deadline = time.monotonic() + timeout_seconds
         waiting = dict(zip(self._pipes, range(self.world_size), strict=True))
         results: list[Any] = [None] * self.world_size
-        failures: list[str] = []
+        failed: dict[str, list[int]] = {}  # ranks by what they said
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -138,12 +138,15 @@ class Ranks:
                 if ok:
                     results[rank] = value
                 else:
-                    failures.append(f"--- rank {rank}: {value}")
+                    failed.setdefault(value, []).append(rank)
                     # The others may wait for this one for ever.
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-        if not waiting and not failures:
+        if not waiting and not failed:
             return results
-        if waiting and not failures:
+        failures = [
+            f"--- rank {', '.join(map(str, ranks))}: {text}" for text, ranks in failed.items()
+        ]
+        if not failed:
             failures.append(f"no answer after {timeout_seconds:.0f} s")
         failures += [f"--- rank {rank} hangs:\n{self._stack(rank)}" for rank in waiting.values()]
         raise RankFailed(f"{what} on {self.world_size} ranks\n" + "\n".join(failures))

@@ -1,0 +1,310 @@
+"""What goes wrong on several ranks: an error on every rank that says what to do, never a hang."""
+
+from __future__ import annotations
+
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import osdp_compile
+from examples.gpt import GPT, GPTConfig
+from osdp_compile import Plan
+from passes.hardware import generic
+from passes.units import parse_bytes
+from tests.training import SLOW, adamw, normal_batch, placements
+
+#: Errors come within seconds; a hang would take for ever.
+PROMPT_SECONDS = 60.0
+
+
+def two_layers(width=16):
+    return nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 4))
+
+
+def call(model, batch, **options):
+    """Call the model compiled; the error's type and text, or None."""
+    compiled = torch.compile(model, backend="osdp", options={"hardware": generic(), **options})
+    try:
+        compiled(batch).square().mean().backward()
+    except Exception as error:
+        return type(error).__name__, isinstance(error, osdp_compile.OsdpError), str(error)
+    return None
+
+
+def limits(rank, world_size):
+    """An infeasible limit; training uncompiled; the limit it named."""
+    model = two_layers(width=64)
+    optimizer = adamw(model.parameters())
+    before = dict(model.named_parameters())
+    values = {name: p.detach().clone() for name, p in before.items()}
+    batch = normal_batch(0, 0, rank)
+    refused = call(model, batch, memory_limit="3KiB")
+    unchanged = all(
+        p is before[name] and type(p) is nn.Parameter and torch.equal(p, values[name])
+        for name, p in model.named_parameters()
+    )
+    unchanged = unchanged and type(model[0]) is nn.Linear
+    unchanged = unchanged and optimizer.param_groups[0]["params"] == list(before.values())
+
+    model(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    moved = not torch.equal(model[0].weight, values["0.weight"])
+
+    least_bytes = parse_bytes(refused[2].split("least possible ")[1].split(" for ")[0])
+    torch._dynamo.reset()
+    still = call(model, batch, memory_limit=int(least_bytes * 0.97))
+    torch._dynamo.reset()
+    enough = call(model, batch, memory_limit=int(least_bytes * 1.01))
+    return refused, unchanged, moved, still, enough, placements(model)
+
+
+def test_an_infeasible_limit_changes_nothing_and_names_the_least_one_that_works(two_ranks):
+    for refused, unchanged, moved, still, enough, placed in two_ranks.run(limits):
+        kind, is_osdp_error, text = refused
+        assert kind == "InfeasibleLimit" and is_osdp_error
+        assert "memory_limit=3.00 KiB is below the least possible" in text
+        assert "(parameters 1.63 KiB, optimizer 3.27 KiB, activations " in text
+        assert "on 2 ranks" in text and "Raise it" in text
+        assert unchanged, "the model or its optimizer was changed"
+        assert moved, "the model no longer trains uncompiled"
+        assert still is not None and still[0] == "InfeasibleLimit"
+        assert enough is None, "the least limit it named does not work"
+        assert "shard" in placed.values()
+
+
+def test_the_error_adds_up_to_the_least_limit(two_ranks):
+    (_, _, text), *_ = two_ranks.run(limits)[0]
+    least = parse_bytes(text.split("least possible ")[1].split(" for ")[0])
+    filling = text.split("(")[1].split(")")[0].split(", ")
+    sizes = [parse_bytes(" ".join(part.split(" ")[-2:])) for part in filling]
+    assert sum(sizes) == pytest.approx(least, rel=0.02)
+
+
+def least_limits(rank, world_size):
+    """The least limit the error names, and the peak of the plan that is made under it."""
+    config = GPTConfig(vocab=61, layers=2, width=32, heads=2, context=12)
+    tokens = torch.zeros(2, 12, dtype=torch.long)
+
+    def plan_under(limit):
+        model = GPT(config)
+        optimizer = adamw(model.parameters())
+        options = {"memory_limit": limit, "hardware": SLOW}
+        # Only the plan is wanted: the graph runs as it is.
+        with mock.patch("osdp_compile.backend.lower", lambda gm, inputs, session: gm):
+            torch.compile(model, backend="osdp", options=options)(tokens)
+        assert optimizer.param_groups
+        return osdp_compile.plan_of(model).prediction.peak_bytes
+
+    with pytest.raises(osdp_compile.InfeasibleLimit) as infeasible:
+        plan_under(1)
+    named = parse_bytes(str(infeasible.value).split("least possible ")[1].split(" for ")[0])
+    peak = plan_under(named + 8)  # the text is rounded
+    return named, peak, plan_under(peak)
+
+
+def test_no_plan_takes_less_than_the_least_limit(two_ranks):
+    for named, peak, smaller in two_ranks.run(least_limits):
+        assert named * 0.999 <= smaller <= peak
+
+
+class Extra(nn.Module):
+    def __init__(self, with_extra):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        if with_extra:
+            self.extra = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.layer(x)
+        return self.extra(x) if hasattr(self, "extra") else x
+
+
+class OtherPath(nn.Module):
+    """The same parameters on every rank, another operation on one."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.rank = rank
+
+    def forward(self, x):
+        x = self.layer(x)
+        return torch.tanh(x) if self.rank == 0 else torch.sigmoid(x)
+
+
+def other_width(rank):
+    return two_layers(width=16 + rank)
+
+
+def another_type(rank):
+    return two_layers().to(torch.float64 if rank else torch.float32)
+
+
+def frozen_on_one(rank):
+    model = two_layers()
+    model[2].bias.requires_grad_(rank == 0)
+    return model
+
+
+def extra_layer_on_one(rank):
+    return Extra(with_extra=rank == 1)
+
+
+def call_a_model_of_its_own(rank, world_size, make_model):
+    model = make_model(rank)
+    batch = normal_batch(0, 0, rank).to(next(model.parameters()).dtype)
+    return call(model, batch), placements(model)
+
+
+@pytest.mark.parametrize(
+    ("make_model", "named"),
+    [
+        (other_width, ["0.weight: (16, 8)", "0.weight: (17, 8)"]),
+        (another_type, ["0.weight", "float32", "float64"]),
+        (frozen_on_one, ["2.bias", "requires_grad=True", "requires_grad=False"]),
+        (extra_layer_on_one, ["extra.weight", "(4, 4)"]),
+        (OtherPath, ["tanh", "sigmoid"]),
+    ],
+)
+def test_ranks_with_different_models_all_get_the_first_difference(two_ranks, make_model, named):
+    results = two_ranks.run(call_a_model_of_its_own, make_model, timeout_seconds=PROMPT_SECONDS)
+    for (kind, is_osdp_error, text), placed in results:
+        assert kind == "RanksDiffer" and is_osdp_error
+        assert "rank 0 has" in text and "rank 1 has" in text
+        for part in named:
+            assert part in text
+        assert set(placed.values()) == {"plain"}, "the model was changed"
+
+
+def call_with_plan(rank, world_size, change):
+    model = two_layers()
+    plan = Plan.uniform(model.named_parameters(), "shard_again", world_size=world_size)
+    return call(model, normal_batch(0, 0, rank), plan=change(plan)), placements(model)
+
+
+def for_eight_ranks(plan):
+    return plan.replace(world_size=8)
+
+
+def without_the_last(plan):
+    return plan.replace(parameters=plan.parameters[:-1])
+
+
+def of_another_shape(plan):
+    first = dataclasses.replace(plan.parameters[0], shape=(3, 3))
+    return plan.replace(parameters=(first, *plan.parameters[1:]))
+
+
+def with_one_more(plan):
+    more = dataclasses.replace(plan.parameters[0], name="more")
+    return plan.replace(parameters=(*plan.parameters, more))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (for_eight_ranks, "the plan is for 8 ranks, this run has 2"),
+        (without_the_last, "parameter '2.bias' is not in the plan"),
+        (of_another_shape, "parameter '0.weight' has shape (16, 8) here and (3, 3) in the plan"),
+        (with_one_more, "the plan's parameter 'more' is not in the model"),
+    ],
+)
+def test_a_plan_for_another_model_is_refused(two_ranks, change, said):
+    for (kind, is_osdp_error, text), placed in two_ranks.run(call_with_plan, change):
+        assert kind == "PlanMismatch" and is_osdp_error and said in text
+        assert set(placed.values()) == {"plain"}
+
+
+def plans_by_rank(rank, world_size):
+    """Each rank gives another plan."""
+    model = two_layers()
+    decision = "shard_again" if rank == 0 else "replicate"
+    plan = Plan.uniform(model.named_parameters(), decision, world_size=world_size)
+    error = call(model, normal_batch(0, 0, rank), plan=plan)
+    return error, osdp_compile.plan_of(model)
+
+
+def test_ranks_that_give_different_plans_all_use_rank_zeros(two_ranks):
+    (zero_error, zero), (one_error, one) = two_ranks.run(
+        plans_by_rank, timeout_seconds=PROMPT_SECONDS
+    )
+    assert zero_error is one_error is None
+    assert zero == one and {row.decision.value for row in one.parameters} == {"shard_again"}
+
+
+class Hooked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.layer.weight.register_hook(lambda grad: grad)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+class Lazy(nn.Module):
+    """A lazy layer the forward has not reached yet."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.later = nn.LazyLinear(4)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def call_kind(rank, world_size, make_model):
+    model = make_model()
+    return call(model, normal_batch(0, 0, rank))
+
+
+@pytest.mark.parametrize(
+    ("make_model", "said"),
+    [
+        (Hooked, "parameter 'layer.weight' has a gradient hook"),
+        (Lazy, "parameter 'later.weight' is lazy"),
+    ],
+)
+def test_what_sharding_would_silently_break_is_refused(two_ranks, make_model, said):
+    for kind, is_osdp_error, text in two_ranks.run(
+        call_kind, make_model, timeout_seconds=PROMPT_SECONDS
+    ):
+        assert is_osdp_error, (kind, text)
+        assert said in text
+
+
+def hooked_on_one_rank(rank, world_size):
+    model = Hooked() if rank == 1 else Extra(with_extra=False)
+    return call(model, normal_batch(0, 0, rank)), placements(model)
+
+
+def test_what_is_refused_on_one_rank_is_an_error_on_every_rank(two_ranks):
+    results = two_ranks.run(hooked_on_one_rank, timeout_seconds=PROMPT_SECONDS)
+    for (kind, is_osdp_error, text), placed in results:
+        assert is_osdp_error, (kind, text)
+        assert "rank 1" in text and "gradient hook" in text
+        assert set(placed.values()) == {"plain"}
+
+
+def loose_parameter(rank, world_size):
+    weight = nn.Parameter(torch.randn(4, 8))
+
+    def step(batch):
+        return (batch @ weight.t()).square().mean()
+
+    compiled = torch.compile(step, backend="osdp", options={"hardware": generic()})
+    try:
+        compiled(normal_batch(0, 0, rank))
+    except osdp_compile.OsdpError as error:
+        return str(error)
+    return None
+
+
+def test_a_parameter_of_no_module_is_refused(two_ranks):
+    for text in two_ranks.run(loose_parameter, timeout_seconds=PROMPT_SECONDS):
+        assert text is not None and "belongs to no nn.Module" in text

@@ -1,0 +1,228 @@
+"""Optimizers and what is done around their steps: clipping, accumulating, schedules."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.training import (
+    Recipe,
+    adamw,
+    finish_step,
+    normal_batch,
+    placements,
+    plan_options,
+    sgd,
+    trains_like_reference,
+    whole,
+)
+
+
+def three_layers():
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)
+    )
+
+
+#: Every decision beside every other, by hand.
+MIXED = {
+    "0.weight": "shard_again",
+    "0.bias": "replicate",
+    "2.weight": "shard_keep",
+    "2.bias": "shard_again",
+    "4.weight": "replicate",
+    "4.bias": "shard_keep",
+}
+PLANS = pytest.mark.parametrize(
+    "plan", ["replicate", "shard_keep", "shard_again", MIXED], ids=lambda p: str(p)[:11]
+)
+
+
+@PLANS
+def test_gradients_clipped_by_the_norm_of_the_whole(two_ranks, plan):
+    recipe = Recipe(max_norm=0.05, optimizer=adamw)
+    outcome = trains_like_reference(two_ranks, three_layers, plan, recipe)
+    assert len(outcome.osdp.norms) == recipe.steps
+    assert min(outcome.reference.norms) > recipe.max_norm, "nothing is clipped"
+
+
+@PLANS
+def test_several_backwards_before_one_step(two_ranks, plan):
+    recipe = Recipe(backwards=3, optimizer=adamw)
+    trains_like_reference(two_ranks, three_layers, plan, recipe)
+
+
+def accumulate_into_zeros(rank, world_size, plan):
+    """Gradients set to zeros and added into, never None; returns the largest difference."""
+    model = three_layers()
+    reference = copy.deepcopy(model)
+    options = plan_options(model, plan, Recipe(), world_size)
+    compiled = torch.compile(model, backend="osdp", options=options)
+    for step in range(2):
+        batch = normal_batch(step, 0, 0)
+        for one, call in ((model, compiled), (reference, reference)):
+            one.zero_grad(set_to_none=False)
+            call(batch).square().mean().backward()
+            call(batch + 1).square().mean().backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    assert all(isinstance(grad, DTensor) for grad in grads.values())
+    assert all(
+        grad.placements == p.placements
+        for grad, p in zip(grads.values(), model.parameters(), strict=True)
+    )
+    return max(
+        (whole(grads[name]) - p.grad).abs().max().item() for name, p in reference.named_parameters()
+    )
+
+
+def test_gradients_kept_as_zeros_between_steps(two_ranks):
+    assert max(two_ranks.run(accumulate_into_zeros, MIXED)) < 1e-6
+
+
+def halved_each_step(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+
+def warmed_up(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 4)
+
+
+@pytest.mark.parametrize("schedule", [halved_each_step, warmed_up])
+def test_a_learning_rate_schedule(two_ranks, schedule):
+    recipe = Recipe(schedule=schedule, optimizer=adamw, steps=4)
+    trains_like_reference(two_ranks, three_layers, MIXED, recipe)
+
+
+def optimizer_of_kind(kind, parameters, **options):
+    return getattr(torch.optim, kind)(parameters, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("SGD", {"lr": 0.1}),
+        ("Adam", {"lr": 1e-2, "eps": 1e-5, "amsgrad": True}),
+        ("AdamW", {"lr": 1e-2, "eps": 1e-5, "foreach": False}),
+        ("AdamW", {"lr": 1e-2, "eps": 1e-5, "foreach": True}),
+        ("Adagrad", {"lr": 1e-2}),
+        ("RMSprop", {"lr": 1e-2, "eps": 1e-5, "momentum": 0.9}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else str(value.get("foreach", "")),
+)
+def test_elementwise_optimizers_work_on_shards_as_they_are(two_ranks, kind, options):
+    optimizer = functools.partial(optimizer_of_kind, kind, **options)
+    trains_like_reference(two_ranks, three_layers, MIXED, Recipe(optimizer=optimizer))
+
+
+def grouped(parameters):
+    """Two groups: weights decay, biases do not and learn faster."""
+    parameters = list(parameters)
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.5},
+            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0, "lr": 0.05},
+        ],
+        lr=1e-2,
+        eps=1e-5,
+    )
+
+
+def test_parameter_groups_keep_their_members_and_options(two_ranks):
+    trains_like_reference(two_ranks, three_layers, MIXED, Recipe(optimizer=grouped))
+
+
+def built_when(rank, world_size, plan, make_optimizer, when, steps_before):
+    """Train with an optimizer built ``before`` the first call or ``after`` it.
+
+    ``steps_before``: uncompiled steps taken with it first. All ranks use the same batches,
+    so that eager steps on each rank alone are the reference.
+
+    Returns the largest difference of a parameter and of a state tensor, the placements of
+    parameters and of state, and how many steps the state counts.
+    """
+    model = three_layers()
+    reference = copy.deepcopy(model)
+    recipe = Recipe(optimizer=make_optimizer)
+    reference_optimizer = make_optimizer(reference.parameters())
+    optimizer = make_optimizer(model.parameters()) if when == "before" else None
+    options = plan_options(model, plan, recipe, world_size)
+
+    def step(call, one, used, number):
+        call(normal_batch(number, 0, 0)).square().mean().backward()
+        if used is not None:
+            finish_step(one, used, None, recipe)
+
+    for number in range(steps_before):
+        step(model, model, optimizer, number)
+        step(reference, reference, reference_optimizer, number)
+    compiled = torch.compile(model, backend="osdp", options=options)
+    if optimizer is None:
+        step(compiled, model, None, 0)  # gradients of the first call are used as well
+        optimizer = make_optimizer(model.parameters())
+        finish_step(model, optimizer, None, recipe)
+        step(reference, reference, reference_optimizer, 0)
+    for number in range(3, 6):
+        step(compiled, model, optimizer, number)
+        step(reference, reference, reference_optimizer, number)
+
+    pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
+    state_difference = 0.0
+    for ours, theirs in pairs:
+        state, wanted = optimizer.state[ours], reference_optimizer.state[theirs]
+        assert list(state) == list(wanted)
+        for key, value in wanted.items():
+            if isinstance(value, torch.Tensor):
+                difference = (whole(state[key]) - value).abs().max().item()
+                state_difference = max(state_difference, difference)
+                if value.dim() > 0:
+                    assert state[key].placements == ours.placements
+                    assert state[key].to_local().shape == ours.to_local().shape
+    assert set(optimizer.state) == set(model.parameters()), "state of old parameters is left"
+    difference = max((whole(p) - q).abs().max().item() for p, q in pairs)
+    return difference, state_difference, placements(model)
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
+@pytest.mark.parametrize(
+    ("when", "steps_before"),
+    [("before", 0), ("before", 2), ("after", 0)],
+    ids=["before the first call", "with state already there", "after the first call"],
+)
+def test_an_optimizer_built(two_ranks, when, steps_before, make_optimizer):
+    results = two_ranks.run(built_when, MIXED, make_optimizer, when, steps_before)
+    for difference, state_difference, placed in results:
+        assert placed == {
+            name: "replicate" if decision == "replicate" else "shard"
+            for name, decision in MIXED.items()
+        }
+        assert difference < 1e-5
+        assert state_difference < 1e-5
+
+
+def gradients_before_compiling(rank, world_size, plan):
+    """A backward in eager mode, then one compiled, then a step on the sum of both."""
+    model = three_layers()
+    reference = copy.deepcopy(model)
+    optimizer, reference_optimizer = sgd(model.parameters()), sgd(reference.parameters())
+    options = plan_options(model, plan, Recipe(), world_size)
+    compiled = torch.compile(model, backend="osdp", options=options)
+    batch = normal_batch(0, 0, 0)
+    model(batch).square().mean().backward()
+    compiled(batch + 1).square().mean().backward()
+    optimizer.step()
+    reference(batch).square().mean().backward()
+    reference(batch + 1).square().mean().backward()
+    reference_optimizer.step()
+    return max(
+        (whole(p) - q).abs().max().item()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True)
+    )
+
+
+def test_gradients_that_are_there_before_the_first_call_count(two_ranks):
+    assert max(two_ranks.run(gradients_before_compiling, MIXED)) < 1e-6

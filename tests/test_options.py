@@ -1,0 +1,181 @@
+"""Options: each malformed one is a ValueError that lists what is allowed. No process group."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from osdp_compile import Plan
+from osdp_compile.options import Options
+from passes.hardware import generic
+from passes.pipeline import default_passes
+
+
+def call_with(**options):
+    """What a user does: compile a model and call it."""
+    torch._dynamo.reset()
+    return torch.compile(nn.Linear(2, 2), backend="osdp", options=options)(torch.ones(1, 2))
+
+
+def test_an_unknown_option_lists_all_that_are_known():
+    with pytest.raises(ValueError) as error:
+        call_with(memory_limits="1GiB")
+    text = str(error.value)
+    assert "unknown option 'memory_limits'" in text
+    assert "Did you mean 'memory_limit'?" in text
+    for option in ("memory_limit", "mesh", "optimizer", "plan", "hardware", "debug", "passes"):
+        assert f"'{option}'" in text
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said", "allowed"),
+    [
+        ("memory_limit", "8 gallons", "'8 gallons' is not a size", "'8GiB'"),
+        ("memory_limit", 0, "must be above zero", "'500MB'"),
+        ("memory_limit", 1.5, "1.5 is not a size", "bytes as a whole number"),
+        ("memory_limit", True, "True is not a size", "bytes as a whole number"),
+        ("mesh", "world", "'world' is not a DeviceMesh", "one-dimensional DeviceMesh"),
+        ("optimizer", "adamwest", "'adamwest' is not one of", "adamw"),
+        ("optimizer", -1, "below zero", "bytes of optimizer state"),
+        ("optimizer", 1.5, "neither a number of bytes nor a name", "'adamw'"),
+        ("plan", 3, "neither a Plan nor a path", "osdp_compile.Plan"),
+        ("plan", "no/such/plan.json", "No such file", "the path of one saved"),
+        ("hardware", 3, "neither a Hardware nor a path", "osdp_compile.Hardware"),
+        ("debug", 3, "neither True, False nor a folder", "a folder"),
+        ("passes", ["bucket"], "not a list of passes.pipeline.Pass", "default_passes()"),
+        ("passes", default_passes()[2:], "needs", "default_passes()"),
+    ],
+)
+def test_a_malformed_value_reaches_the_user_as_a_value_error(option, value, said, allowed):
+    with pytest.raises(ValueError) as error:
+        call_with(**{option: value})
+    text = str(error.value)
+    assert f"option '{option}'" in text and said in text
+    assert allowed in text.split("Allowed: ")[1]
+
+
+@pytest.mark.parametrize("text", ["not json", "[]", "{}", '{"format": 0}', '{"format": 1}'])
+def test_a_file_that_holds_no_plan_is_refused(tmp_path, text):
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(ValueError, match="option 'plan'"):
+        call_with(plan=tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize("text", ["not json", "[]", "{}"])
+def test_a_file_that_holds_no_hardware_profile_is_refused(tmp_path, text):
+    (tmp_path / "hardware.json").write_text(text)
+    with pytest.raises(ValueError, match="option 'hardware'"):
+        call_with(hardware=str(tmp_path / "hardware.json"))
+
+
+def test_well_formed_options_are_read(tmp_path):
+    plan = Plan.uniform([("weight", torch.empty(4, 2))], "shard_keep", world_size=2)
+    plan.save(tmp_path / "plan.json")
+    generic().save(tmp_path / "hardware.json")
+    options = Options.parse(
+        {
+            "memory_limit": "1.5 GiB",
+            "optimizer": "AdamW",
+            "plan": tmp_path / "plan.json",
+            "hardware": str(tmp_path / "hardware.json"),
+            "debug": str(tmp_path),
+            "passes": default_passes(),
+            "mesh": None,
+        }
+    )
+    assert options.memory_limit_bytes == 3 << 29
+    assert options.optimizer == "adamw"
+    assert options.plan == plan
+    assert options.hardware == generic()
+    assert options.debug == tmp_path
+    assert options.passes == tuple(default_passes())
+    assert options.mesh is None
+    assert Options.parse(None) == Options() == Options.parse({})
+
+
+@pytest.fixture
+def world_of_one(tmp_path):
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_mesh_of_two_dimensions_is_refused_with_advice(world_of_one):
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
+    with pytest.raises(ValueError, match=r"2 dimensions, one is supported: give mesh\['data'\]"):
+        call_with(mesh=mesh)
+
+
+@pytest.fixture
+def nothing_said_yet(monkeypatch, inductor_cache):
+    monkeypatch.setattr("osdp_compile.backend._said", set())
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(inductor_cache))
+    torch._dynamo.reset()
+
+
+def trains_alone(caplog, why):
+    """Train two models with osdp in this process; assert that it says why nothing is sharded."""
+    with caplog.at_level(logging.INFO, logger="osdp_compile"):
+        for _ in range(2):
+            model = nn.Linear(2, 2)
+            wanted = model(torch.ones(1, 2))
+            compiled = torch.compile(model, backend="osdp", options={"memory_limit": "1GiB"})
+            output = compiled(torch.ones(1, 2))
+            torch.testing.assert_close(output, wanted)
+            output.sum().backward()
+            assert all(type(p) is nn.Parameter for p in model.parameters())
+            assert model.weight.grad is not None
+    said = [record.message for record in caplog.records if record.name == "osdp_compile"]
+    assert len(said) == 1 and why in said[0] and "Inductor" in said[0]
+
+
+def test_without_a_process_group_inductor_compiles_and_it_is_said_once(nothing_said_yet, caplog):
+    trains_alone(caplog, "no process group")
+
+
+def test_in_a_world_of_one_inductor_compiles_and_it_is_said_once(
+    world_of_one, nothing_said_yet, caplog
+):
+    trains_alone(caplog, "a world of one")
+
+
+def in_a_fresh_process(script):
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_who_configures_no_logging_sees_it_too(inductor_cache, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(inductor_cache))
+    done = in_a_fresh_process(
+        "import torch\n"
+        "for _ in range(2):\n"
+        "    compiled = torch.compile(torch.nn.Linear(2, 2), backend='osdp')\n"
+        "    compiled(torch.ones(1, 2)).sum().backward()\n"
+    )
+    assert done.stderr.count("compiling with Inductor") == 1
+
+
+def test_the_backend_is_found_by_name_without_importing_the_package():
+    done = in_a_fresh_process(
+        "import sys, torch\n"
+        "assert 'osdp' in torch._dynamo.list_backends(exclude_tags=())\n"
+        "assert 'osdp_compile' not in sys.modules\n"
+        "compiled = torch.compile(torch.nn.Linear(2, 2), backend='osdp', options={'limit': 1})\n"
+        "try:\n"
+        "    compiled(torch.ones(1, 2))\n"
+        "except ValueError as error:\n"
+        "    print(error)\n"
+    )
+    assert "unknown option 'limit'" in done.stdout

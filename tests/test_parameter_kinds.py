@@ -1,0 +1,232 @@
+"""Every kind of parameter trains as in one process, sharded where it can be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.training import Recipe, adamw, trains_like_reference
+
+
+class Odd(nn.Module):
+    """First dimensions of 7, 5 and 3 rows: on two ranks one rank has a row less, on four ranks
+    the last of the second layer has none."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 7)
+        self.second = nn.Linear(7, 5)
+        self.third = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.third(torch.relu(self.second(torch.relu(self.first(x)))))
+
+
+@pytest.mark.parametrize("plan", ["shard_keep", "shard_again"])
+def test_a_first_dimension_the_world_does_not_divide(two_ranks, plan):
+    outcome = trains_like_reference(two_ranks, Odd, plan, Recipe(optimizer=adamw))
+    assert set(outcome.placements.values()) == {"shard"}
+
+
+@pytest.mark.parametrize("plan", ["shard_keep", "shard_again"])
+def test_a_rank_that_gets_no_row_at_all(four_ranks, plan):
+    outcome = trains_like_reference(four_ranks, Odd, plan, Recipe(optimizer=adamw))
+    assert outcome.placements["second.weight"] == outcome.placements["second.bias"] == "shard"
+    assert outcome.placements["third.weight"] == "shard"
+    assert outcome.placements["third.bias"] == "replicate"  # three numbers for four ranks
+
+
+class Tiny(nn.Module):
+    """A scalar, one number, one row, nothing at all, and a layer that can be cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.shift = nn.Parameter(torch.ones(1))
+        self.row = nn.Parameter(torch.randn(1, 8))
+        self.nothing = nn.Parameter(torch.zeros(0, 8))
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = torch.cat([x + self.row, self.nothing])
+        return self.layer(x) * self.scale + self.shift
+
+
+@pytest.mark.parametrize("plan", ["shard_again", 0.5], ids=["shard_again", "planned"])
+def test_scalars_and_tiny_parameters_are_replicated(two_ranks, plan):
+    outcome = trains_like_reference(two_ranks, Tiny, plan)
+    small = ("scale", "shift", "row", "nothing")
+    assert {outcome.placements[name] for name in small} == {"replicate"}
+    assert outcome.placements["layer.weight"] == "shard"
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is also the output layer's."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Embedding(9, 8)
+        self.middle = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 9, bias=False)
+        self.head.weight = self.token.weight
+
+    def forward(self, words):
+        return self.head(torch.tanh(self.middle(self.token(words))))
+
+
+def words(step, micro, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(9, (4,), generator=generator)
+
+
+@pytest.mark.parametrize(
+    "plan", ["shard_keep", "shard_again", "replicate", 0.5], ids=lambda p: str(p)
+)
+def test_tied_weights_are_one_parameter(two_ranks, plan):
+    outcome = trains_like_reference(two_ranks, Tied, plan, Recipe(batch=words))
+    assert list(outcome.placements) == ["token.weight", "middle.weight", "middle.bias"]
+    assert outcome.state_names == [*outcome.placements, "head.weight"]
+    if plan in ("shard_keep", "shard_again"):
+        assert set(outcome.placements.values()) == {"shard"}
+
+
+class Frozen(nn.Module):
+    """Two layers that are not trained, below and above one that is."""
+
+    def __init__(self):
+        super().__init__()
+        self.below = nn.Linear(8, 8).requires_grad_(False)
+        self.trained = nn.Linear(8, 8)
+        self.above = nn.Linear(8, 4).requires_grad_(False)
+
+    def forward(self, x):
+        return self.above(torch.relu(self.trained(self.below(x))))
+
+
+@pytest.mark.parametrize("plan", ["shard_keep", "shard_again"])
+def test_frozen_parameters_are_sharded_and_stay_as_they_are(two_ranks, plan):
+    outcome = trains_like_reference(two_ranks, Frozen, plan, Recipe(optimizer=adamw))
+    assert set(outcome.placements.values()) == {"shard"}
+    torch.manual_seed(0)
+    start = Frozen()
+    for name in ("below.weight", "below.bias", "above.weight", "above.bias"):
+        assert torch.equal(outcome.osdp.parameters[name], start.get_parameter(name).detach())
+
+
+class Unused(nn.Module):
+    """A layer that is never called, and a weight that is only read where no gradients are."""
+
+    def __init__(self):
+        super().__init__()
+        self.used = nn.Linear(8, 8)
+        self.never = nn.Linear(8, 8)
+        self.target = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x):
+        with torch.no_grad():
+            center = self.target * 2
+        return self.used(x) - center
+
+
+@pytest.mark.parametrize("plan", ["shard_keep", "shard_again"])
+def test_parameters_that_get_no_gradient_are_left_alone(two_ranks, plan):
+    # AdamW's weight decay would move them if they had a gradient of zeros.
+    outcome = trains_like_reference(two_ranks, Unused, plan, Recipe(optimizer=adamw))
+    assert set(outcome.placements.values()) == {"shard"}
+    torch.manual_seed(0)
+    start = Unused()
+    for name in ("never.weight", "never.bias", "target"):
+        assert torch.equal(outcome.osdp.parameters[name], start.get_parameter(name).detach())
+
+
+class TwoTypes(nn.Module):
+    """A layer in bfloat16 between two in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.narrow = nn.Linear(16, 16).to(torch.bfloat16)
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.last(self.narrow(self.first(x).to(torch.bfloat16)).float())
+
+
+@pytest.mark.parametrize("plan", ["shard_keep", "shard_again"])
+def test_parameters_of_several_types(two_ranks, plan):
+    # bfloat16 has 8 bits: one rounding of a weight of 0.25 is 1e-3.
+    outcome = trains_like_reference(two_ranks, TwoTypes, plan, tolerance=4e-3)
+    assert set(outcome.placements.values()) == {"shard"}
+    types = {name: p.dtype for name, p in outcome.osdp.parameters.items()}
+    assert types["narrow.weight"] == torch.bfloat16 and types["last.weight"] == torch.float32
+
+
+def double_model():
+    return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+
+
+def double_loss(model, batch):
+    return model(batch.double()).square().mean()
+
+
+def test_double_precision_is_kept(two_ranks):
+    outcome = trains_like_reference(
+        two_ranks, double_model, "shard_again", Recipe(step=double_loss), tolerance=1e-13
+    )
+    assert set(outcome.placements.values()) == {"shard"}
+
+
+class SeveralPlaces(nn.Module):
+    """One weight read twice in the forward, once transposed, and held by two modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8) / 3)
+        self.gate = nn.Linear(8, 8)
+        self.gate.weight = self.weight
+
+    def forward(self, x):
+        x = torch.tanh(F.linear(x, self.weight))
+        x = F.linear(x, self.weight.t()) + self.weight.sum(0)
+        return self.gate(x)
+
+
+class CalledTwice(nn.Module):
+    """One layer called twice in a forward, another in between."""
+
+    def __init__(self):
+        super().__init__()
+        self.again = nn.Linear(8, 8)
+        self.between = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = torch.tanh(self.again(x))
+        x = torch.tanh(self.between(x))
+        return self.again(x)
+
+
+@pytest.mark.parametrize("plan", ["replicate", "shard_keep", "shard_again"])
+@pytest.mark.parametrize("make_model", [SeveralPlaces, CalledTwice])
+def test_a_parameter_used_more_than_once_gets_the_sum_of_its_gradients(two_ranks, make_model, plan):
+    outcome = trains_like_reference(two_ranks, make_model, plan)
+    wanted = "replicate" if plan == "replicate" else "shard"
+    assert set(outcome.placements.values()) == {wanted}
+
+
+class NotContiguous(nn.Module):
+    """A weight that is laid out by columns, and one that is a view of a larger tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.columns = nn.Parameter(torch.randn(8, 6).t())
+        self.slice = nn.Parameter(torch.randn(4, 12)[:, :6])
+
+    def forward(self, x):
+        return F.linear(F.linear(x, self.columns), self.slice)
+
+
+def test_parameters_that_are_not_contiguous(two_ranks):
+    outcome = trains_like_reference(two_ranks, NotContiguous, "shard_again")
+    assert set(outcome.placements.values()) == {"shard"}
