@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from osdp_compile import markers
 from tests.training import (
     Recipe,
     mean_over_ranks,
@@ -294,19 +295,20 @@ def test_a_sharded_model_reads_like_a_plain_one_in_eager_mode(two_ranks):
         assert all(results.values()), results
 
 
-def collectives_of_a_step(rank, world_size):
-    """Eager markers that ran in a compiled training step: none should."""
+def eager_collectives(rank, world_size):
+    """How many collectives ran outside compiled graphs: in a compiled step, in an eager forward."""
     model = two_layers()
     options = plan_options(model, "shard_again", Recipe(), world_size)
     compiled = torch.compile(model, backend="osdp", options=options)
     compiled(normal_batch(0, 0, rank)).sum().backward()
-    with (
-        mock.patch("torch.distributed.all_gather_into_tensor") as gathers,
-        mock.patch("torch.distributed.reduce_scatter_tensor") as reductions,
-    ):
-        compiled(normal_batch(1, 0, rank)).sum().backward()
-    return gathers.call_count + reductions.call_count
+    counts = []
+    for call in (compiled, model):
+        with mock.patch("osdp_compile.markers._group", wraps=markers._group) as group_of:
+            call(normal_batch(1, 0, rank)).sum().backward()
+        counts.append(group_of.call_count)
+    return counts
 
 
 def test_a_compiled_step_communicates_inside_its_graphs_only(two_ranks):
-    assert two_ranks.run(collectives_of_a_step) == [0, 0]
+    gathers_and_reductions = 2 * len(list(two_layers().parameters()))
+    assert two_ranks.run(eager_collectives) == [[0, gathers_and_reductions]] * 2
