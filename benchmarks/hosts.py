@@ -1,0 +1,237 @@
+"""Hosts on one machine: network namespaces joined by links of limited rate.
+
+    with Hosts(2, "400mbit") as hosts:
+        hosts.run([sys.executable, "train.py"])     # one rank on each host
+
+Needs root and the ``ip`` and ``tc`` commands (iproute2): a namespace for each host, one
+more for the switch between them, and nothing in the machine's own namespace. The limit
+is on what each host sends (a token bucket), as with a virtual machine's egress limit.
+
+Names carry the process id, so that several runs can stand side by side. Leaving the
+``with`` ends the ranks and removes the namespaces, also after an error, Ctrl-C or
+SIGTERM; what a killed run left behind is removed by the next one.
+
+As a command: ``python -m benchmarks.hosts --hosts 2 --rate 400mbit -- python train.py``
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+
+_PREFIX = "osdp-hosts"
+_DEVICE = "eth0"
+_ADDRESS = "10.77.0.{}"
+#: Bytes a host may send at once before the limit holds: about 5 ms at 400 Mbit/s.
+_BURST = "256kb"
+
+
+class HostsError(RuntimeError):
+    """The hosts cannot be made, or a rank on them failed."""
+
+
+class Hosts:
+    """``count`` hosts, one rank on each. ``rate``: as ``tc`` writes it, ``400mbit`` or ``1gbit``.
+
+    Raises:
+        HostsError: on entering, without root or iproute2, or if the machine allows no namespaces.
+    """
+
+    def __init__(self, count: int, rate: str) -> None:
+        self.count = count
+        self.rate = rate
+        self._prefix = f"{_PREFIX}-{os.getpid()}"
+        self._port = 29500
+        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._old_handler: object = None
+
+    def __enter__(self) -> Hosts:
+        _check_prerequisites()
+        _remove_left_behind()
+        self._old_handler = signal.signal(signal.SIGTERM, _exit_on_signal)
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the ranks and remove the hosts. May be called twice."""
+        self._end_ranks()
+        for name in _namespaces():
+            if name.startswith(f"{self._prefix}-"):
+                subprocess.run(["ip", "netns", "del", name], check=False)
+        if self._old_handler is not None:
+            signal.signal(signal.SIGTERM, self._old_handler)  # type: ignore[arg-type]
+            self._old_handler = None
+
+    def run(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        timeout_seconds: float = 900.0,
+    ) -> None:
+        """Run a command as a rank on every host, with torch.distributed's variables set.
+
+        Raises:
+            HostsError: if a rank fails or the time is over, with the end of what it wrote.
+        """
+        self._port += 1  # one just closed may not be bound again at once
+        with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder:
+            logs = [Path(folder) / f"rank{rank}" for rank in range(self.count)]
+            try:
+                for rank, log in enumerate(logs):
+                    self._ranks.append(self._start(rank, command, environment or {}, log))
+                self._wait(logs, timeout_seconds)
+            finally:
+                self._end_ranks()
+
+    def _build(self) -> None:
+        switch = f"{self._prefix}-switch"
+        _ip(f"netns add {switch}")
+        _ip(f"-n {switch} link add bridge type bridge")
+        _ip(f"-n {switch} link set bridge up")
+        for rank in range(self.count):
+            host = self._host(rank)
+            _ip(f"netns add {host}")
+            _ip(f"link add port{rank} netns {switch} type veth peer name {_DEVICE} netns {host}")
+            _ip(f"-n {switch} link set port{rank} master bridge up")
+            _ip(f"-n {host} address add {_ADDRESS.format(rank + 1)}/24 dev {_DEVICE}")
+            _ip(f"-n {host} link set {_DEVICE} up")
+            _ip(f"-n {host} link set lo up")
+            limit = f"tbf rate {self.rate} burst {_BURST} latency 100ms"
+            _command(f"tc -n {host} qdisc add dev {_DEVICE} root {limit}")
+
+    def _host(self, rank: int) -> str:
+        return f"{self._prefix}-{rank}"
+
+    def _start(
+        self, rank: int, command: Sequence[str], environment: Mapping[str, str], log: Path
+    ) -> subprocess.Popen[bytes]:
+        variables = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            **environment,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.count),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": _ADDRESS.format(1),
+            "MASTER_PORT": str(self._port),
+            # gloo would otherwise look for the interface of the machine's own name.
+            "GLOO_SOCKET_IFNAME": _DEVICE,
+            "TP_SOCKET_IFNAME": _DEVICE,
+        }
+        with log.open("wb") as output:
+            return subprocess.Popen(
+                ["ip", "netns", "exec", self._host(rank), *command],
+                env=variables,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that a rank's own children end with it
+            )
+
+    def _wait(self, logs: Sequence[Path], timeout_seconds: float) -> None:
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            codes = [rank.poll() for rank in self._ranks]
+            failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
+            if failed:
+                time.sleep(2)  # the others' last words
+                raise HostsError("\n".join(_last_words(rank, logs[rank]) for rank in failed))
+            if all(code == 0 for code in codes):
+                return
+            if time.monotonic() > deadline:
+                late = [rank for rank, code in enumerate(codes) if code is None]
+                words = "\n".join(_last_words(rank, logs[rank]) for rank in late)
+                raise HostsError(f"not done after {timeout_seconds:.0f} s\n{words}")
+            time.sleep(0.1)
+
+    def _end_ranks(self) -> None:
+        for rank in self._ranks:
+            if rank.poll() is None:
+                os.killpg(rank.pid, signal.SIGKILL)
+            rank.wait()
+        self._ranks.clear()
+
+
+def _last_words(rank: int, log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join([f"--- rank {rank} failed:", *lines[-30:]])
+
+
+def _check_prerequisites() -> None:
+    if os.geteuid() != 0:
+        raise HostsError(
+            "hosts are network namespaces, and only root may make them: run this as root "
+            "(in a container: with --cap-add NET_ADMIN,SYS_ADMIN)"
+        )
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise HostsError(f"the {tool!r} command is missing: install iproute2")
+
+
+def _namespaces() -> list[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    return [line.split()[0] for line in listed.stdout.splitlines() if line.strip()]
+
+
+def _remove_left_behind() -> None:
+    """Remove the hosts of runs whose process is gone."""
+    for name in _namespaces():
+        match = re.fullmatch(rf"{_PREFIX}-(\d+)-\w+", name)
+        if match and not Path("/proc", match[1]).exists():
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+def _ip(arguments: str) -> None:
+    _command(f"ip {arguments}")
+
+
+def _command(line: str) -> None:
+    done = subprocess.run(line.split(), capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise HostsError(f"{line!r}: {done.stderr.strip() or done.returncode}")
+
+
+def _exit_on_signal(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)  # unwinds the stack, and with it the `with` that made the hosts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--rate", default="400mbit", help="what each host may send")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and what each rank runs")
+    given = parser.parse_args()
+    command = given.command[1:] if given.command[:1] == ["--"] else given.command
+    if not command:
+        parser.error("no command given")
+    try:
+        with Hosts(given.hosts, given.rate) as hosts:
+            hosts.run(command)
+    except HostsError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Start one measurement on all ranks and bring back what rank 0 wrote."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.hosts import Hosts
+from benchmarks.train import Work
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def measure_on(
+    hosts: Hosts,
+    work: Work,
+    way: str,
+    phase: str,
+    options: dict[str, Any] | None = None,
+    cache: Path | None = None,
+) -> dict[str, Any]:
+    """Run ``benchmarks.train`` in fresh processes, one on each host.
+
+    ``options``: of the osdp backend. ``cache``: of compiled code (None: a new one, cold).
+
+    Raises:
+        HostsError: if a rank fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="osdp-bench") as folder:
+        out = Path(folder) / "result.json"
+        command = [
+            *(sys.executable, "-m", "benchmarks.train"),
+            *("--way", way, "--phase", phase, "--out", str(out)),
+            *("--work", json.dumps(dataclasses.asdict(work))),
+            *("--options", json.dumps(options or {})),
+        ]
+        environment = {
+            "PYTHONPATH": _with_root(),
+            "TORCHINDUCTOR_CACHE_DIR": str(cache or Path(folder) / "cache"),
+        }
+        hosts.run(command, environment)
+        result: dict[str, Any] = json.loads(out.read_text())
+        return result
+
+
+def _with_root() -> str:
+    inherited = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([str(ROOT), *([inherited] if inherited else [])])

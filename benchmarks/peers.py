@@ -1,0 +1,76 @@
+"""The ways to train a model that are compared, each from a plain model to one to call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks import simple_fsdp
+from examples.gpt import GPT
+
+Way = Callable[[GPT, dict[str, Any]], nn.Module]
+
+
+def alone(model: GPT, options: dict[str, Any]) -> nn.Module:
+    """No communication at all: what a step costs on its own."""
+    return model
+
+
+def alone_compiled(model: GPT, options: dict[str, Any]) -> nn.Module:
+    """No communication, compiled with Inductor."""
+    return torch.compile(model)  # type: ignore[return-value]
+
+
+def ddp(model: GPT, options: dict[str, Any]) -> nn.Module:
+    """DistributedDataParallel."""
+    return DistributedDataParallel(model)
+
+
+def ddp_compiled(model: GPT, options: dict[str, Any]) -> nn.Module:
+    """DistributedDataParallel, compiled (Dynamo cuts the graph at its buckets)."""
+    return torch.compile(DistributedDataParallel(model))  # type: ignore[return-value]
+
+
+def fsdp2(model: GPT, options: dict[str, Any]) -> nn.Module:
+    """fully_shard on every block and the root, as its documentation shows."""
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+def fsdp2_compiled(model: GPT, options: dict[str, Any]) -> nn.Module:
+    """fully_shard, and every block compiled."""
+    for block in model.blocks:
+        block.compile()
+    return fsdp2(model, options)
+
+
+def simple_fsdp_compiled(model: GPT, options: dict[str, Any]) -> nn.Module:
+    """SimpleFSDP, the whole model compiled with Inductor."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return simple_fsdp.compiled(model, mesh)
+
+
+def osdp(model: GPT, options: dict[str, Any]) -> nn.Module:
+    """torch.compile(model, backend="osdp"); ``options`` are the backend's."""
+    return torch.compile(model, backend="osdp", options=options)  # type: ignore[return-value]
+
+
+WAYS: dict[str, Way] = {
+    "alone": alone,
+    "alone + compile": alone_compiled,
+    "DDP": ddp,
+    "DDP + compile": ddp_compiled,
+    "FSDP2": fsdp2,
+    "FSDP2 + compile": fsdp2_compiled,
+    "SimpleFSDP + compile": simple_fsdp_compiled,
+    "osdp": osdp,
+}

@@ -1,0 +1,145 @@
+"""One rank of a measurement: train a GPT one way, write what was measured.
+
+Started by the other benchmarks on every rank, with torch.distributed's variables set.
+``--phase``: what is measured, for one disturbs the other:
+
+* ``time``: seconds of steps, after warm-up;
+* ``memory``: the peak of tensor bytes since before the model was built, over three steps
+  (the profiler that counts them slows steps down);
+* ``first``: seconds of the first forward and backward.
+
+Rank 0 writes a JSON file; of times and peaks, the highest over ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import osdp_compile
+from benchmarks.peers import WAYS
+from examples.gpt import GPT, GPTConfig
+
+MEMORY_STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What is trained. ``batch``: sequences of ``context`` tokens a rank and step."""
+
+    layers: int = 4
+    width: int = 512
+    batch: int = 4
+    context: int = 128
+    warmup_steps: int = 3
+    timed_steps: int = 8
+
+    def model(self) -> GPT:
+        """The same parameters on every rank."""
+        torch.manual_seed(0)
+        return GPT(GPTConfig(layers=self.layers, width=self.width, context=self.context))
+
+    def tokens(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets of this rank, the same for every way."""
+        generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+        tokens = torch.randint(0, 1024, (self.batch, self.context + 1), generator=generator)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def train(work: Work, way: str, options: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Train for some steps: losses and seconds of each, and what osdp decided."""
+    model = work.model()
+    called = WAYS[way](model, options)
+    optimizer = torch.optim.AdamW(called.parameters(), lr=1e-3)
+    losses: list[float] = []
+    seconds: list[float] = []
+    for step in range(steps):
+        tokens, targets = work.tokens(step)
+        begin = time.perf_counter()
+        loss = called(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - begin)
+        losses.append(loss.item())
+    result: dict[str, Any] = {"losses": losses, "seconds": seconds}
+    plan = osdp_compile.plan_of(model)
+    if plan is not None:
+        decisions = [str(p.decision.value) for p in plan.parameters]
+        result["decisions"] = {kind: decisions.count(kind) for kind in sorted(set(decisions))}
+        if plan.prediction is not None:
+            result["predicted"] = {
+                "step_seconds": plan.prediction.step_seconds,
+                "peak_bytes": plan.prediction.peak_bytes,
+            }
+    return result
+
+
+def first_call_seconds(work: Work, way: str, options: dict[str, Any]) -> float:
+    """Seconds of the first forward and backward, everything that is compiled included."""
+    called = WAYS[way](work.model(), options)
+    tokens, targets = work.tokens(0)
+    dist.barrier()
+    begin = time.perf_counter()
+    called(tokens, targets).backward()
+    return time.perf_counter() - begin
+
+
+def _over_ranks(value: float, operation: dist.ReduceOp.RedOpType) -> float:
+    tensor = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(tensor, op=operation)
+    return float(tensor)
+
+
+def measure(work: Work, way: str, options: dict[str, Any], phase: str) -> dict[str, Any]:
+    """One phase on this rank and all others; the figures of the slowest and the largest."""
+    if phase == "first":
+        seconds = first_call_seconds(work, way, options)
+        return {"first_call_seconds": _over_ranks(seconds, dist.ReduceOp.MAX)}
+    steps = MEMORY_STEPS if phase == "memory" else work.warmup_steps + work.timed_steps
+    memory = osdp_compile.PeakMemory() if phase == "memory" else None
+    with memory or contextlib.nullcontext():
+        result = train(work, way, options, steps)
+    total = torch.tensor(result["losses"], dtype=torch.float64)
+    dist.all_reduce(total)
+    result["losses"] = (total / dist.get_world_size()).tolist()
+    if memory is not None:
+        result["peak_bytes"] = int(_over_ranks(memory.peak_bytes, dist.ReduceOp.MAX))
+        del result["seconds"]
+    else:
+        timed = result["seconds"][work.warmup_steps :]
+        result["step_seconds"] = _over_ranks(statistics.median(timed), dist.ReduceOp.MAX)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--way", choices=list(WAYS), required=True)
+    parser.add_argument("--phase", choices=["time", "memory", "first"], required=True)
+    parser.add_argument("--work", required=True, help="a Work as JSON")
+    parser.add_argument("--options", default="{}", help="options of the osdp backend as JSON")
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.getLogger("osdp_compile").setLevel(logging.WARNING)
+    dist.init_process_group("gloo")
+    work = Work(**json.loads(given.work))
+    result = measure(work, given.way, json.loads(given.options), given.phase)
+    if dist.get_rank() == 0:
+        given.out.write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
