@@ -181,6 +181,8 @@ def main() -> None:
         parser.error(f"{LIMITED!r} needs 'FSDP2' too")
     work = Work(**{f.name: getattr(given, f.name) for f in dataclasses.fields(Work)})
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
     try:
         with Hosts(given.hosts, given.rate) as hosts:
             rows = run(hosts, work, names, given.repeats, console)
@@ -206,6 +208,8 @@ def main() -> None:
     }
     given.out.write_text(json.dumps(record, indent=1) + "\n")
     console.print(f"[dim]saved {given.out}[/dim]")
+    if any(row.failed for row in rows):
+        sys.exit(1)
 
 
 if __name__ == "__main__":
