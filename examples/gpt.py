@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens [batch, tokens] to logits [batch, tokens, vocab], or to the loss if targets are given."""
+    """Tokens [batch, tokens] to logits [batch, tokens, vocab], or to the loss with targets."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

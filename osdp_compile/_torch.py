@@ -11,6 +11,12 @@ from typing import Any, NoReturn, TypeVar
 
 from torch import fx
 
+# 2.11.0, 2.13.0: passed through by Dynamo from a backend's compile call; the frame is traced again.
+from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
+
+# 2.11.0, 2.13.0: the frame that is being traced.
+from torch._dynamo.symbolic_convert import InstructionTranslator
+
 # 2.11.0, 2.13.0: settings of AOTAutograd and Dynamo, patched around one compilation.
 from torch._functorch import config as functorch_config
 
@@ -23,11 +29,8 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 # 2.11.0, 2.13.0: the hook for the partitioner.
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-# 2.11.0, 2.13.0: passed through by Dynamo from a backend's compile call; the frame is traced again.
-from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
-
-# 2.11.0, 2.13.0: the frame that is being traced.
-from torch._dynamo.symbolic_convert import InstructionTranslator
+# 2.11.0, 2.13.0: tensors inside nested containers and dataclasses such as model outputs.
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "Partitioner",
@@ -35,9 +38,11 @@ __all__ = [
     "compile_fx",
     "compile_fx_inner",
     "evaluate_prefixes",
+    "fake_store",
     "gradient_input_index",
     "raise_to_user",
     "restart_tracing",
+    "tree_leaves",
     "without_autograd_cache",
 ]
 
@@ -72,7 +77,7 @@ def raise_to_user(error: Exception) -> NoReturn:
     kind = type(error)
     if isinstance(error, ShortenTraceback):
         raise error
-    both = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__})
+    both: Any = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__})
     raised = both.__new__(both)
     Exception.__init__(raised, *error.args)
     raised.__dict__.update(error.__dict__)
@@ -81,7 +86,7 @@ def raise_to_user(error: Exception) -> NoReturn:
 
 
 def source_chain(placeholder: fx.Node) -> list[str]:
-    """The expressions that lead to a graph input, outermost first: ``L['m']``, ``L['m']._modules…``."""
+    """The expressions that lead to a graph input, outermost first: ``L['m']``, ``L['m']._mod…``."""
     source = getattr(placeholder, "_dynamo_source", None)
     names: list[str] = []
     while source is not None:
@@ -139,6 +144,14 @@ class Partitioner(CustomPartitionerFn):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (self.uuid(),)  # all that the cache's key needs of it
+
+
+def fake_store() -> Any:
+    """A store for the "fake" process group backend, whose collectives do nothing."""
+    # 2.11.0, 2.13.0: imported here, for it registers the backend "fake".
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
 
 
 def without_autograd_cache() -> Any:

@@ -18,9 +18,10 @@ from torch import fx
 from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
 from osdp_compile.first_call import first_call
-from osdp_compile.lower import lower, session_of
+from osdp_compile.lower import Compiler, lower, session_of
 from osdp_compile.options import Options
 from osdp_compile.roots import plain_parameters
+from passes.pipeline import Observer
 
 log = logging.getLogger("osdp_compile")
 _said: set[str] = set()
@@ -36,12 +37,22 @@ def osdp(
         OsdpError: if the model cannot be sharded, or no plan fits under the limit.
     """
     try:
-        return _compile(gm, example_inputs, Options.parse(options))
+        return compile_graph(gm, example_inputs, Options.parse(options))
     except (ValueError, OsdpError) as error:
         _torch.raise_to_user(error)
 
 
-def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Any:
+def compile_graph(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+    compile_inner: Compiler | None = None,
+    observe: Observer | None = None,
+) -> Any:
+    """What :func:`osdp` does once its options are read.
+
+    ``compile_inner``, ``observe``: see :func:`osdp_compile.lower.lower`.
+    """
     alone = _why_alone(options)
     if alone is not None:
         _say_once(f"{alone}: compiling with Inductor, nothing is sharded")
@@ -53,7 +64,7 @@ def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Any
     session = session_of(inputs)
     if session is None:
         return _torch.compile_fx(gm, list(inputs))
-    return lower(gm, inputs, session)
+    return lower(gm, inputs, session, compile_inner, observe)
 
 
 def _why_alone(options: Options) -> str | None:

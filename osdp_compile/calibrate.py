@@ -16,7 +16,10 @@ import torch.distributed as dist
 from osdp_compile.collectives import all_gather_single, reduce_scatter_single
 from passes.hardware import Hardware, LinkRate, generic
 
-_SIZES_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)
+_SMALL_BYTES = 1 << 12
+_FIRST_BYTES = 1 << 18
+_MOST_BYTES = 1 << 26
+_IN_FLIGHT = 4
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
@@ -109,18 +112,23 @@ def _launch_seconds(device: torch.device) -> float:
     return _timed(run, device, 0.01) / 100
 
 
-def _collective(kind: str, group: dist.ProcessGroup, whole: torch.Tensor) -> Callable[[], object]:
-    """A call of one collective whose whole tensor (over all ranks) is ``whole``."""
+def _collective(
+    kind: str, group: dist.ProcessGroup, size_bytes: int, device: torch.device
+) -> tuple[Callable[[], dist.Work], int]:
+    """A call that starts one collective on a tensor of about this size; and its wire bytes."""
     world = dist.get_world_size(group)
-    part = whole[: whole.numel() // world].clone()
-    other = torch.empty_like(whole)
-    calls: dict[str, Callable[[], object]] = {
-        "all_gather": lambda: all_gather_single(other, part, group=group),
-        "reduce_scatter": lambda: reduce_scatter_single(part, whole, group=group),
-        "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+    numel = max(1, size_bytes // 4 // world) * world
+    whole = torch.zeros(numel, device=device)
+    part = torch.zeros(numel // world, device=device)
+    other = torch.zeros(numel, device=device)
+    calls: dict[str, Callable[[], dist.Work]] = {
+        "all_gather": lambda: all_gather_single(other, part, group=group, async_op=True),
+        "reduce_scatter": lambda: reduce_scatter_single(part, whole, group=group, async_op=True),
+        "all_reduce": lambda: dist.all_reduce(whole, group=group, async_op=True),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group, async_op=True),
     }
-    return calls[kind]
+    wire_bytes = 4 * numel * (world - 1) // world * (2 if kind == "all_reduce" else 1)
+    return calls[kind], wire_bytes
 
 
 def _agreed(value: float, group: dist.ProcessGroup, device: torch.device) -> float:
@@ -130,43 +138,40 @@ def _agreed(value: float, group: dist.ProcessGroup, device: torch.device) -> flo
     return float(tensor.item())
 
 
+def _burst(
+    starts: list[Callable[[], dist.Work]], group: dist.ProcessGroup, device: torch.device
+) -> float:
+    """Seconds from starting some collectives at once until all have ended, on the slowest rank."""
+    _synchronize(device)
+    begin = time.perf_counter()
+    for work in [start() for start in starts]:
+        work.wait()
+    _synchronize(device)
+    return _agreed(time.perf_counter() - begin, group, device)
+
+
 def _link(
     kind: str, group: dist.ProcessGroup, device: torch.device, budget_seconds: float
 ) -> LinkRate:
-    """Latency and inverse bandwidth of a collective: a fit over sizes that the budget allows."""
-    world = dist.get_world_size(group)
-    factor = (2 if kind == "all_reduce" else 1) * (world - 1) / world
-    points: list[tuple[float, float]] = []
-    spent = 0.0
-    for size_bytes in _SIZES_BYTES:
-        numel = size_bytes // 4 // world * world
-        run = _collective(kind, group, torch.zeros(numel, device=device))
-        times = []
-        for _ in range(6):
-            _synchronize(device)
-            start = time.perf_counter()
-            run()
-            _synchronize(device)
-            times.append(time.perf_counter() - start)
-            once = _agreed(times[-1], group, device)
-            spent += once
-            if spent > budget_seconds and len(times) >= 2:
-                break
-        # The first of a size sets up buffers and connections.
-        points.append((4 * numel * factor, _agreed(_median(times[1:]), group, device)))
-        # The next size is 4 to 16 times this one: stop before it would overrun by much.
-        if spent + 8 * points[-1][1] > 2 * budget_seconds and len(points) >= 3:
+    """Latency and inverse bandwidth of a collective, as a training step meets them.
+
+    Latency: a small one alone. Bandwidth: several in flight at once, as the passes emit
+    them; alone, a large message over TCP can take half as long again, because the window
+    opens anew for each. The size grows until a burst is long enough to tell.
+    """
+    small, _ = _collective(kind, group, _SMALL_BYTES, device)
+    _burst([small], group, device)  # sets up connections
+    latency = min(_burst([small], group, device) for _ in range(5))
+    size_bytes = _FIRST_BYTES
+    while True:
+        made = [_collective(kind, group, size_bytes, device) for _ in range(_IN_FLIGHT)]
+        starts = [start for start, _ in made]
+        wire_bytes = made[0][1]
+        elapsed = _burst(starts, group, device)
+        if elapsed >= budget_seconds / 4 or size_bytes >= _MOST_BYTES:
             break
-    return _fit(points)
-
-
-def _fit(points: list[tuple[float, float]]) -> LinkRate:
-    """Least squares of ``latency + bytes * rate``, relative errors weighted alike."""
-    sw = sx = sy = sxx = sxy = 0.0
-    for x, y in points:
-        w = 1 / y**2
-        sw, sx, sy, sxx, sxy = sw + w, sx + w * x, sy + w * y, sxx + w * x * x, sxy + w * x * y
-    rate = (sw * sxy - sx * sy) / (sw * sxx - sx * sx)
-    rate = max(rate, 1e-13)
-    latency = max((sy - rate * sx) / sw, 1e-7)
-    return LinkRate(latency_seconds=latency, seconds_per_byte=rate)
+        size_bytes *= 4
+    if elapsed < budget_seconds / 2:
+        elapsed = min(elapsed, _burst(starts, group, device))
+    rate = max(elapsed / _IN_FLIGHT - latency, 0.1 * elapsed / _IN_FLIGHT) / wire_bytes
+    return LinkRate(latency_seconds=max(latency, 1e-7), seconds_per_byte=rate)

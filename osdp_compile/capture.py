@@ -53,21 +53,23 @@ def capture(
         by_index: dict[int, fx.Node] = {}
         for node in joint.graph.find_nodes(op="placeholder"):
             index = _torch.aot_input_index(node)
-            if index in names and node.name.startswith("primals"):
+            if index is not None and index in names and node.name.startswith("primals"):
                 shards[node] = names[index]
                 by_index[index] = node
         gradients: dict[int, fx.Node] = {}
         described = output_node(joint.graph).meta.get("desc") or []
         for position, description in enumerate(described):
             index = _torch.gradient_input_index(description)
-            if index in by_index:
+            if index is not None and index in by_index:
                 gradients[position] = by_index[index]
         add_markers(joint, shards, gradients, ctx)
         joint = run(passes, Stage.JOINT, joint, everything_again)
         forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
         for part, phase in ((forward, Phase.FORWARD), (backward, Phase.BACKWARD)):
             found = [_torch.aot_input_index(n) for n in part.graph.find_nodes(op="placeholder")]
-            mark_inputs(part, [static.get(i) if i is not None else None for i in found], known, phase)
+            mark_inputs(
+                part, [static.get(i) if i is not None else None for i in found], known, phase
+            )
         raise _Done(Captured(forward, backward))
 
     try:

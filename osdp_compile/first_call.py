@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from osdp_compile.calibrate import measure_hardware
 from osdp_compile.capture import capture
@@ -69,6 +69,7 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
         group_name=group.group_name,
         base_bytes=sum(b.numel() * b.element_size() for b in buffers_of(roots)),
         limit_bytes=options.memory_limit_bytes,
+        by_exchange=dist.get_backend(group) == "gloo",
     )
     plan = _given(options.plan, context) if options.plan is not None else None
     if plan is None:
@@ -132,7 +133,9 @@ def _optimizer_bytes(parameter: nn.Parameter, optimizers: OptimizerIndex, option
     if isinstance(options.optimizer, int):
         return options.optimizer * parameter.numel()
     if isinstance(options.optimizer, str):
-        return state_bytes_per_element(options.optimizer, parameter.element_size()) * parameter.numel()
+        return (
+            state_bytes_per_element(options.optimizer, parameter.element_size()) * parameter.numel()
+        )
     holding = optimizers.holding(parameter)
     if holding:
         return sum(optimizers.state_bytes(parameter, optimizer) for optimizer in holding)
@@ -185,7 +188,8 @@ def agree(lines: list[str], group: dist.ProcessGroup) -> None:
         if ours != theirs:
             raise RanksDiffer(
                 f"ranks traced different models; the first difference: rank 0 has {ours!r}, "
-                f"rank {other} has {theirs!r}. Build the same model and call it the same way on every rank."
+                f"rank {other} has {theirs!r}. Build the same model and call it the same way on "
+                "every rank."
             )
     raise AssertionError("digests differ and texts do not")
 
@@ -205,5 +209,9 @@ def _from_rank_zero(make: Any, group: dist.ProcessGroup) -> Plan:
         raise failure
     if isinstance(made[0], tuple):
         kind, text = made[0]
-        raise InfeasibleLimit(text) if kind == "InfeasibleLimit" else OsdpError(f"rank 0: {kind}: {text}")
+        raise (
+            InfeasibleLimit(text)
+            if kind == "InfeasibleLimit"
+            else OsdpError(f"rank 0: {kind}: {text}")
+        )
     return Plan.from_dict(made[0])

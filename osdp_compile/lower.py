@@ -49,13 +49,14 @@ def session_of(inputs: Sequence[Any]) -> Session | None:
         found = find(value)
         if found is None:
             raise OsdpError(
-                "a DTensor parameter of this model was not laid out by osdp: do not wrap the model in "
-                "FSDP or replace its parameters (model.to, load_state_dict(assign=True)) after the first call"
+                "a DTensor parameter of this model was not laid out by osdp: do not wrap the "
+                "model in FSDP or replace its parameters (model.to, load_state_dict(assign=True)) "
+                "after the first call"
             )
         if session is not None and found[1] is not session:
             raise OsdpError(
-                "two models that were planned apart meet in one compiled function: call both for the "
-                "first time inside that function, so that one plan covers them"
+                "two models that were planned apart meet in one compiled function: call both for "
+                "the first time inside that function, so that one plan covers them"
             )
         session = found[1]
     return session

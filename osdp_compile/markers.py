@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from osdp_compile.collectives import all_gather_single, reduce_scatter_single
 import passes.markers  # noqa: F401  (defines the operators)
+from osdp_compile.collectives import all_gather_single, reduce_scatter_single
 
 _groups: dict[str, dist.ProcessGroup] = {}
 
@@ -50,9 +50,7 @@ def _unshard(shard: Tensor, name: str, shape: list[int], sharded: bool, group_na
 
 
 @torch.library.impl("osdp::reduce_grad", "CompositeExplicitAutograd")
-def _reduce_grad(
-    grad: Tensor, shard: Tensor, name: str, sharded: bool, group_name: str
-) -> Tensor:
+def _reduce_grad(grad: Tensor, shard: Tensor, name: str, sharded: bool, group_name: str) -> Tensor:
     group = _group(group_name)
     world_size = dist.get_world_size(group)
     mean = (grad / world_size).contiguous()
@@ -76,7 +74,7 @@ class _Replicated(torch.autograd.Function):
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         reduced = torch.ops.osdp.reduce_grad(grad, grad, ctx.name, False, ctx.group_name)
         return reduced, None, None
 

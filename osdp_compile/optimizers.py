@@ -66,9 +66,7 @@ class OptimizerIndex:
                 for v in state.values()
                 if isinstance(v, Tensor) and v.dim() > 0
             )
-        group = next(
-            g for g in optimizer.param_groups if any(p is parameter for p in g["params"])
-        )
+        group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
         per_element = state_bytes_per_element(
             optimizer_name(type(optimizer).__name__, group), parameter.element_size()
         )

@@ -20,9 +20,9 @@ from passes.units import parse_bytes
 ALLOWED: dict[str, str] = {
     "memory_limit": "bytes as a whole number, or text such as '8GiB' or '500MB'",
     "mesh": "a one-dimensional DeviceMesh over the data-parallel ranks (default: the whole world)",
-    "optimizer": "bytes of optimizer state for one element of a parameter, or a name such as 'adamw'",
+    "optimizer": "bytes of optimizer state for one element of a parameter, or a name, as 'adamw'",
     "plan": "an osdp_compile.Plan, or the path of one saved",
-    "hardware": "an osdp_compile.Hardware, or the path of one saved (default: measured at first call)",
+    "hardware": "an osdp_compile.Hardware, or the path of one saved (default: measured)",
     "debug": "True to check the graph after every pass, or a folder to also write it to",
     "passes": "a list of passes.pipeline.Pass (default: passes.pipeline.default_passes())",
 }

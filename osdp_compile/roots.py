@@ -16,7 +16,9 @@ def placeholders(gm: fx.GraphModule) -> list[fx.Node]:
     return list(gm.graph.find_nodes(op="placeholder"))
 
 
-def plain_parameters(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[fx.Node, nn.Parameter]]:
+def plain_parameters(
+    gm: fx.GraphModule, inputs: Sequence[Any]
+) -> list[tuple[fx.Node, nn.Parameter]]:
     """The graph's inputs that are parameters and not yet laid out by a plan."""
     return [
         (node, value)
@@ -43,8 +45,9 @@ def find_roots(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[str, nn.
         else:
             where = (_torch.source_chain(node) or [node.name])[-1]
             raise OsdpError(
-                f"parameter {where} belongs to no nn.Module, so its reads cannot be redirected to a "
-                "shard: make it an attribute of a module, or compile this function with another backend"
+                f"parameter {where} belongs to no nn.Module, so its reads cannot be redirected to "
+                "a shard: make it an attribute of a module, or compile this function with another "
+                "backend"
             )
     found = [root for root in roots.values() if not _inside_another(root[1], roots)]
     if len(found) == 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,7 +79,9 @@ def check_shardable(parameters: Sequence[ModelParameter]) -> None:
             )
 
 
-def synchronize(parameters: Sequence[ModelParameter], buffers: Sequence[Tensor], mesh: DeviceMesh) -> None:
+def synchronize(
+    parameters: Sequence[ModelParameter], buffers: Sequence[Tensor], mesh: DeviceMesh
+) -> None:
     """Give every rank rank 0's parameters and buffers, in place, as DDP does."""
     group = mesh.get_group()
     source = dist.get_global_rank(group, 0)
@@ -112,7 +115,9 @@ def lay_out(full: Tensor, mesh: DeviceMesh, sharded: bool) -> DTensor:
     )
 
 
-def _reader(name: str, attribute: str, shape: tuple[int, ...], sharded: bool, group: str) -> property:
+def _reader(
+    name: str, attribute: str, shape: tuple[int, ...], sharded: bool, group: str
+) -> property:
     """The property through which a module reads one of its parameters."""
 
     def read(module: nn.Module) -> Tensor:
@@ -156,11 +161,12 @@ def shard_in_place(
         old = entry.parameter
         sharded = plan.decision(entry.name).sharded
         shape = tuple(old.shape)
-        new = nn.Parameter(lay_out(old.detach(), mesh, sharded), requires_grad=old.requires_grad)
+        laid_out = lay_out(old.detach(), mesh, sharded)
+        new = nn.Parameter(laid_out, requires_grad=old.requires_grad)
         new.__dict__.update(old.__dict__)  # people hang attributes on parameters
         if old.grad is not None:
             reduced = torch.ops.osdp.reduce_grad(
-                old.grad, new.to_local().detach(), entry.name, sharded, group  # type: ignore[attr-defined]
+                old.grad, laid_out.to_local().detach(), entry.name, sharded, group
             )
             placements = [Shard(0)] if sharded else [Replicate()]
             new.grad = DTensor.from_local(
@@ -170,7 +176,7 @@ def shard_in_place(
             module._parameters[attribute] = new
             owned = readers.setdefault(id(module), (module, {}))[1]
             owned[attribute] = _reader(entry.name, attribute, shape, sharded, group)
-        optimizers.rebind(old, new, lambda full, sharded=sharded: lay_out(full, mesh, sharded))
+        optimizers.rebind(old, new, partial(lay_out, mesh=mesh, sharded=sharded))
         renewed.append(new)
     for module, owned in readers.values():
         _swap_class(module, owned)

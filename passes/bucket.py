@@ -19,6 +19,7 @@ bucket as views of it: nothing is copied back.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,7 +27,6 @@ from torch import fx
 from passes.annotate import collective_full_bytes
 from passes.context import Context
 from passes.graph import (
-    ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
     REDUCE_SCATTER,
@@ -37,7 +37,7 @@ from passes.graph import (
     numel_of,
     positions,
 )
-from passes.shard import Collective, start_collective, unpack
+from passes.shard import Collective, gather, start_collective, unpack
 
 _aten = torch.ops.aten
 
@@ -46,7 +46,7 @@ def bucket(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Pack small collectives. See the module's docstring."""
     graph = gm.graph
     for members in _buckets(graph, ctx.plan.bucket_bytes):
-        if members[0].target is ALL_GATHER:
+        if members[0].meta["collective"].gathers:
             _pack_gathers(graph, members, ctx)
         elif members[0].target is ALL_REDUCE:
             _pack_all_reduces(graph, members)
@@ -59,8 +59,8 @@ def bucket(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 
 def _buckets(graph: fx.Graph, limit_bytes: int) -> list[list[fx.Node]]:
     """Collectives to pack together: lists of two or more, in the order of the graph."""
-    open_buckets: dict[tuple[object, torch.dtype], list[fx.Node]] = {}
-    filled: dict[tuple[object, torch.dtype], int] = {}
+    open_buckets: dict[tuple[object, ...], list[fx.Node]] = {}
+    filled: dict[tuple[object, ...], int] = {}
     done: list[list[fx.Node]] = []
     for node in graph.nodes:
         if "collective" not in node.meta:
@@ -68,7 +68,7 @@ def _buckets(graph: fx.Graph, limit_bytes: int) -> list[list[fx.Node]]:
         size_bytes = collective_full_bytes(node)
         if size_bytes >= limit_bytes:
             continue
-        key = (node.target, node.meta["val"].dtype)
+        key = (node.target, node.meta["collective"].gathers, node.meta["val"].dtype)
         if key in open_buckets and filled[key] + size_bytes > limit_bytes:
             done.append(open_buckets.pop(key))
         if key not in open_buckets:
@@ -103,6 +103,16 @@ def _drop(graph: fx.Graph, wait: fx.Node, by: fx.Node) -> None:
     graph.erase_node(start)  # type: ignore[arg-type]
 
 
+def _part(start: fx.Node) -> fx.Node:
+    """This rank's part of what a gather gathers: its input, before it is copied for an exchange."""
+    source: Any = start.args[0]
+    if start.target is ALL_TO_ALL:
+        for _ in range(4):  # view, clone, expand, unsqueeze: see passes.shard.gather
+            source = source.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
 def _move_inputs_before(node: fx.Node, anchor: fx.Node, order: dict[fx.Node, int]) -> None:
     """Bring a gather's input chain (a pad of a placeholder) before the anchor."""
     if node.op == "call_function" and order[node] > order[anchor]:
@@ -114,16 +124,14 @@ def _move_inputs_before(node: fx.Node, anchor: fx.Node, order: dict[fx.Node, int
 def _pack_gathers(graph: fx.Graph, members: list[fx.Node], ctx: Context) -> None:
     order = positions(graph)
     anchor = members[0]
-    sources: list[fx.Node] = [node.args[0] for node in members]  # type: ignore[misc]
+    sources = [_part(node) for node in members]
     for source in sources:
         _move_inputs_before(source, anchor, order)
     with graph.inserting_before(anchor):
         parts = [_flat(graph, source, [-1]) for source in sources]
         flat = call(graph, _aten.cat.default, (parts,), "bucket")
-        start = start_collective(
-            graph, ALL_GATHER, (flat, ctx.world_size, members[0].args[2]), _purpose(members)
-        )
-        whole = unpack(_flat(graph, call(graph, WAIT, (start,), "gathered"), [ctx.world_size, -1]))
+        wait = gather(graph, flat, anchor.args[-1], _purpose(members), ctx)
+        whole = unpack(_flat(graph, wait, [ctx.world_size, -1]))
         offset = 0
         replaced = []
         for node, source in zip(members, sources, strict=True):
@@ -136,6 +144,7 @@ def _pack_gathers(graph: fx.Graph, members: list[fx.Node], ctx: Context) -> None
             offset += numel
     for wait, full in replaced:  # not above: the anchor, where nodes go in, is among them
         _drop(graph, wait, full)
+    # The copies that each member's exchange had are dead now; the caller removes them.
 
 
 def _pack_all_reduces(graph: fx.Graph, members: list[fx.Node]) -> None:
@@ -145,9 +154,7 @@ def _pack_all_reduces(graph: fx.Graph, members: list[fx.Node]) -> None:
     with graph.inserting_before(anchor):
         parts = [_flat(graph, source, [-1]) for source in sources]
         flat = call(graph, _aten.cat.default, (parts,), "bucket")
-        start = start_collective(
-            graph, ALL_REDUCE, (flat, *anchor.args[1:]), _purpose(members)
-        )
+        start = start_collective(graph, ALL_REDUCE, (flat, *anchor.args[1:]), _purpose(members))
         whole = call(graph, WAIT, (start,), "reduced")
         offset = 0
         replaced = []

@@ -38,7 +38,7 @@ def add_markers(
 
     Args:
         parameters: placeholder of each parameter, and its name.
-        gradients: position in the graph's outputs of each gradient, and its parameter's placeholder.
+        gradients: position of each gradient in the outputs, and its parameter's placeholder.
     """
     graph = joint.graph
     for shard, name in parameters.items():
@@ -59,13 +59,15 @@ def add_markers(
         gradient = returned[index]
         if not isinstance(gradient, fx.Node):
             continue
-        args = (gradient, shard, parameters[shard], True, ctx.group_name)
         with graph.inserting_before(output):
-            returned[index] = graph.call_function(REDUCE_GRAD, args)
-        returned[index].meta["val"] = gradient.meta["val"]
+            reduced = graph.call_function(
+                REDUCE_GRAD, (gradient, shard, parameters[shard], True, ctx.group_name)
+            )
+        reduced.meta["val"] = gradient.meta["val"]
         # Where its gradient is ready: the reductions must not all come last.
-        gradient.append(returned[index])
-    output.args = (type(output.args[0])(returned),)  # type: ignore[arg-type,call-arg]
+        gradient.append(reduced)
+        returned[index] = reduced
+    output.args = (tuple(returned),)
     joint.recompile()
 
 
@@ -125,12 +127,10 @@ def _set_shards(gm: fx.GraphModule, plan: Plan, ctx: Context) -> None:
                 node.meta["val"] = node.meta["val"].new_empty(local)
 
 
-def _save(
-    forward: fx.GraphModule, backward: fx.GraphModule, kept: Mapping[str, fx.Node]
-) -> None:
+def _save(forward: fx.GraphModule, backward: fx.GraphModule, kept: Mapping[str, fx.Node]) -> None:
     """What the partitioner does for a gathered weight that must be saved."""
     output = output_node(forward.graph)
-    extra = []
+    extra: list[fx.Node] = []
     for node in list(backward.graph.find_nodes(op="call_function", target=UNSHARD)):
         name = node.args[1]
         if name not in kept:

@@ -49,7 +49,9 @@ def _check_collective(node: fx.Node, pass_name: str) -> None:
 
 def _check_value(node: fx.Node, pass_name: str) -> None:
     if "val" not in node.meta:
-        raise InvalidGraph(f"after pass {pass_name!r}: node {node} ({node.target}) has no meta['val']")
+        raise InvalidGraph(
+            f"after pass {pass_name!r}: node {node} ({node.target}) has no meta['val']"
+        )
     said = node.meta["val"]
     if not isinstance(said, torch.Tensor) or node.target in (UNSHARD, REDUCE_GRAD):
         return

@@ -69,6 +69,7 @@ class Context:
     ``base_bytes``: what this rank holds during the whole graph and the graph does not
     allocate: parameters, optimizer state, buffers (and gradients of an earlier backward).
     ``limit_bytes``: the memory limit of the whole, None for no limit.
+    ``by_exchange``: gather and reduce by all-to-all (gloo; see ``passes/shard.py``).
     """
 
     plan: Plan
@@ -80,6 +81,7 @@ class Context:
     phase: Phase = Phase.FORWARD
     base_bytes: int = 0
     limit_bytes: int | None = None
+    by_exchange: bool = False
 
     def parameter(self, name: str) -> Parameter:
         """The parameter of that name; KeyError if the model has none."""

@@ -136,7 +136,9 @@ class Plan:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
-    def mismatch(self, parameters: Iterable[tuple[str, tuple[int, ...], str]], world_size: int) -> str | None:
+    def mismatch(
+        self, parameters: Iterable[tuple[str, tuple[int, ...], str]], world_size: int
+    ) -> str | None:
         """The first difference between this plan and a model, in words; None if it fits.
 
         ``parameters``: (name, shape, dtype without ``torch.``) of the model.
@@ -150,7 +152,9 @@ class Plan:
                 return f"the model's parameter {name!r} is not in the plan"
             row = self[name]
             if row.shape != tuple(shape):
-                return f"parameter {name!r} has shape {tuple(shape)} here and {row.shape} in the plan"
+                return (
+                    f"parameter {name!r} has shape {tuple(shape)} here and {row.shape} in the plan"
+                )
             if row.dtype != dtype:
                 return f"parameter {name!r} has dtype {dtype} here and {row.dtype} in the plan"
         for row in self.parameters:
@@ -174,7 +178,9 @@ class Plan:
         """
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise ValueError(f"not a plan of format {FORMAT} (found {found!r}); make it again with this version")
+            raise ValueError(
+                f"not a plan of format {FORMAT} (found {found!r}); make it again with this version"
+            )
         try:
             rows = tuple(
                 ParameterPlan(

@@ -17,7 +17,15 @@ import networkx as nx
 import torch
 from torch import fx
 
-from passes.graph import is_alias, is_collective, is_getitem, is_marker, is_row_helper, output_nodes, root_of
+from passes.graph import (
+    is_alias,
+    is_collective,
+    is_getitem,
+    is_marker,
+    is_row_helper,
+    output_nodes,
+    root_of,
+)
 
 _aten = torch.ops.aten
 # Pointwise and reductions by tag are fusible; these lack the tag, and Inductor fuses them too.
@@ -88,7 +96,9 @@ def _depths(nodes: list[fx.Node]) -> dict[fx.Node, int]:
         own = 0
         for source in node.all_input_nodes:
             root = root_of(source)
-            own = max(own, depth.get(root, 0) + (root.op == "call_function" and not is_fusible(root)))
+            own = max(
+                own, depth.get(root, 0) + (root.op == "call_function" and not is_fusible(root))
+            )
         depth[node] = own
     for node in reversed(nodes):  # sink a chain into the consumers that will inline it
         if is_fusible(node):

@@ -94,5 +94,7 @@ def generic(name: str = "generic") -> Hardware:
         flops_per_second={"default": 5e10},
         memory_bytes_per_second=1e10,
         launch_seconds=5e-6,
-        collectives={k: link for k in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")},
+        collectives=dict.fromkeys(
+            ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"), link
+        ),
     )

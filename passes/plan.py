@@ -161,7 +161,7 @@ def _choices(parameter: Parameter, ctx: Context) -> list[_Choice]:
     reduce_whole = link("all_reduce") if trained else 0.0
     found = [_Choice(Decision.REPLICATE, whole, 0.0, reduce_whole, update(whole))]
     if shardable(parameter.shape, world):
-        gather = link("all_gather")
+        gather = link("all_to_all" if ctx.by_exchange else "all_gather")
         reduce = min(link("reduce_scatter"), link("all_to_all")) if trained else 0.0
         found.append(_Choice(Decision.SHARD_KEEP, part + full, gather, reduce, update(part)))
         found.append(_Choice(Decision.SHARD_AGAIN, part, gather, gather + reduce, update(part)))
@@ -176,7 +176,9 @@ class _Table:
     ) -> None:
         self.choices = choices
         self.most_bytes = sum(max(o.memory_bytes for o in options) for options in choices)
-        whole = self.most_bytes if ctx.limit_bytes is None else min(ctx.limit_bytes, self.most_bytes)
+        whole = (
+            self.most_bytes if ctx.limit_bytes is None else min(ctx.limit_bytes, self.most_bytes)
+        )
         self.unit_bytes = max(1, whole // _UNITS)
         self.units = whole // self.unit_bytes
         forward, backward = weights

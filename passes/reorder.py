@@ -28,7 +28,7 @@ from torch import fx
 
 from passes.annotate import collective_full_bytes, cost_of
 from passes.context import Context
-from passes.graph import COLLECTIVES, WAIT, output_node, positions
+from passes.graph import COLLECTIVES, output_node, positions
 from passes.simulate import simulate
 
 #: A gather is urgent once the time left before its use is below this many times its own.
@@ -84,8 +84,14 @@ def _jobs(graph: fx.Graph) -> list[_Job]:
         first_use = min(readers, key=order.__getitem__, default=output_node(graph))
         jobs.append(
             _Job(
-                before, start, wait, after, gathers, cost_of(start).seconds,
-                collective_full_bytes(start), first_use,
+                before,
+                start,
+                wait,
+                after,
+                gathers,
+                cost_of(start).seconds,
+                collective_full_bytes(start),
+                first_use,
             )
         )
     return jobs
@@ -136,7 +142,10 @@ def _schedule(original: list[fx.Node], jobs: list[_Job], cap_bytes: int) -> list
         clock[node] = now
         now += cost_of(node).seconds
     finish = now
-    gathers = sorted((j for j in jobs if j.gathers), key=lambda j: (order[j.first_use], order[j.start]))
+    gathers = sorted(
+        (j for j in jobs if j.gathers),
+        key=lambda j: (order[j.first_use or j.wait], order[j.start]),
+    )
     reductions = [j for j in jobs if not j.gathers]
     ready_after = {id(j): _ready_after(j, mine, order) for j in reductions}
 

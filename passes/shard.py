@@ -14,6 +14,10 @@ A replicated parameter's unshard disappears, and its gradient is all-reduced. Wh
 not divide the rows, shards are padded to equal size before and trimmed after. A gradient
 is reduced by ``reduce_scatter`` or by ``all_to_all`` and a sum on the spot, whichever the
 hardware profile says is faster (gloo runs a reduce-scatter as a whole all-reduce).
+
+On gloo (``ctx.by_exchange``) gathers too are exchanges: its all-gather and reduce-scatter
+make views and copies of the tensors on gloo's own threads, which corrupts the heap when
+several are in flight beside compiled code (docs/design.md); its all-to-all touches bytes only.
 """
 
 from __future__ import annotations
@@ -79,18 +83,35 @@ def _lower_unshard(node: fx.Node, ctx: Context) -> None:
                 source = call(graph, _aten.clone.default, (source,))
         _replace(node, source)
         return
-    total = shape[0]  # type: ignore[index]
+    total = int(shape[0])  # type: ignore[index,arg-type]
     rows = -(-total // ctx.world_size)
     with graph.inserting_before(node):
         if rows * ctx.world_size != total:
             source = call(graph, PAD_ROWS, (source, rows))
-        start = start_collective(
-            graph, ALL_GATHER, (source, ctx.world_size, group), Collective((name,), gathers=True)
-        )
-        full = call(graph, WAIT, (start,), "gathered")
+        full = gather(graph, source, group, Collective((name,), gathers=True), ctx)
         if rows * ctx.world_size != total:
             full = unpack(call(graph, _aten.slice.Tensor, (full, 0, 0, total)))
     _replace(node, full)
+
+
+def gather(
+    graph: fx.Graph, source: fx.Node, group: Any, purpose: Collective, ctx: Context
+) -> fx.Node:
+    """Gather every rank's tensor along the first dimension; returns the wait.
+
+    By an exchange (``ctx.by_exchange``) each rank sends a copy of its part to every other:
+    the same bytes on the wire, and a whole tensor's worth of copies in memory.
+    """
+    if not ctx.by_exchange:
+        args = (source, ctx.world_size, group)
+        return call(graph, WAIT, (start_collective(graph, ALL_GATHER, args, purpose),), "gathered")
+    shape = list(source.meta["val"].shape)
+    one = call(graph, _aten.unsqueeze.default, (source, 0))
+    each = compact(graph, call(graph, _aten.expand.default, (one, [ctx.world_size, *shape])))
+    copies = call(graph, _aten.view.default, (each, [ctx.world_size * shape[0], *shape[1:]]))
+    splits = [shape[0]] * ctx.world_size
+    start = start_collective(graph, ALL_TO_ALL, (copies, splits, splits, group), purpose)
+    return call(graph, WAIT, (start,), "gathered")
 
 
 def unpack(node: fx.Node) -> fx.Node:
@@ -151,6 +172,8 @@ def _finish(node: fx.Node, by: fx.Node) -> None:
 
 def by_all_to_all(full_bytes: int, ctx: Context) -> bool:
     """Whether an all-to-all and a local sum reduce a gradient faster than a reduce-scatter."""
+    if ctx.by_exchange:
+        return True
     hardware = ctx.hardware
     scatter = hardware.collective_seconds("reduce_scatter", full_bytes, ctx.world_size)
     exchange = hardware.collective_seconds("all_to_all", full_bytes, ctx.world_size)

@@ -21,7 +21,7 @@ from torch import fx
 
 from passes.annotate import cost_of
 from passes.fusion import effective_users, is_fusible
-from passes.graph import ALL_GATHER, WAIT, is_alias, is_collective, output_node, output_nodes, root_of
+from passes.graph import WAIT, is_alias, is_collective, output_node, output_nodes, root_of
 
 #: meta key of a placeholder whose memory is not the graph's: a parameter or a buffer.
 STATIC = "static"
@@ -156,7 +156,8 @@ def kind_of(node: fx.Node, returned: bool) -> str:
     """What a buffer is, for people: one of :data:`KINDS`."""
     if node.op == "placeholder":
         return "activations" if node.meta.get("saved") else "inputs"
-    if node.target is ALL_GATHER or node.meta.get("gathered"):
+    purpose = node.meta.get("collective")
+    if node.meta.get("gathered") or (purpose is not None and purpose.gathers):
         return "gathered"
     if is_collective(node) or any(is_collective(user) for user in effective_users(node)):
         return "communication"

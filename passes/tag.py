@@ -35,7 +35,7 @@ def tag(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         if node.op != "call_function":
             continue
         if node.target is UNSHARD:
-            keep = ctx.plan.decision(node.args[1]) is Decision.SHARD_KEEP  # type: ignore[arg-type]
+            keep = ctx.plan.decision(node.args[1]) is Decision.SHARD_KEEP
             policy = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.MUST_RECOMPUTE
         elif (is_view(node) or node.target in _CASTS) and node.args[0] in derived:
             policy = CheckpointPolicy.MUST_RECOMPUTE

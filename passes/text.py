@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from passes.context import Context
-from passes.markers import PAD_ROWS, TRIM_ROWS
+from passes.markers import REDUCE_GRAD, TRIM_ROWS
 
 _DTYPES = {
     torch.float32: "f32",
@@ -30,19 +30,21 @@ _DTYPES = {
 def graph_text(gm: fx.GraphModule, ctx: Context) -> str:
     """The graph as text; see the module's docstring."""
     names = {node: f"%{index}" for index, node in enumerate(gm.graph.nodes)}
-    uneven = _uneven(gm.graph)
+    uneven = _uneven(gm.graph, ctx)
     lines = [_line(node, names, ctx, uneven) for node in gm.graph.nodes]
     return "\n".join(lines) + "\n"
 
 
-def _uneven(graph: fx.Graph) -> set[fx.Node]:
+def _uneven(graph: fx.Graph, ctx: Context) -> set[fx.Node]:
     """The nodes whose first dimension differs between ranks."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.target is PAD_ROWS:
-            found.add(node.args[0])  # type: ignore[arg-type]
-        elif node.target is TRIM_ROWS:
-            found.update((node, node.args[1]))  # type: ignore[arg-type]
+        if node.op == "placeholder" and node.meta.get("parameter") in ctx.plan:
+            row = ctx.plan[node.meta["parameter"]]
+            if row.decision.sharded and row.shape[0] % ctx.world_size:
+                found.add(node)
+        elif (node.target is REDUCE_GRAD or node.target is TRIM_ROWS) and node.args[1] in found:
+            found.add(node)
     return found
 
 
@@ -71,13 +73,13 @@ def _type(node: fx.Node, uneven: set[fx.Node]) -> str:
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         sizes = [str(size) for size in value.shape]
-        if node in uneven:
+        if node in uneven and sizes:
             sizes[0] = "?"
         dtype = _DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
         return f"{dtype}[{','.join(sizes)}]"
     if isinstance(value, list | tuple):
         return f"({len(value)} values)"
-    return type(value).__name__
+    return "object"
 
 
 def _argument(value: object, names: Mapping[fx.Node, str], ctx: Context) -> str:

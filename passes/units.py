@@ -29,7 +29,10 @@ def parse_bytes(value: int | str) -> int:
     >>> parse_bytes("500MB")
     500000000
     """
-    allowed = "a whole number of bytes, or text such as '8GiB', '500MB' (B, KB, MB, GB, TB, KiB, MiB, GiB, TiB)"
+    allowed = (
+        "a whole number of bytes, or text such as '8GiB', '500MB' "
+        "(B, KB, MB, GB, TB, KiB, MiB, GiB, TiB)"
+    )
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError(f"{value!r} is not a size: give {allowed}")
     if isinstance(value, int):

@@ -66,7 +66,7 @@ class Ranks:
         self,
         function: Callable[..., Any],
         *args: Any,
-        timeout_seconds: float = 240.0,
+        timeout_seconds: float = 400.0,
         **kwargs: Any,
     ) -> list[Any]:
         """``function(rank, world_size, *args, **kwargs)`` on every rank; the results by rank.

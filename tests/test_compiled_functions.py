@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.training import Recipe, normal_batch, placements, plan_options, sgd, whole
 
@@ -137,6 +138,69 @@ def test_a_function_over_two_models(two_ranks):
     for difference, placed in two_ranks.run(two_models):
         assert difference < 1e-6
         assert "plain" not in placed.values()
+
+
+def generator_and_discriminator(rank, world_size):
+    """Two models compiled apart, one's output the other's input; the largest difference."""
+    models = TwoLayers(), nn.Linear(4, 4)
+    references = copy.deepcopy(models)
+    compiled = [
+        torch.compile(
+            model, backend="osdp", options=plan_options(model, "shard_again", Recipe(), world_size)
+        )
+        for model in models
+    ]
+    for (make, judge), parts in ((compiled, models), (references, references)):
+        maker, judges = sgd(parts[0].parameters()), sgd(parts[1].parameters())
+        for step in range(3):
+            batch = normal_batch(step, 0, 0)
+            judge(make(batch).detach()).square().mean().backward()
+            judges.step()
+            judges.zero_grad()
+            (1 - judge(make(batch))).square().mean().backward()
+            maker.step()
+            maker.zero_grad()
+            judges.zero_grad()
+    difference = max(
+        (whole(p) - q).abs().max().item()
+        for model, reference in zip(models, references, strict=True)
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True)
+    )
+    return difference, {**placements(models[0]), **placements(models[1])}
+
+
+def test_two_models_compiled_apart_and_trained_against_each_other(two_ranks):
+    for difference, placed in two_ranks.run(generator_and_discriminator):
+        assert difference < 1e-6
+        assert set(placed.values()) == {"shard"}
+
+
+def on_half_of_the_ranks(rank, world_size):
+    """A mesh of two by two: the model is sharded over one dimension, each pair on its own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "data"))["data"]
+    model = TwoLayers()
+    reference = copy.deepcopy(model)
+    options = {**plan_options(model, "shard_again", Recipe(), 2), "mesh": mesh}
+    compiled = torch.compile(model, backend="osdp", options=options)
+    optimizer, reference_optimizer = sgd(model.parameters()), sgd(reference.parameters())
+    for step in range(2):
+        loss_of(compiled, normal_batch(step, 0, rank)).backward()
+        pair = [normal_batch(step, 0, rank // 2 * 2 + other) for other in range(2)]
+        loss_of(reference, torch.cat(pair)).backward()
+        for used in (optimizer, reference_optimizer):
+            used.step()
+            used.zero_grad()
+    difference = max(
+        (whole(p) - q).abs().max().item()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True)
+    )
+    return difference, placements(model)
+
+
+def test_a_mesh_that_is_not_the_whole_world(four_ranks):
+    for difference, placed in four_ranks.run(on_half_of_the_ranks):
+        assert difference < 1e-6
+        assert set(placed.values()) == {"shard"}
 
 
 def part_of_a_model(rank, world_size):

@@ -151,6 +151,64 @@ def test_a_smaller_last_batch(two_ranks, plan, batch):
     assert "shard" in outcome.placements.values()
 
 
+class Attention(nn.Module):
+    """torch's own layers, which read their parameters past their submodules' forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        x = self.encoder(x.unsqueeze(0))
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+def test_attention_layers_of_torch(two_ranks):
+    outcome = trains_like_reference(two_ranks, Attention, "shard_again")
+    assert set(outcome.placements.values()) == {"shard"}
+
+
+class Recurrent(nn.Module):
+    """A GRU, which keeps its parameters in a list besides."""
+
+    def __init__(self):
+        super().__init__()
+        self.gru = nn.GRU(8, 6, batch_first=True)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x):
+        # Sequences of one: Dynamo unrolls every step, and every step is compiled.
+        return self.head(self.gru(x.unsqueeze(1))[0])
+
+
+def step_with_rnn(model, batch):
+    # Dynamo runs every function that calls an nn.GRU in eager mode unless told otherwise.
+    with torch._dynamo.config.patch(allow_rnn=True):
+        return model(batch).square().mean()
+
+
+def test_recurrent_layers_where_dynamo_is_told_to_trace_them(two_ranks):
+    recipe = Recipe(step=step_with_rnn)
+    outcome = trains_like_reference(two_ranks, Recurrent, "shard_again", recipe)
+    assert set(outcome.placements.values()) == {"shard"}
+
+
+def step_in_bfloat16(model, batch):
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(batch)
+    return output.float().square().mean()
+
+
+@pytest.mark.parametrize("plan", ["shard_keep", "shard_again"])
+def test_autocast(two_ranks, plan):
+    # Compiled code keeps sums in float32 that eager mode rounds to bfloat16's 8 bits.
+    outcome = trains_like_reference(
+        two_ranks, two_layers, plan, Recipe(step=step_in_bfloat16), tolerance=5e-3
+    )
+    assert {p.dtype for p in outcome.osdp.parameters.values()} == {torch.float32}
+
+
 class Broken(nn.Module):
     """A graph break between two layers; one weight is read before and after it."""
 
@@ -212,6 +270,33 @@ class Checkpointed(nn.Module):
 def test_activation_checkpointing(two_ranks):
     outcome = trains_like_reference(two_ranks, Checkpointed, "shard_again")
     assert set(outcome.placements.values()) == {"shard"}
+
+
+def unfreeze_in_the_middle(rank, world_size, plan):
+    """Train the last layer, then both; the largest difference to eager mode."""
+    model = two_layers()
+    model[0].requires_grad_(False)
+    reference = copy.deepcopy(model)
+    options = plan_options(model, plan, Recipe(), world_size)
+    compiled = torch.compile(model, backend="osdp", options=options)
+    optimizer, reference_optimizer = sgd(model.parameters()), sgd(reference.parameters())
+    for step in range(4):
+        if step == 2:
+            model[0].requires_grad_(True)
+            reference[0].requires_grad_(True)
+        for call, used in ((compiled, optimizer), (reference, reference_optimizer)):
+            call(normal_batch(step, 0, 0)).square().mean().backward()
+            used.step()
+            used.zero_grad()
+    return max(
+        (whole(p) - q).abs().max().item()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("plan", ["replicate", "shard_again"])
+def test_a_layer_unfrozen_in_the_middle_of_training(two_ranks, plan):
+    assert max(two_ranks.run(unfreeze_in_the_middle, plan)) < 1e-6
 
 
 def train_from_different_weights(rank, world_size, plan):

@@ -215,6 +215,27 @@ def test_a_parameter_used_more_than_once_gets_the_sum_of_its_gradients(two_ranks
     assert set(outcome.placements.values()) == {wanted}
 
 
+class Containers(nn.Module):
+    """Parameters in a list, in a dictionary, and behind torch's parametrizations."""
+
+    def __init__(self):
+        super().__init__()
+        self.listed = nn.ParameterList([nn.Parameter(torch.randn(8, 8) / 3) for _ in range(2)])
+        self.named = nn.ParameterDict({"last": nn.Parameter(torch.randn(8, 8) / 3)})
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+
+    def forward(self, x):
+        for weight in self.listed:
+            x = torch.tanh(x @ weight)
+        return self.normed(x) @ self.named["last"]
+
+
+def test_parameters_in_containers_and_behind_parametrizations(two_ranks):
+    outcome = trains_like_reference(two_ranks, Containers, "shard_again")
+    assert set(outcome.placements.values()) == {"shard"}
+    assert "normed.parametrizations.weight.original1" in outcome.placements
+
+
 class NotContiguous(nn.Module):
     """A weight that is laid out by columns, and one that is a view of a larger tensor."""
 

@@ -1,0 +1,62 @@
+"""The pytest plugin: pin the graphs a model is lowered to.
+
+    def test_my_model(osdp_graphs):
+        osdp_graphs(MyModel(), torch.randn(4, 16), world_size=8, plan="shard_again",
+                    after=["forward/shard", "backward/reorder"])
+
+Each named graph is compared with a file under ``__snapshots__`` beside the test;
+``pytest --snapshot-update`` writes the files. The text is the same on every rank, run
+and machine. Nothing is imported before a test asks for the fixture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def osdp_graphs(request: pytest.FixtureRequest) -> Callable[..., dict[str, str]]:
+    """Compare a model's graphs after named passes with stored files.
+
+    The fixture is a function ``(model, *args, world_size, after, plan=None, rank=0,
+    options=None)``; ``after`` names graphs as ``osdp_compile.trace.trace_graphs`` does. It
+    returns all texts.
+    """
+    try:
+        from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
+    except ImportError:
+        pytest.fail("the osdp_graphs fixture needs syrupy: pip install 'osdp-compile[snapshots]'")
+    from osdp_compile.trace import trace_graphs
+
+    class GraphText(SingleFileSnapshotExtension):
+        _write_mode = WriteMode.TEXT
+        file_extension = "txt"
+
+        def serialize(self, data: Any, **kwargs: Any) -> str:
+            return str(data)
+
+    snapshot = request.getfixturevalue("snapshot").use_extension(GraphText)
+
+    def compare(
+        model: Any,
+        *args: Any,
+        world_size: int,
+        after: Sequence[str],
+        plan: Any = None,
+        rank: int = 0,
+        options: dict[str, Any] | None = None,
+    ) -> dict[str, str]:
+        texts = trace_graphs(
+            model, args, world_size=world_size, rank=rank, plan=plan, options=options
+        )
+        for name in after:
+            if name not in texts:
+                pytest.fail(f"no graph is named {name!r}; there are {sorted(texts)}")
+            stored = snapshot(name=f"{name.replace('/', '-')}-{world_size}-ranks")
+            assert texts[name] == stored, f"the graph {name} changed"
+        return texts
+
+    return compare

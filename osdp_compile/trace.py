@@ -1,0 +1,98 @@
+"""Trace: the graphs a model is lowered to, at any world size, in one process, with no GPU.
+
+A fake process group stands for the ranks; its collectives do nothing. Everything else is
+what training does: Dynamo, the first call, the passes. Only Inductor is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from functorch.compile import make_boxed_func
+from torch import fx, nn
+
+from osdp_compile import _torch
+from osdp_compile.backend import compile_graph
+from osdp_compile.errors import OsdpError
+from osdp_compile.options import Options
+from passes.context import Context
+from passes.decisions import Decision, Plan
+from passes.pipeline import Pass, Stage
+from passes.text import graph_text
+
+
+@contextlib.contextmanager
+def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
+    """A process group of ``world_size`` ranks of which only this one exists.
+
+    Raises:
+        OsdpError: if this process has a real process group already.
+    """
+    if dist.is_initialized():
+        raise OsdpError(
+            "a process group is initialized in this process: trace in a process of its own"
+        )
+    dist.init_process_group("fake", store=_torch.fake_store(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def trace_graphs(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    world_size: int,
+    rank: int = 0,
+    plan: Plan | Decision | str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, str]:
+    """The canonical text of a training step's graphs after every pass.
+
+    Args:
+        model: a module on any real device; it is copied and left as it is.
+        args, kwargs: one rank's inputs.
+        plan: a Plan, or one decision for all parameters (``"shard_again"``); None: planned
+            under ``options["memory_limit"]`` with round figures for the hardware.
+        options: as for ``torch.compile(model, backend="osdp", options=...)``.
+
+    Returns texts by ``"forward/shard"``, ``"backward/reorder"``, ``"joint/tag"``: which
+    graph, and after which pass; in the order they were made. Every graph is checked.
+    """
+    model = copy.deepcopy(model)
+    given = {"debug": True, **(options or {})}
+    if isinstance(plan, Decision | str):
+        plan = Plan.uniform(model.named_parameters(), plan, world_size=world_size)
+    if plan is not None:
+        given["plan"] = plan
+    texts: dict[str, str] = {}
+
+    def observe(one: Pass, gm: fx.GraphModule, ctx: Context) -> None:
+        graph = "joint" if one.stage is Stage.JOINT else ctx.phase.value
+        texts[f"{graph}/{one.name}"] = graph_text(gm, ctx)
+
+    def uncompiled(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        return make_boxed_func(gm.forward)
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        return compile_graph(gm, inputs, Options.parse(given), uncompiled, observe)
+
+    torch.compiler.reset()
+    with fake_world(world_size, rank):
+        returned = torch.compile(model, backend=backend)(*args, **(kwargs or {}))
+        tensors = [t for t in _tensors(returned) if t.requires_grad]
+        torch.autograd.backward([t.sum() for t in tensors])
+    torch.compiler.reset()
+    return texts
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    leaves = _torch.tree_leaves(value)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
