@@ -1,0 +1,160 @@
+"""Small FX graphs by hand, with fake values, and contexts to run passes on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes._torch import FakeTensorMode
+from passes.annotate import Cost
+from passes.context import Context, Parameter
+from passes.decisions import Decision, ParameterPlan, Plan
+from passes.graph import set_value
+from passes.hardware import Hardware, LinkRate
+from passes.simulate import STATIC
+
+#: A process group that exists nowhere: no pass may look it up.
+GROUP = "no-such-group"
+
+
+class GraphBuilder:
+    """Appends nodes to a graph; each gets its ``meta["val"]``."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.mode = FakeTensorMode()
+
+    def input(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        **meta: Any,
+    ) -> fx.Node:
+        node = self.graph.placeholder(name)
+        with self.mode:
+            node.meta["val"] = torch.empty(list(shape), dtype=dtype)
+        node.meta.update(meta)
+        return node
+
+    def parameter(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32
+    ) -> fx.Node:
+        """A parameter's (or shard's) placeholder; its memory is not the graph's."""
+        return self.input(name, shape, dtype, **{STATIC: True, "parameter": name})
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        set_value(node)
+        return node
+
+    def finish(self, *outputs: fx.Node | None) -> fx.GraphModule:
+        self.graph.output(tuple(outputs))
+        return fx.GraphModule({}, self.graph)
+
+
+def hardware(**changes: Any) -> Hardware:
+    """Round numbers: a FLOP and a byte of memory take a nanosecond, a byte of network ten.
+
+    A collective begins after a microsecond; kernels launch for free; no rounding of sizes.
+    """
+    rate = LinkRate(latency_seconds=1e-6, seconds_per_byte=1e-8)
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+    fields: dict[str, Any] = {
+        "name": "round",
+        "flops_per_second": {"default": 1e9},
+        "memory_bytes_per_second": 1e9,
+        "launch_seconds": 0.0,
+        "collectives": dict.fromkeys(kinds, rate),
+        "allocator_alignment_bytes": 1,
+    }
+    return Hardware(**{**fields, **changes})
+
+
+def parameter(
+    name: str,
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    requires_grad: bool = True,
+) -> Parameter:
+    """A parameter with Adam's state: two numbers for each of its own."""
+    numel = 1
+    for size in shape:
+        numel *= size
+    return Parameter(
+        name=name,
+        shape=tuple(shape),
+        dtype=str(dtype).removeprefix("torch."),
+        numel=numel,
+        element_bytes=dtype.itemsize,
+        requires_grad=requires_grad,
+        optimizer_bytes=2 * numel * dtype.itemsize if requires_grad else 0,
+    )
+
+
+def plan_of(
+    parameters: Sequence[Parameter],
+    decisions: Mapping[str, Decision] | Decision,
+    world_size: int,
+    **changes: Any,
+) -> Plan:
+    rows = tuple(
+        ParameterPlan(
+            p.name,
+            p.shape,
+            p.dtype,
+            decisions if isinstance(decisions, Decision) else decisions[p.name],
+        )
+        for p in parameters
+    )
+    return Plan(rows, world_size=world_size, **changes)
+
+
+def context(
+    parameters: Sequence[Parameter] = (),
+    decisions: Mapping[str, Decision] | Decision = Decision.SHARD_AGAIN,
+    *,
+    world_size: int = 2,
+    rank: int = 0,
+    bucket_bytes: int = 0,
+    in_flight_bytes: int | None = None,
+    **changes: Any,
+) -> Context:
+    """A context on round hardware; no buckets unless asked for."""
+    plan = plan_of(
+        parameters,
+        decisions,
+        world_size,
+        bucket_bytes=bucket_bytes,
+        in_flight_bytes=in_flight_bytes,
+    )
+    fields: dict[str, Any] = {
+        "plan": plan,
+        "hardware": hardware(),
+        "parameters": tuple(parameters),
+        "world_size": world_size,
+        "rank": rank,
+        "group_name": GROUP,
+    }
+    return Context(**{**fields, **changes})
+
+
+def local_shape(shape: Sequence[int], world_size: int, rank: int) -> list[int]:
+    """The shape of a rank's shard: ``ceil(rows / world_size)`` rows, fewer on the last ranks."""
+    start, stop = local_rows(shape[0], world_size, rank)
+    return [stop - start, *shape[1:]]
+
+
+def local_rows(rows: int, world_size: int, rank: int) -> tuple[int, int]:
+    """First and last (exclusive) row of a rank's shard."""
+    each = -(-rows // world_size)
+    return min(rank * each, rows), min((rank + 1) * each, rows)
+
+
+def price(node: fx.Node, seconds: float = 0.0, memory_bytes: int = 0) -> fx.Node:
+    """Give a node a cost by hand, as ``annotate`` would."""
+    node.meta["cost"] = Cost(memory_bytes=memory_bytes, seconds=seconds)
+    return node

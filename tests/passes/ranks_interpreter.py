@@ -1,0 +1,173 @@
+"""Run the graphs of N ranks in one process: real tensors, no process group, no threads.
+
+Each rank's graph is walked by a generator that stops at every collective (or marker) until
+all ranks stand at one; then the data is exchanged and all go on. So what ranks must agree
+on shows as an error at once, where real ranks would hang: which collective comes next, on
+what shape, with which splits, for which parameters.
+
+The time between a collective's start and its wait is treated as badly as a network may:
+the output holds garbage until the wait, and the input must not change before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.graph import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, COLLECTIVES, REDUCE_SCATTER, WAIT
+from passes.markers import REDUCE_GRAD, UNSHARD
+from tests.passes.graphs import local_rows
+
+
+class RanksError(AssertionError):
+    """The ranks' graphs could not have run together, or one misused a collective."""
+
+
+@dataclasses.dataclass
+class _Request:
+    """What a rank brings to a collective."""
+
+    node: fx.Node
+    target: Any
+    tensor: Tensor
+    rest: tuple[Any, ...]
+
+    def must_agree(self) -> tuple[Any, ...]:
+        """What has to be the same on all ranks."""
+        purpose = self.node.meta.get("collective")
+        if self.target is REDUCE_GRAD:
+            rest, shape = self.rest[1:], tuple(self.tensor.shape)  # [0] is the rank's own shard
+        elif self.target is UNSHARD:
+            rest, shape = self.rest, None  # shards differ in rows
+        else:
+            rest, shape = self.rest, tuple(self.tensor.shape)
+        return (self.target, shape, self.tensor.dtype, repr(rest), purpose)
+
+
+@dataclasses.dataclass
+class _InFlight:
+    result: Tensor
+    source: Tensor
+    as_started: Tensor
+
+
+def run_ranks(
+    graphs: Sequence[fx.GraphModule], inputs: Sequence[Sequence[Any]]
+) -> list[tuple[Any, ...]]:
+    """Each rank's outputs.
+
+    Raises:
+        RanksError: if the ranks disagree, a value contradicts its ``meta["val"]``, an input of
+            a collective is not contiguous or changes in flight, or a wait is missing.
+    """
+    runs = [_walk(gm, values) for gm, values in zip(graphs, inputs, strict=True)]
+    replies: list[Tensor | None] = [None] * len(runs)
+    outputs: dict[int, tuple[Any, ...]] = {}
+    while True:
+        requests: list[_Request] = []
+        for rank, run in enumerate(runs):
+            try:
+                requests.append(run.send(replies[rank]))
+            except StopIteration as stop:
+                outputs[rank] = stop.value
+        if len(outputs) == len(runs):
+            return [outputs[rank] for rank in range(len(runs))]
+        if outputs:
+            raise RanksError(f"ranks {sorted(outputs)} are done, others wait in {requests[0].node}")
+        for rank, request in enumerate(requests):
+            if request.must_agree() != requests[0].must_agree():
+                raise RanksError(
+                    f"rank 0 starts {requests[0].must_agree()}, rank {rank} {request.must_agree()}"
+                )
+        replies = list(_exchange(requests))
+
+
+def _walk(
+    gm: fx.GraphModule, inputs: Sequence[Any]
+) -> Generator[_Request, Tensor | None, tuple[Any, ...]]:
+    values: dict[fx.Node, Any] = {}
+    flying: dict[fx.Node, _InFlight] = {}
+    given = iter(inputs)
+    for node in gm.graph.nodes:
+        args = fx.node.map_arg(node.args, values.__getitem__)
+        kwargs = fx.node.map_arg(node.kwargs, values.__getitem__)
+        if node.op == "placeholder":
+            values[node] = next(given)
+        elif node.op == "get_attr":
+            values[node] = getattr(gm, node.target)
+        elif node.op == "output":
+            if flying:
+                raise RanksError(f"never waited for: {list(flying)}")
+            return tuple(args[0])
+        elif node.target in COLLECTIVES or node.target in (UNSHARD, REDUCE_GRAD):
+            reply = yield _Request(node, node.target, args[0], args[1:])
+            assert reply is not None
+            values[node] = reply
+            if node.target in COLLECTIVES:
+                if not args[0].is_contiguous():
+                    raise RanksError(f"{node}: its input is not contiguous")
+                flying[node] = _InFlight(reply, args[0], args[0].clone())
+                values[node] = _garbage_like(reply)
+        elif node.target is WAIT:
+            flight = flying.pop(node.args[0])
+            if not torch.equal(flight.source, flight.as_started):
+                raise RanksError(f"{node.args[0]}: its input changed before the wait")
+            values[node] = args[0].copy_(flight.result)
+        else:
+            values[node] = node.target(*args, **kwargs)
+        _compare_with_meta(node, values[node])
+    raise AssertionError("a graph without an output")
+
+
+def _garbage_like(value: Tensor) -> Tensor:
+    return torch.full_like(value, float("nan") if value.is_floating_point() else 99)
+
+
+def _compare_with_meta(node: fx.Node, value: Any) -> None:
+    said = node.meta.get("val")
+    if not isinstance(value, Tensor) or not isinstance(said, Tensor):
+        return
+    if value.shape != said.shape or value.dtype != said.dtype:
+        raise RanksError(
+            f"{node} says {said.dtype}{list(said.shape)} in meta['val'] and is "
+            f"{value.dtype}{list(value.shape)}"
+        )
+
+
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
+    """In the order of the ranks, so that the same sum gives the same bits."""
+    return functools.reduce(torch.add, tensors)
+
+
+def _exchange(requests: Sequence[_Request]) -> Sequence[Tensor]:
+    target, world_size = requests[0].target, len(requests)
+    tensors = [request.tensor for request in requests]
+    if target is UNSHARD:
+        _, shape, sharded, _ = requests[0].rest
+        wholes = [torch.cat(tensors)] * world_size if sharded else tensors
+        assert all(list(whole.shape) == list(shape) for whole in wholes)
+        return wholes
+    if target is REDUCE_GRAD:
+        mean = _sum([tensor * (1.0 / world_size) for tensor in tensors]).contiguous()
+        if not requests[0].rest[2]:
+            return [mean.clone() for _ in requests]
+        spans = [local_rows(mean.shape[0], world_size, rank) for rank in range(world_size)]
+        return [mean[start:stop].clone() for start, stop in spans]
+    if target is ALL_GATHER:
+        assert requests[0].rest[0] == world_size
+        return [torch.cat(tensors) for _ in requests]
+    if target is ALL_REDUCE:
+        return [_sum(tensors).clone() for _ in requests]
+    if target is REDUCE_SCATTER:
+        assert requests[0].rest[1] == world_size
+        return [part.clone() for part in _sum(tensors).chunk(world_size)]
+    assert target is ALL_TO_ALL
+    received, sent, _ = requests[0].rest
+    assert received == sent and sum(sent) == len(tensors[0])
+    pieces = [tensor.split(sent) for tensor in tensors]
+    return [torch.cat([piece[rank] for piece in pieces]) for rank in range(world_size)]

@@ -1,0 +1,215 @@
+"""Training steps in miniature: graphs with markers, for any rank, and real values to run them on.
+
+A step reads its parameters in order, then makes a gradient for each that is trained, in
+reverse, as a forward and a backward would. It is small arithmetic, but everything depends
+on everything before it, on the rank's own batch, and on every gathered value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, fx
+
+from passes.annotate import annotate
+from passes.bucket import bucket
+from passes.check import check
+from passes.context import Context
+from passes.decisions import Decision, shardable
+from passes.markers import REDUCE_GRAD, UNSHARD
+from passes.reorder import reorder
+from passes.shard import shard
+from tests.passes import graphs
+from tests.passes.ranks_interpreter import run_ranks
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A parameter of a step.
+
+    ``returned``: the gathered weight is an output too, as one kept for the backward is.
+    ``transposed``: its gradient comes with strides that no collective takes.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    decision: Decision = Decision.SHARD_AGAIN
+    trained: bool = True
+    returned: bool = False
+    transposed: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """``batch_rows``: rows of each rank's batch, which need not agree (default: 4)."""
+
+    weights: tuple[Weight, ...]
+    world_size: int = 2
+    bucket_bytes: int = 0
+    by_exchange: bool = False
+    in_flight_bytes: int | None = None
+    limit_bytes: int | None = None
+    hardware: Any = dataclasses.field(default_factory=graphs.hardware)
+    batch_rows: tuple[int, ...] = ()
+
+    def names(self) -> list[str]:
+        return [f"w{index}" for index in range(len(self.weights))]
+
+    def context(self, rank: int) -> Context:
+        parameters = [
+            graphs.parameter(name, weight.shape, weight.dtype, weight.trained)
+            for name, weight in zip(self.names(), self.weights, strict=True)
+        ]
+        decisions = dict(zip(self.names(), [w.decision for w in self.weights], strict=True))
+        return graphs.context(
+            parameters,
+            decisions,
+            world_size=self.world_size,
+            rank=rank,
+            bucket_bytes=self.bucket_bytes,
+            in_flight_bytes=self.in_flight_bytes,
+            by_exchange=self.by_exchange,
+            limit_bytes=self.limit_bytes,
+            hardware=self.hardware,
+        )
+
+    def rows(self, rank: int) -> int:
+        return self.batch_rows[rank] if self.batch_rows else 4
+
+    def build(self, rank: int) -> fx.GraphModule:
+        """The rank's graph, with markers."""
+        builder = graphs.GraphBuilder()
+        call = builder.call
+        shards = [
+            builder.parameter(name, self.local_shape(weight, rank), weight.dtype)
+            for name, weight in zip(self.names(), self.weights, strict=True)
+        ]
+        state = builder.input("x", [self.rows(rank), 8])
+        wholes: list[fx.Node] = []
+        for name, weight, local in zip(self.names(), self.weights, shards, strict=True):
+            sharded = weight.decision.sharded
+            whole = call(UNSHARD, local, name, list(weight.shape), sharded, graphs.GROUP)
+            wholes.append(whole)
+            amount = call(aten.mean.default, call(aten._to_copy.default, whole, dtype=_F32))
+            state = call(aten.sin.default, call(aten.add.Tensor, state, amount))
+            state = call(aten.mm.default, state, call(aten.mm.default, call(aten.t, state), state))
+        gradients: list[fx.Node | None] = [None] * len(shards)
+        for index in reversed(range(len(shards))):
+            weight, local, whole = self.weights[index], shards[index], wholes[index]
+            if not weight.trained:
+                continue
+            amount = call(aten.mean.default, state)
+            gradient = call(aten.mul.Tensor, whole, 2.0)
+            if weight.transposed and len(weight.shape) > 1:
+                turned = call(aten.transpose.int, gradient, 0, 1)
+                copied = call(aten.clone.default, turned, memory_format=torch.contiguous_format)
+                gradient = call(aten.transpose.int, copied, 0, 1)
+            gradient = call(
+                aten.add.Tensor, gradient, call(aten._to_copy.default, amount, dtype=weight.dtype)
+            )
+            sharded = weight.decision.sharded
+            reduced = call(REDUCE_GRAD, gradient, local, self.names()[index], sharded, graphs.GROUP)
+            gradients[index] = reduced
+            state = call(
+                aten.cos.default,
+                call(aten.mm.default, state, call(aten.mm.default, call(aten.t, state), state)),
+            )
+        kept = [w for w, weight in zip(wholes, self.weights, strict=True) if weight.returned]
+        return builder.finish(state, *gradients, *kept)
+
+    def local_shape(self, weight: Weight, rank: int) -> list[int]:
+        if not weight.decision.sharded:
+            return list(weight.shape)
+        return graphs.local_shape(weight.shape, self.world_size, rank)
+
+    def values(self) -> list[list[Tensor]]:
+        """Each rank's inputs: its shards of weights that are the same everywhere, its own batch."""
+        generator = torch.Generator().manual_seed(7)
+        wholes = [
+            torch.randn(weight.shape, generator=generator).to(weight.dtype)
+            for weight in self.weights
+        ]
+        inputs: list[list[Tensor]] = []
+        for rank in range(self.world_size):
+            mine = []
+            for whole, weight in zip(wholes, self.weights, strict=True):
+                if weight.decision.sharded:
+                    first, last = graphs.local_rows(weight.shape[0], self.world_size, rank)
+                    whole = whole[first:last].clone()
+                mine.append(whole)
+            inputs.append([*mine, torch.randn(self.rows(rank), 8, generator=generator) / 8])
+        return inputs
+
+    def lowered(self, *passes: Any) -> list[fx.GraphModule]:
+        """Every rank's graph after these passes, each checked."""
+        lowered = []
+        for rank in range(self.world_size):
+            gm, ctx = self.build(rank), self.context(rank)
+            for one in passes:
+                gm = one(gm, ctx)
+                check(gm, one.__name__)
+            lowered.append(gm)
+        return lowered
+
+    def run(self, *passes: Any) -> list[tuple[Any, ...]]:
+        """Every rank's outputs after these passes."""
+        return run_ranks(self.lowered(*passes), self.values())
+
+
+_F32 = torch.float32
+
+#: The passes from markers to a schedule, in order.
+LOWERING = (shard, bucket, annotate, reorder)
+
+
+def assert_close(found: Sequence[Any], wanted: Sequence[Any]) -> None:
+    """Equal up to the rounding of a sum over ranks in the tensors' own precision."""
+    for one, other in zip(found, wanted, strict=True):
+        coarse = isinstance(one, Tensor) and one.dtype is torch.bfloat16
+        # Four terms of up to about two, each with eight bits; a wrong element is off by one.
+        tolerance = {"rtol": 0.02, "atol": 0.06} if coarse else {}
+        torch.testing.assert_close(one, other, **tolerance)
+
+
+def assert_same_bits(found: Sequence[Any], wanted: Sequence[Any]) -> None:
+    """Equal to the last bit: for passes that only move data."""
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+_DTYPES = st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16])
+
+
+@st.composite
+def weights(draw: st.DrawFn, world_size: int) -> Weight:
+    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
+    allowed = list(Decision) if shardable(shape, world_size) else [Decision.REPLICATE]
+    return Weight(
+        shape,
+        draw(_DTYPES),
+        draw(st.sampled_from(allowed)),
+        trained=draw(st.sampled_from([True, True, True, False])),
+        returned=draw(st.booleans()),
+        transposed=draw(st.booleans()),
+    )
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    world_size = draw(st.integers(2, 4))
+    return Step(
+        tuple(draw(st.lists(weights(world_size), min_size=1, max_size=6))),
+        world_size,
+        bucket_bytes=draw(st.sampled_from([0, 64, 200, 600, 1 << 20])),
+        by_exchange=draw(st.booleans()),
+        in_flight_bytes=draw(st.sampled_from([None, 0, 100, 500])),
+        batch_rows=tuple(
+            draw(st.lists(st.integers(1, 9), min_size=world_size, max_size=world_size))
+        ),
+    )
