@@ -130,13 +130,14 @@ def deaths(graph: fx.Graph, place: dict[fx.Node, int]) -> dict[fx.Node, int]:
     last = len(place) - 1
     runs: dict[fx.Node, int] = {}  # where the kernel of a node really runs
     death: dict[fx.Node, int] = {}
-    held: dict[fx.Node, int] = {}  # inputs of collectives, until the wait
+    held: dict[fx.Node, int] = {}  # inputs and outputs of collectives, until the wait
     for node in graph.nodes:
         if node.target is WAIT and isinstance(node.args[0], fx.Node):
             start = node.args[0]
             if is_collective(start):
                 source = root_of(start.args[0])  # type: ignore[arg-type]
                 held[source] = max(held.get(source, 0), place[node])
+                held[start] = place[node]
     for node in reversed(list(graph.nodes)):
         if node.op == "output":
             continue
@@ -154,11 +155,11 @@ def deaths(graph: fx.Graph, place: dict[fx.Node, int]) -> dict[fx.Node, int]:
 
 def kind_of(node: fx.Node, returned: bool) -> str:
     """What a buffer is, for people: one of :data:`KINDS`."""
-    if node.op == "placeholder":
-        return "activations" if node.meta.get("saved") else "inputs"
     purpose = node.meta.get("collective")
     if node.meta.get("gathered") or (purpose is not None and purpose.gathers):
         return "gathered"
+    if node.op == "placeholder":
+        return "activations" if node.meta.get("saved") else "inputs"
     if is_collective(node) or any(is_collective(user) for user in effective_users(node)):
         return "communication"
     if returned and "gradient_of" in node.meta:

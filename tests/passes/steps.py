@@ -47,7 +47,10 @@ class Weight:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """``batch_rows``: rows of each rank's batch, which need not agree (default: 4)."""
+    """``batch_rows``: rows of each rank's batch, which need not agree (default: 4).
+
+    ``again``: what is decided so is gathered a second time for its gradient.
+    """
 
     weights: tuple[Weight, ...]
     world_size: int = 2
@@ -57,6 +60,7 @@ class Step:
     limit_bytes: int | None = None
     hardware: Any = dataclasses.field(default_factory=graphs.hardware)
     batch_rows: tuple[int, ...] = ()
+    again: bool = False
 
     def names(self) -> list[str]:
         return [f"w{index}" for index in range(len(self.weights))]
@@ -104,6 +108,10 @@ class Step:
             weight, local, whole = self.weights[index], shards[index], wholes[index]
             if not weight.trained:
                 continue
+            sharded = weight.decision.sharded
+            if self.again and weight.decision is Decision.SHARD_AGAIN:
+                name = self.names()[index]
+                whole = call(UNSHARD, local, name, list(weight.shape), sharded, graphs.GROUP)
             amount = call(aten.mean.default, state)
             gradient = call(aten.mul.Tensor, whole, 2.0)
             if weight.transposed and len(weight.shape) > 1:
@@ -113,7 +121,6 @@ class Step:
             gradient = call(
                 aten.add.Tensor, gradient, call(aten._to_copy.default, amount, dtype=weight.dtype)
             )
-            sharded = weight.decision.sharded
             reduced = call(REDUCE_GRAD, gradient, local, self.names()[index], sharded, graphs.GROUP)
             gradients[index] = reduced
             state = call(
@@ -212,4 +219,5 @@ def steps(draw: st.DrawFn) -> Step:
         batch_rows=tuple(
             draw(st.lists(st.integers(1, 9), min_size=world_size, max_size=world_size))
         ),
+        again=draw(st.booleans()),
     )

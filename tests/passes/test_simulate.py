@@ -1,0 +1,339 @@
+"""Simulate: timelines and memory worked out by hand, and a brute-force reference."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import networkx as nx
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx
+
+from passes.graph import ALL_GATHER, ALL_REDUCE, WAIT
+from passes.shard import Collective
+from passes.simulate import Simulation, simulate
+from tests.passes.examples import examples
+from tests.passes.graphs import GROUP, GraphBuilder, price
+
+aten = torch.ops.aten
+
+
+class Priced(GraphBuilder):
+    """Nodes that cost what the test says; all tensors are 2 by 2, whatever bytes they have."""
+
+    def tensor(self, name: str, memory_bytes: int = 0, **meta: object) -> fx.Node:
+        return price(self.input(name, [2, 2], **meta), 0.0, memory_bytes)
+
+    def kernel(self, *inputs: fx.Node, seconds: float = 0.0, memory_bytes: int = 0) -> fx.Node:
+        """A kernel that nothing fuses with."""
+        first, last = inputs[0], inputs[-1]
+        return price(self.call(aten.mm.default, first, last), seconds, memory_bytes)
+
+    def view(self, source: fx.Node) -> fx.Node:
+        return price(self.call(aten.t.default, source))
+
+    def pointwise(self, source: fx.Node, memory_bytes: int = 0) -> fx.Node:
+        return price(self.call(aten.sin.default, source), 0.0, memory_bytes)
+
+    def gather(self, source: fx.Node, seconds: float = 0.0, memory_bytes: int = 0) -> fx.Node:
+        node = price(self.call(ALL_GATHER, source, 1, GROUP), seconds, memory_bytes)
+        node.meta["collective"] = Collective(("w",), gathers=True)
+        return node
+
+    def reduce(self, source: fx.Node, seconds: float = 0.0) -> fx.Node:
+        """An all-reduce, which works in place."""
+        node = price(self.call(ALL_REDUCE, source, "sum", GROUP), seconds)
+        node.meta["collective"] = Collective(("w",), gathers=False)
+        return node
+
+    def wait(self, start: fx.Node) -> fx.Node:
+        return price(self.call(WAIT, start))
+
+    def simulated(self, *outputs: fx.Node) -> Simulation:
+        return simulate(self.finish(*outputs).graph)
+
+
+def test_kernels_run_one_after_another():
+    b = Priced()
+    first = b.kernel(b.tensor("x"), seconds=2.0)
+    second = b.kernel(first, seconds=3.0)
+    found = b.simulated(second)
+    assert (found.start[second], found.end[second]) == (2.0, 5.0)
+    assert (found.step_seconds, found.compute_seconds, found.exposed_seconds) == (5.0, 5.0, 0.0)
+
+
+def test_what_outlasts_the_compute_beside_it_is_exposed():
+    b = Priced()
+    x = b.tensor("x")
+    start = b.gather(x, seconds=10.0)
+    beside = b.kernel(x, seconds=4.0)
+    last = b.kernel(b.wait(start), beside, seconds=1.0)
+    found = b.simulated(last)
+    assert found.start[beside] == 0.0
+    assert found.start[last] == 10.0
+    assert found.step_seconds == 11.0
+    assert found.compute_seconds == 5.0
+    assert found.exposed_seconds == 6.0
+    assert found.exposed == {start: 6.0}
+
+
+def test_what_ends_before_its_wait_costs_nothing():
+    b = Priced()
+    x = b.tensor("x")
+    start = b.gather(x, seconds=3.0)
+    beside = b.kernel(x, seconds=4.0)
+    found = b.simulated(b.kernel(b.wait(start), beside, seconds=1.0))
+    assert (found.step_seconds, found.exposed_seconds) == (5.0, 0.0)
+    assert found.exposed == {start: 0.0}
+
+
+def test_a_collective_waited_for_on_the_spot_is_exposed_whole():
+    b = Priced()
+    before = b.kernel(b.tensor("x"), seconds=4.0)
+    found = b.simulated(b.kernel(b.wait(b.gather(before, seconds=3.0)), seconds=1.0))
+    assert (found.step_seconds, found.exposed_seconds) == (8.0, 3.0)
+
+
+def test_collectives_queue_on_one_network():
+    b = Priced()
+    x = b.tensor("x")
+    first, second = b.gather(x, seconds=3.0), b.gather(x, seconds=2.0)
+    found = b.simulated(b.kernel(b.wait(first), b.wait(second), seconds=1.0))
+    assert (found.start[first], found.end[first]) == (0.0, 3.0)
+    assert (found.start[second], found.end[second]) == (3.0, 5.0)
+    assert found.exposed == {first: 3.0, second: 2.0}
+
+
+def test_a_collective_starts_no_earlier_than_the_kernel_before_it_ends():
+    b = Priced()
+    before = b.kernel(b.tensor("x"), seconds=4.0)
+    start = b.gather(before, seconds=3.0)
+    found = b.simulated(b.wait(start))
+    assert (found.start[start], found.end[start]) == (4.0, 7.0)
+
+
+def test_the_step_ends_when_both_streams_have():
+    b = Priced()
+    x = b.tensor("x")
+    start = b.gather(x, seconds=9.0)
+    kernel = b.kernel(x, seconds=1.0)
+    found = b.simulated(b.wait(start), kernel)
+    assert (found.step_seconds, found.exposed_seconds) == (9.0, 8.0)
+
+
+def test_a_tensor_lives_from_the_kernel_that_writes_it_to_the_last_that_reads_it():
+    b = Priced()
+    first = b.kernel(b.tensor("x", 100), memory_bytes=10)
+    second = b.kernel(first, memory_bytes=20)
+    found = b.simulated(second)
+    # x alone; x and first; first and second; second, which is returned.
+    assert found.curve == [100, 110, 30, 20]
+    assert (found.peak_bytes, found.peak_node, found.kept_bytes) == (110, first, 20)
+
+
+def test_parameters_are_not_counted():
+    b = Priced()
+    parameter = price(b.parameter("w", [2, 2]), 0.0, 1000)
+    assert b.simulated(b.kernel(parameter, memory_bytes=10)).curve == [0, 10, 10]
+
+
+def test_a_view_is_its_base_seen_again_and_keeps_it_alive():
+    b = Priced()
+    base = b.kernel(b.tensor("x"), memory_bytes=100)
+    view = b.view(base)
+    other = b.kernel(b.tensor("y"), memory_bytes=10)
+    last = b.kernel(view, other, memory_bytes=1)
+    assert b.simulated(last).curve == [0, 100, 100, 100, 110, 111, 1]
+
+
+def test_a_returned_view_keeps_all_of_its_base():
+    b = Priced()
+    base = b.kernel(b.tensor("x"), memory_bytes=100)
+    assert b.simulated(b.view(base)).kept_bytes == 100
+
+
+def test_a_collectives_input_and_output_live_until_its_wait():
+    b = Priced()
+    source = b.kernel(b.tensor("x"), memory_bytes=10)
+    start = b.gather(source, memory_bytes=40)
+    beside = b.kernel(b.tensor("y"), memory_bytes=100)
+    wait = b.wait(start)
+    last = b.kernel(wait, beside, memory_bytes=1)
+    # The input's last reader is the collective: without the rule it would die there.
+    assert b.simulated(last).curve == [0, 10, 50, 50, 150, 150, 141, 1]
+
+
+def test_an_all_reduce_works_in_the_memory_of_its_input():
+    b = Priced()
+    source = b.kernel(b.tensor("x"), memory_bytes=10)
+    reduced = b.wait(b.reduce(source))
+    other = b.kernel(b.tensor("y"), memory_bytes=5)
+    found = b.simulated(reduced, other)
+    assert found.curve == [0, 10, 10, 10, 10, 15, 15]
+    assert found.kept_bytes == 15
+
+
+def test_a_pointwise_result_is_written_over_an_input_that_dies():
+    b = Priced()
+    source = b.kernel(b.tensor("x"), memory_bytes=10)
+    result = b.pointwise(source, memory_bytes=10)
+    assert b.simulated(b.kernel(result, memory_bytes=1)).curve == [0, 10, 10, 11, 1]
+
+
+@pytest.mark.parametrize("why", ["it is read later", "it has another size", "it is an input"])
+def test_a_pointwise_result_is_not_written_over_an_input_when(why: str):
+    b = Priced()
+    x = b.tensor("x", 10 if why == "it is an input" else 0)
+    source = x if why == "it is an input" else b.kernel(x, memory_bytes=10)
+    size = 9 if why == "it has another size" else 10
+    result = b.pointwise(source, memory_bytes=size)
+    also = source if why == "it is read later" else result
+    assert b.simulated(b.kernel(result, also)).peak_bytes == 10 + size
+
+
+def test_what_a_fused_kernel_reads_lives_until_that_kernel_runs():
+    b = Priced()
+    source = b.kernel(b.tensor("x"), memory_bytes=10)
+    inside = b.pointwise(source)  # takes no memory: it only lives inside the kernel of the next
+    other = b.kernel(b.tensor("y"), memory_bytes=100)
+    result = price(b.call(aten.add.Tensor, inside, other), 0.0, 7)
+    assert b.simulated(result).curve == [0, 10, 10, 10, 110, 117, 7]
+
+
+def test_the_peak_is_told_by_kind():
+    b = Priced()
+    batch = b.tensor("x", 1)
+    saved = b.tensor("saved", 2, saved=True)
+    kept = b.tensor("kept", 4, saved=True, gathered=True)
+    gathered = b.wait(b.gather(batch, memory_bytes=8))
+    activation = b.kernel(saved, kept, memory_bytes=16)
+    gradient = b.kernel(gathered, activation, memory_bytes=32)
+    gradient.meta["gradient_of"] = "w"
+    sent = b.reduce(b.kernel(activation, memory_bytes=64))
+    last = b.kernel(batch, saved, memory_bytes=128)
+    last = b.kernel(last, kept)
+    last = b.kernel(last, gathered)
+    found = b.simulated(gradient, b.wait(sent), last)
+    assert found.peak == {
+        "inputs": 1,
+        "activations": 2 + 128,
+        "gathered": 4 + 8,
+        "gradients": 32,
+        "communication": 64,
+    }
+    assert sum(found.peak.values()) == found.peak_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """One instruction of a random program; ``inputs`` are indices of earlier ones."""
+
+    kind: str  # input, kernel, view, start, wait
+    inputs: tuple[int, ...] = ()
+    seconds: int = 0
+    memory_bytes: int = 0
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> list[Op]:
+    """Some inputs, then kernels, views, and collectives that are waited for at a random time."""
+    ops = [
+        Op("input", memory_bytes=draw(st.integers(0, 9))) for _ in range(draw(st.integers(1, 3)))
+    ]
+    in_flight: list[int] = []
+
+    def readable() -> list[int]:
+        return [index for index, op in enumerate(ops) if op.kind != "start"]
+
+    for _ in range(draw(st.integers(1, 12))):
+        kind = draw(st.sampled_from(["kernel", "kernel", "view", "start", "wait"]))
+        source = draw(st.sampled_from(readable()))
+        seconds, size = draw(st.integers(0, 9)), draw(st.integers(0, 9))
+        if kind == "kernel":
+            ops.append(Op(kind, (source, draw(st.sampled_from(readable()))), seconds, size))
+        elif kind == "view":
+            ops.append(Op(kind, (source,)))
+        elif kind == "start":
+            in_flight.append(len(ops))
+            ops.append(Op(kind, (source,), seconds, size))
+        elif in_flight:
+            ops.append(Op(kind, (in_flight.pop(draw(st.integers(0, len(in_flight) - 1))),)))
+    ops.extend(Op("wait", (start,)) for start in in_flight)
+    return ops
+
+
+def built(ops: Sequence[Op], returned: Sequence[int]) -> Simulation:
+    b = Priced()
+    nodes: list[fx.Node] = []
+    for index, op in enumerate(ops):
+        sources = [nodes[i] for i in op.inputs]
+        if op.kind == "input":
+            nodes.append(b.tensor(f"x{index}", op.memory_bytes))
+        elif op.kind == "kernel":
+            nodes.append(b.kernel(*sources, seconds=op.seconds, memory_bytes=op.memory_bytes))
+        elif op.kind == "view":
+            nodes.append(b.view(*sources))
+        elif op.kind == "start":
+            nodes.append(b.gather(*sources, seconds=op.seconds, memory_bytes=op.memory_bytes))
+        else:
+            nodes.append(b.wait(*sources))
+    return b.simulated(*[nodes[i] for i in returned])
+
+
+def longest_path_seconds(ops: Sequence[Op]) -> float:
+    """When everything has ended: the longest path through what must wait for what."""
+    follows = nx.DiGraph()
+    compute, network = ("begin", 0), ("begin", 0)
+    ended: dict[int, tuple[str, int]] = {}
+    for index, op in enumerate(ops):
+        mine = ("end", index)
+        if op.kind == "start":
+            follows.add_edge(compute, mine, seconds=op.seconds)
+            follows.add_edge(network, mine, seconds=op.seconds)
+            network = ended[index] = mine
+        else:
+            follows.add_edge(compute, mine, seconds=op.seconds)
+            if op.kind == "wait":
+                follows.add_edge(ended[op.inputs[0]], mine, seconds=0)
+            compute = mine
+    return float(nx.dag_longest_path_length(follows, weight="seconds"))
+
+
+def alive_bytes(ops: Sequence[Op], returned: Sequence[int]) -> list[int]:
+    """Bytes alive at every instruction and at the return, by asking for each buffer each time."""
+
+    def owner(index: int) -> int:
+        while ops[index].kind in ("view", "wait"):
+            index = ops[index].inputs[0]
+        return index
+
+    needed: dict[int, set[int]] = {i: {i} for i in range(len(ops)) if owner(i) == i}
+    for index, op in enumerate(ops):
+        for source in op.inputs:
+            if op.kind in ("kernel", "start"):
+                needed[owner(source)].add(index)
+            elif op.kind == "wait":  # what the collective reads and what it writes
+                needed[owner(ops[source].inputs[0])].add(index)
+                needed[source].add(index)
+    for source in returned:
+        needed[owner(source)].add(len(ops))
+    return [
+        sum(ops[i].memory_bytes for i, times in needed.items() if i <= now <= max(times))
+        for now in range(len(ops) + 1)
+    ]
+
+
+@examples(150)
+@given(programs(), st.data())
+def test_time_and_memory_are_those_of_a_brute_force_reference(ops: list[Op], data: st.DataObject):
+    readable = [index for index, op in enumerate(ops) if op.kind != "start"]
+    returned = data.draw(st.lists(st.sampled_from(readable), min_size=1, max_size=2))
+    found = built(ops, returned)
+    assert found.step_seconds == longest_path_seconds(ops)
+    assert found.curve == alive_bytes(ops, returned)
+    assert found.peak_bytes == max(found.curve)
+    assert sum(found.peak.values()) == found.peak_bytes
+    assert found.kept_bytes == found.curve[-1]
