@@ -20,6 +20,7 @@ from osdp_compile.errors import OsdpError
 from osdp_compile.first_call import first_call
 from osdp_compile.lower import Compiler, lower, session_of
 from osdp_compile.options import Options
+from osdp_compile.report import ensure_visible
 from osdp_compile.roots import plain_parameters
 from passes.pipeline import Observer
 
@@ -78,4 +79,5 @@ def _why_alone(options: Options) -> str | None:
 def _say_once(message: str) -> None:
     if message not in _said:
         _said.add(message)
+        ensure_visible(log)
         log.info(message)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -12,15 +11,16 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from osdp_compile.agreement import agree, fingerprint, from_rank_zero, on_every_rank
 from osdp_compile.calibrate import measure_hardware
 from osdp_compile.capture import capture
-from osdp_compile.errors import InfeasibleLimit, OsdpError, PlanMismatch, RanksDiffer
+from osdp_compile.errors import InfeasibleLimit, PlanMismatch
 from osdp_compile.lower import static_inputs
 from osdp_compile.optimizer_names import state_bytes_per_element
 from osdp_compile.optimizers import OptimizerIndex
 from osdp_compile.options import Options
 from osdp_compile.report import log_plan
-from osdp_compile.roots import find_roots
+from osdp_compile.roots import find_roots, plain_parameters
 from osdp_compile.session import Session, remember
 from osdp_compile.state import (
     ModelParameter,
@@ -51,12 +51,11 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
     """
     passes = tuple(options.passes or default_passes())
     validate(passes)
-    roots = find_roots(gm, inputs)
-    entries = model_parameters(roots)
-    check_shardable(entries)
-    device = entries[0].parameter.device
+    device = plain_parameters(gm, inputs)[0][1].device
     mesh = options.mesh or init_device_mesh(device.type, (dist.get_world_size(),))
     group = mesh.get_group()
+
+    roots, entries = on_every_rank(lambda: _found(gm, inputs), group)
     agree(fingerprint(gm, entries), group)
 
     optimizers = OptimizerIndex(entry.parameter for entry in entries)
@@ -71,9 +70,13 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
         limit_bytes=options.memory_limit_bytes,
         by_exchange=dist.get_backend(group) == "gloo",
     )
-    plan = _given(options.plan, context) if options.plan is not None else None
-    if plan is None:
-        plan = _from_rank_zero(lambda: _planned(gm, inputs, entries, context, passes), group)
+
+    def decide() -> Plan:
+        if options.plan is not None:
+            return _given(options.plan, context)
+        return _planned(gm, inputs, entries, context, passes)
+
+    plan = from_rank_zero(decide, group)
     synchronize(entries, list(buffers_of(roots)), mesh)
     renewed = shard_in_place(entries, plan, mesh, optimizers)
     state = state_bytes(context, plan)
@@ -86,6 +89,15 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
     if context.rank == 0:
         log_plan(plan, log)
     return session
+
+
+def _found(
+    gm: fx.GraphModule, inputs: Sequence[Any]
+) -> tuple[list[tuple[str, nn.Module]], list[ModelParameter]]:
+    roots = find_roots(gm, inputs)
+    entries = model_parameters(roots)
+    check_shardable(entries)
+    return roots, entries
 
 
 def _planned(
@@ -147,71 +159,3 @@ def _hardware(group: dist.ProcessGroup, device: torch.device) -> Hardware:
     if key not in _measured:
         _measured[key] = measure_hardware(group, device)
     return _measured[key]
-
-
-def fingerprint(gm: fx.GraphModule, entries: Sequence[ModelParameter]) -> list[str]:
-    """What must be the same on every rank, line by line; batch sizes may differ."""
-    lines = [
-        f"parameter {e.name}: {tuple(e.parameter.shape)} {e.parameter.dtype} "
-        f"requires_grad={e.parameter.requires_grad} has_grad={e.parameter.grad is not None}"
-        for e in entries
-    ]
-    for node in gm.graph.nodes:
-        if node.op in ("call_function", "call_method", "call_module"):
-            target = node.target if isinstance(node.target, str) else _qualified(node.target)
-            lines.append(f"operation {target}")
-    return lines
-
-
-def _qualified(function: Any) -> str:
-    return f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', function)}"
-
-
-def agree(lines: list[str], group: dist.ProcessGroup) -> None:
-    """Make sure every rank traced the same model.
-
-    Raises:
-        RanksDiffer: on every rank, naming the first difference.
-    """
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    digests: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(digests, digest, group=group)
-    if len(set(digests)) == 1:
-        return
-    texts: list[Any] = [None] * len(digests)
-    dist.all_gather_object(texts, lines, group=group)
-    other = next(i for i, d in enumerate(digests) if d != digests[0])
-    first, second = texts[0], texts[other]
-    for index in range(max(len(first), len(second))):
-        ours = first[index] if index < len(first) else "nothing"
-        theirs = second[index] if index < len(second) else "nothing"
-        if ours != theirs:
-            raise RanksDiffer(
-                f"ranks traced different models; the first difference: rank 0 has {ours!r}, "
-                f"rank {other} has {theirs!r}. Build the same model and call it the same way on "
-                "every rank."
-            )
-    raise AssertionError("digests differ and texts do not")
-
-
-def _from_rank_zero(make: Any, group: dist.ProcessGroup) -> Plan:
-    """Rank 0's plan on every rank; its error too, so that no rank is left waiting."""
-    made: list[Any] = [None]
-    failure: Exception | None = None
-    if dist.get_rank(group) == 0:
-        try:
-            made = [make().to_dict()]
-        except Exception as error:
-            failure = error
-            made = [(type(error).__name__, str(error))]
-    dist.broadcast_object_list(made, src=dist.get_global_rank(group, 0), group=group)
-    if failure is not None:
-        raise failure
-    if isinstance(made[0], tuple):
-        kind, text = made[0]
-        raise (
-            InfeasibleLimit(text)
-            if kind == "InfeasibleLimit"
-            else OsdpError(f"rank 0: {kind}: {text}")
-        )
-    return Plan.from_dict(made[0])

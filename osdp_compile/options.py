@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,14 @@ class Options:
                 values[field] = _READERS[name](value)
             except (ValueError, TypeError, OSError) as error:
                 raise ValueError(f"option {name!r}: {error}. Allowed: {ALLOWED[name]}") from error
+        values.setdefault("debug", _debug_everywhere())
         return cls(**values)
+
+
+def _debug_everywhere() -> bool | Path:
+    """What the environment variable OSDP_DEBUG asks for: 1, or a folder."""
+    asked = os.environ.get("OSDP_DEBUG", "0")
+    return asked == "1" if asked in ("", "0", "1") else Path(asked)
 
 
 def _unknown(name: str) -> str:

@@ -11,10 +11,13 @@ and machine. Nothing is imported before a test asks for the fixture.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # a code for every character is no help in a log
 
 
 @pytest.fixture
@@ -55,8 +58,14 @@ def osdp_graphs(request: pytest.FixtureRequest) -> Callable[..., dict[str, str]]
         for name in after:
             if name not in texts:
                 pytest.fail(f"no graph is named {name!r}; there are {sorted(texts)}")
-            stored = snapshot(name=f"{name.replace('/', '-')}-{world_size}-ranks")
-            assert texts[name] == stored, f"the graph {name} changed"
+            stored = snapshot(name=name.replace("/", "-"))
+            if texts[name] != stored:
+                difference = _COLOURS.sub("", "\n".join(stored.get_assert_diff()))
+                pytest.fail(
+                    f"the graph {name} is not the stored one, or none is stored: "
+                    f"pytest --snapshot-update writes it\n{difference}",
+                    pytrace=False,
+                )
         return texts
 
     return compare

@@ -53,7 +53,6 @@ def bucket(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         else:
             _pack_scatters(graph, members, ctx)
     graph.eliminate_dead_code()
-    gm.recompile()
     return gm
 
 

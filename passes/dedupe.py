@@ -34,7 +34,6 @@ def dedupe(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         if node.target is _ADD:
             _merge_reductions(node)
     gm.graph.eliminate_dead_code()
-    gm.recompile()
     return gm
 
 

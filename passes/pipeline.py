@@ -115,11 +115,18 @@ def run(
     gm: fx.GraphModule,
     ctx: Context,
     observe: Observer | None = None,
+    recompile: bool = True,
 ) -> fx.GraphModule:
-    """Run the passes of one stage in order; ``observe`` sees the graph after each."""
+    """Run the passes of one stage in order; ``observe`` sees the graph after each.
+
+    ``recompile``: bring the module's code up to date at the end (no pass need do it; whoever
+    only reads the graph saves a quarter of the time without it).
+    """
     for one in passes:
         if one.stage is stage:
             gm = one.function(gm, ctx)
             if observe is not None:
                 observe(one, gm, ctx)
+    if recompile:
+        gm.recompile()
     return gm

@@ -78,7 +78,7 @@ def predict(captured: Captured, plan: Plan, ctx: Context, passes: Sequence[Pass]
         (laid.backward, Phase.BACKWARD, returned),
     ):
         local = ctx.replace(plan=plan, phase=phase, base_bytes=held + extra)
-        gm = run(passes, Stage.PARTS, gm, local)
+        gm = run(passes, Stage.PARTS, gm, local, recompile=False)
         lowered.append(gm)
         simulations.append(simulate(gm.graph))
     forward, backward = simulations

@@ -51,7 +51,6 @@ def reorder(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         if ctx.base_bytes + simulate(graph).peak_bytes <= ctx.limit_bytes:
             break
         cap = cap // 2 if cap > total // 64 else 0
-    gm.recompile()
     return gm
 
 

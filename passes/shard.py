@@ -64,7 +64,6 @@ def shard(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         _lower_unshard(node, ctx)
     for node in graph.find_nodes(op="call_function", target=REDUCE_GRAD):
         _lower_reduce(node, ctx)
-    gm.recompile()
     return gm
 
 

@@ -1,0 +1,118 @@
+"""Agreement: what all ranks must find alike before anything is changed.
+
+A rank that fails here alone would leave the others in a collective for ever, so failures
+are exchanged first and raised everywhere. A fake group has one rank, which agrees with itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import fx
+
+from osdp_compile.errors import InfeasibleLimit, OsdpError, PlanMismatch, RanksDiffer
+from osdp_compile.state import ModelParameter
+from passes.decisions import Plan
+
+T = TypeVar("T")
+
+
+def fingerprint(gm: fx.GraphModule, entries: Sequence[ModelParameter]) -> list[str]:
+    """What must be the same on every rank, line by line; batch sizes may differ."""
+    lines = [
+        f"parameter {e.name}: {tuple(e.parameter.shape)} {e.parameter.dtype} "
+        f"requires_grad={e.parameter.requires_grad} has_grad={e.parameter.grad is not None}"
+        for e in entries
+    ]
+    for node in gm.graph.nodes:
+        if node.op in ("call_function", "call_method", "call_module"):
+            target = node.target if isinstance(node.target, str) else _qualified(node.target)
+            lines.append(f"operation {target}")
+    return lines
+
+
+def agree(lines: list[str], group: dist.ProcessGroup) -> None:
+    """Make sure every rank traced the same model. Collective.
+
+    Raises:
+        RanksDiffer: on every rank, naming the first difference.
+    """
+    digests = _from_all(hashlib.sha256("\n".join(lines).encode()).hexdigest(), group)
+    if len(set(digests)) == 1:
+        return
+    texts = _from_all(lines, group)
+    other = next(i for i, d in enumerate(digests) if d != digests[0])
+    first, second = texts[0], texts[other]
+    for index in range(max(len(first), len(second))):
+        ours = first[index] if index < len(first) else "nothing"
+        theirs = second[index] if index < len(second) else "nothing"
+        if ours != theirs:
+            raise RanksDiffer(
+                f"ranks traced different models; the first difference: rank 0 has {ours!r}, "
+                f"rank {other} has {theirs!r}. Build the same model and call it the same way on "
+                "every rank."
+            )
+    raise AssertionError("digests differ and texts do not")
+
+
+def on_every_rank(make: Callable[[], T], group: dist.ProcessGroup) -> T:
+    """What ``make`` returns on this rank, if it raises an OsdpError on none. Collective.
+
+    Raises:
+        OsdpError: on every rank, naming the first one that refuses.
+    """
+    refused: OsdpError | None = None
+    made: T | None = None
+    try:
+        made = make()
+    except OsdpError as error:
+        refused = error
+    texts = _from_all(None if refused is None else str(refused), group)
+    if refused is not None and len(set(texts)) == 1:
+        raise refused
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise OsdpError(f"rank {rank}: {text}") from refused
+    return made  # type: ignore[return-value]
+
+
+def from_rank_zero(make: Callable[[], Plan], group: dist.ProcessGroup) -> Plan:
+    """Rank 0's plan on every rank; its error too, so that no rank is left waiting. Collective."""
+    if _is_fake(group):
+        return make()
+    made: list[Any] = [None]
+    failure: Exception | None = None
+    if dist.get_rank(group) == 0:
+        try:
+            made = [make().to_dict()]
+        except Exception as error:
+            failure = error
+            made = [(type(error).__name__, str(error))]
+    dist.broadcast_object_list(made, src=dist.get_global_rank(group, 0), group=group)
+    if failure is not None:
+        raise failure
+    if isinstance(made[0], tuple):
+        kind, text = made[0]
+        for known in (InfeasibleLimit, PlanMismatch):
+            if kind == known.__name__:
+                raise known(text)
+        raise OsdpError(f"rank 0: {kind}: {text}")
+    return Plan.from_dict(made[0])
+
+
+def _from_all(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    values: list[Any] = [value] * dist.get_world_size(group)
+    if not _is_fake(group):
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _is_fake(group: dist.ProcessGroup) -> bool:
+    return dist.get_backend(group) == "fake"
+
+
+def _qualified(function: Any) -> str:
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', function)}"

@@ -1,0 +1,180 @@
+"""The graphs of a training step, pinned at 8 and at 1024 ranks; and the fixture that pins them.
+
+``pytest --snapshot-update tests/test_snapshots.py`` writes what changed: read the difference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from osdp_compile.trace import trace_graphs
+from tests.training import SLOW
+
+pytest_plugins = ["pytester"]
+ROOT = Path(__file__).parent.parent
+WORLDS = [8, 1024]
+STEP = ["joint/tag", "forward/reorder", "backward/reorder"]
+
+
+class Words(nn.Module):
+    """A tied embedding of 2050 words, which neither world divides, and a tiny parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(2050, 4)
+        self.mix = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens, targets):
+        hidden = self.scale * torch.relu(self.mix(self.words(tokens)))
+        return F.cross_entropy(hidden @ self.words.weight.t(), targets)
+
+
+class Wide(nn.Module):
+    """Layers that both worlds divide, one of them much larger than the bucket."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 2048, bias=False)
+        self.across = nn.Linear(2048, 1024)
+
+    def forward(self, x):
+        return self.across(F.gelu(self.up(x))).square().mean()
+
+
+class Deep(nn.Module):
+    """A narrow layer, then three large ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 1024, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(3))
+
+    def forward(self, x):
+        x = self.up(x)
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return x.square().mean()
+
+
+def words():
+    return Words(), torch.zeros(6, dtype=torch.long), torch.zeros(6, dtype=torch.long)
+
+
+def wide():
+    return Wide(), torch.zeros(4, 8)
+
+
+def deep():
+    return Deep(), torch.zeros(64, 8)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("plan", ["replicate", "shard_keep", "shard_again"])
+def test_a_step_with_tied_and_tiny_parameters(osdp_graphs, plan, world_size):
+    osdp_graphs(*words(), world_size=world_size, plan=plan, after=STEP)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("plan", ["shard_keep", "shard_again"])
+def test_a_step_with_a_large_layer(osdp_graphs, plan, world_size):
+    osdp_graphs(*wide(), world_size=world_size, plan=plan, after=STEP)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_every_pass_on_the_way(osdp_graphs, world_size):
+    after = [
+        f"{graph}/{name}"
+        for graph, names in {
+            "joint": ("dedupe", "tag"),
+            "forward": ("shard", "bucket", "annotate", "reorder"),
+            "backward": ("shard", "bucket", "annotate", "reorder"),
+        }.items()
+        for name in names
+    ]
+    texts = osdp_graphs(*words(), world_size=world_size, plan="shard_again", after=after)
+    assert sorted(texts) == sorted(after)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_the_planners_own_mix_under_a_limit(osdp_graphs, world_size):
+    # A slow network and fast memory: sharding does not pay for small parameters.
+    hardware = dataclasses.replace(SLOW, memory_bytes_per_second=1e13)
+    options = {"memory_limit": "20MiB", "hardware": hardware}
+    texts = osdp_graphs(*deep(), world_size=world_size, options=options, after=STEP)
+    assert "all_reduce" in texts["backward/reorder"], "nothing is replicated"
+    assert "gather" in texts["forward/reorder"], "nothing is sharded"
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_the_text_is_the_same_on_every_rank(world_size):
+    model, *args = words()
+    texts = [
+        trace_graphs(model, args, world_size=world_size, rank=rank, plan="shard_again")
+        for rank in (0, 1, world_size - 1)
+    ]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_the_text_is_the_same_in_every_process():
+    code = (
+        "import json; from osdp_compile.trace import trace_graphs\n"
+        "from tests.test_snapshots import words\n"
+        "model, *args = words()\n"
+        "print(json.dumps(trace_graphs(model, args, world_size=8, plan='shard_keep')))"
+    )
+    texts = []
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        texts.append(json.loads(done.stdout.splitlines()[-1]))
+    assert texts[0] == texts[1]
+
+
+ONE_TEST = """
+def test_{name}(osdp_graphs):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.{activation}())
+    osdp_graphs(model, torch.zeros(2, 8), world_size=8, plan="shard_again", after=["{after}"])
+"""
+
+
+def test_the_fixture_fails_until_written_and_on_every_change(pytester):
+    def run(tests, *flags):
+        written = [
+            ONE_TEST.format(name=name, activation=activation, after=after)
+            for name, (activation, after) in tests.items()
+        ]
+        pytester.makepyfile(test_it="import torch\n" + "".join(written))
+        return pytester.runpytest_subprocess("-p", "no:cacheprovider", *flags)
+
+    after = "backward/reorder"
+    tests = {"same": ("ReLU", after), "changed": ("ReLU", after)}
+    run(tests, "--snapshot-update").assert_outcomes(passed=2)
+    first, second = pytester.path.glob("__snapshots__/**/*.txt")
+    assert "reduce_scatter_tensor" in first.read_text() == second.read_text()
+
+    tests["changed"] = ("Tanh", after)
+    tests["never_written"] = ("ReLU", after)
+    tests["wrong_name"] = ("ReLU", "backward/nothing")
+    result = run(tests)
+    result.assert_outcomes(passed=1, failed=3)
+    said = result.stdout.str()
+    assert said.count("the graph backward/reorder is not the stored one, or none is") >= 2
+    assert "= le.Scalar(" in said, "the difference is not shown"
+    assert "no graph is named 'backward/nothing'" in said
