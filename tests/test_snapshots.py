@@ -176,5 +176,5 @@ def test_the_fixture_fails_until_written_and_on_every_change(pytester):
     result.assert_outcomes(passed=1, failed=3)
     said = result.stdout.str()
     assert said.count("the graph backward/reorder is not the stored one, or none is") >= 2
-    assert "= le.Scalar(" in said, "the difference is not shown"
+    assert "= where.self(" in said, "the difference is not shown"
     assert "no graph is named 'backward/nothing'" in said
