@@ -90,12 +90,19 @@ def effective_users(node: fx.Node) -> list[fx.Node]:
     return list(found)
 
 
+def _writer_of(node: fx.Node) -> fx.Node:
+    """The node that last wrote what this one shows: an all-reduce, though in place, is one."""
+    while is_alias(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
 def _depths(nodes: list[fx.Node]) -> dict[fx.Node, int]:
     depth: dict[fx.Node, int] = {}
     for node in nodes:
         own = 0
         for source in node.all_input_nodes:
-            root = root_of(source)
+            root = _writer_of(source)
             own = max(
                 own, depth.get(root, 0) + (root.op == "call_function" and not is_fusible(root))
             )
@@ -121,7 +128,7 @@ def regions(graph: fx.Graph) -> dict[fx.Node, int]:
             continue
         linked.add_node(node)
         for source in node.all_input_nodes:
-            root = root_of(source)
+            root = _writer_of(source)
             if is_fusible(root) and depth[root] == depth[node]:
                 linked.add_edge(root, node)
     region: dict[fx.Node, int] = {}

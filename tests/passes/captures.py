@@ -1,0 +1,55 @@
+"""Captured training steps of small models, as the first call makes them, without ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from osdp_compile.capture import capture
+from osdp_compile.lower import static_inputs
+from passes.capture import Captured
+from passes.context import Context
+from passes.decisions import Plan
+from passes.hardware import Hardware
+from passes.pipeline import default_passes
+from tests.passes import graphs
+
+
+def capture_step(
+    model: nn.Module,
+    batch: torch.Tensor,
+    *,
+    world_size: int = 4,
+    hardware: Hardware | None = None,
+    **changes: Any,
+) -> tuple[Captured, Context]:
+    """The step of a model on a batch, and a context to plan it in: no limit, Adam."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    ctx = Context(
+        plan=Plan((), world_size=world_size),
+        hardware=hardware or graphs.hardware(),
+        parameters=tuple(
+            graphs.parameter(name, p.shape, p.dtype, p.requires_grad)
+            for name, p in model.named_parameters()
+        ),
+        world_size=world_size,
+        rank=0,
+        group_name=graphs.GROUP,
+        **changes,
+    )
+    found: list[Captured] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        mine = {i: names[id(value)] for i, value in enumerate(inputs) if id(value) in names}
+        static = {**static_inputs(gm, inputs), **mine}
+        found.append(capture(gm, inputs, mine, static, ctx, default_passes()))
+        return gm.forward
+
+    torch.compiler.reset()
+    torch.compile(model, backend=backend, dynamic=False)(batch)
+    torch.compiler.reset()
+    (captured,) = found
+    return captured, ctx

@@ -1,0 +1,105 @@
+"""Check: each way of breaking a graph is found, and the error names the pass and the node."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from passes.check import InvalidGraph, check
+from passes.graph import ALL_GATHER, ALL_REDUCE, WAIT
+from tests.passes.graphs import GROUP, GraphBuilder
+from tests.passes.steps import LOWERING, Step, Weight
+
+aten = torch.ops.aten
+
+
+def test_a_sound_graph_passes():
+    builder = GraphBuilder()
+    start = builder.call(ALL_GATHER, builder.input("x", [4, 2]), 2, GROUP)
+    check(builder.finish(builder.call(aten.sin.default, builder.call(WAIT, start))), "mine")
+
+
+def test_what_the_passes_leave_passes():
+    step = Step((Weight((5, 2)), Weight((4, 4), transposed=True)), world_size=3, bucket_bytes=1000)
+    for gm in step.lowered(*LOWERING):
+        check(gm, "mine")
+
+
+@pytest.mark.parametrize(
+    ("what", "wrong"),
+    [
+        ("dtype", torch.empty(4, 2, dtype=torch.float64)),
+        ("shape", torch.empty(4, 3)),
+        ("strides", torch.empty(2, 4).t()),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_wrong_in_it(what: str, wrong: torch.Tensor):
+    builder = GraphBuilder()
+    node = builder.call(aten.sin.default, builder.input("x", [4, 2]))
+    node.meta["val"] = builder.mode.from_tensor(wrong)
+    with pytest.raises(InvalidGraph, match=rf"after pass 'mine': node {node} .*says {what} "):
+        check(builder.finish(node), "mine")
+
+
+def test_strides_of_a_single_element_mean_nothing():
+    builder = GraphBuilder()
+    node = builder.call(aten.sin.default, builder.input("x", [1, 1]))
+    node.meta["val"] = builder.mode.from_tensor(torch.empty_strided((1, 1), (7, 3)))
+    check(builder.finish(node), "mine")
+
+
+def test_a_missing_value_is_named():
+    builder = GraphBuilder()
+    node = builder.call(aten.sin.default, builder.input("x", [4]))
+    del node.meta["val"]
+    with pytest.raises(InvalidGraph, match=rf"after pass 'mine': node {node} .*no meta\['val'\]"):
+        check(builder.finish(node), "mine")
+
+
+def test_an_input_of_a_collective_must_be_contiguous():
+    builder = GraphBuilder()
+    turned = builder.call(aten.t.default, builder.input("x", [4, 2]))
+    start = builder.call(ALL_REDUCE, turned, "sum", GROUP)
+    with pytest.raises(InvalidGraph, match=rf"after pass 'mine': the input {turned} .*{start} is"):
+        check(builder.finish(builder.call(WAIT, start)), "mine")
+
+
+def test_a_collective_must_be_waited_for():
+    builder = GraphBuilder()
+    start = builder.call(ALL_REDUCE, builder.input("x", [4]), "sum", GROUP)
+    with pytest.raises(InvalidGraph, match=rf"'mine': collective {start} must be used by one wait"):
+        check(builder.finish(start), "mine")
+
+
+def test_a_collective_nobody_uses_must_be_waited_for_too():
+    builder = GraphBuilder()
+    x = builder.input("x", [4])
+    start = builder.call(ALL_REDUCE, x, "sum", GROUP)
+    with pytest.raises(InvalidGraph, match=rf"'mine': collective {start} must be used by one wait"):
+        check(builder.finish(x), "mine")
+
+
+def test_a_collective_must_be_waited_for_once():
+    builder = GraphBuilder()
+    start = builder.call(ALL_REDUCE, builder.input("x", [4]), "sum", GROUP)
+    waits = [builder.call(WAIT, start), builder.call(WAIT, start)]
+    with pytest.raises(InvalidGraph, match=rf"'mine': collective {start} must be used by one wait"):
+        check(builder.finish(*waits), "mine")
+
+
+def test_nothing_may_read_a_collectives_output_beside_its_wait():
+    builder = GraphBuilder()
+    start = builder.call(ALL_REDUCE, builder.input("x", [4]), "sum", GROUP)
+    early = builder.call(aten.sin.default, start)
+    with pytest.raises(InvalidGraph, match=rf"'mine': collective {start} must be used by one wait"):
+        check(builder.finish(early, builder.call(WAIT, start)), "mine")
+
+
+def test_a_node_before_its_input_is_named():
+    builder = GraphBuilder()
+    first = builder.call(aten.sin.default, builder.input("x", [4]))
+    second = builder.call(aten.cos.default, first)
+    gm = builder.finish(second)
+    first.prepend(second)
+    with pytest.raises(InvalidGraph, match=rf"after pass 'mine': .*{first}"):
+        check(gm, "mine")
