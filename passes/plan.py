@@ -133,6 +133,8 @@ def make_plan(
             budget = min(budget, used) - max(over, table.unit_bytes)
     if not any(fits(step) for _, step in priced.values()):
         look([options[-1].decision for options in choices])
+        # Of a small model keeping may take less: a second gather can be in flight at the peak.
+        look([options[min(1, len(options) - 1)].decision for options in choices])
         look([min(options, key=lambda o: o.memory_bytes).decision for options in choices])
     feasible = [(plan, step) for plan, step in priced.values() if fits(step)]
     if not feasible:

@@ -1,0 +1,217 @@
+"""The planner: within the limit, close to the best there is, honest when nothing fits."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from passes.capture import Captured
+from passes.context import Context
+from passes.decisions import Decision, Plan, shardable
+from passes.hardware import Hardware, LinkRate
+from passes.pipeline import default_passes
+from passes.plan import Infeasible, bucket_bytes_for, make_plan
+from passes.predict import predict
+from tests.passes.captures import capture_step
+from tests.passes.graphs import hardware, plan_of
+
+PASSES = default_passes()
+
+#: By how much the plan may be slower than the fastest of all that fit. Over 72 pairs of model,
+#: network and limit like those below the worst was 20 %; most are at 0.
+WORST_GAP = 0.25
+
+#: By how much more memory may make a plan slower; 5.5 % was the worst seen.
+WORST_REGRESSION = 0.07
+
+
+def network(seconds_per_byte: float) -> Hardware:
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+    return hardware(collectives=dict.fromkeys(kinds, LinkRate(1e-6, seconds_per_byte)))
+
+
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+MODELS = {
+    "even": lambda: nn.Sequential(
+        linear(64, 64), nn.GELU(), linear(64, 64), nn.GELU(), linear(64, 64)
+    ),
+    # Thirty rows on four ranks do not come out even.
+    "biased": lambda: nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 30)),
+    "hourglass": lambda: nn.Sequential(
+        linear(64, 512), nn.GELU(), linear(512, 16), nn.GELU(), linear(16, 256)
+    ),
+}
+# The slower wires take about as long as the compute, and longer: what to shard then matters.
+NETWORKS = {"slow": 1e-7, "even": 1e-8, "fast": 1e-9}
+
+
+@functools.cache
+def captured(model: str, wires: str = "even", rows: int = 16) -> tuple[Captured, Context]:
+    torch.manual_seed(0)
+    return capture_step(MODELS[model](), torch.randn(rows, 64), hardware=network(NETWORKS[wires]))
+
+
+def every_plan(ctx: Context) -> list[Plan]:
+    options = [
+        list(Decision) if shardable(p.shape, ctx.world_size) else [Decision.REPLICATE]
+        for p in ctx.parameters
+    ]
+    names = [p.name for p in ctx.parameters]
+    return [
+        plan_of(
+            ctx.parameters,
+            dict(zip(names, decisions, strict=True)),
+            ctx.world_size,
+            bucket_bytes=bucket_bytes_for(ctx),
+        )
+        for decisions in itertools.product(*options)
+    ]
+
+
+def peak_of(plan: Plan) -> int:
+    assert plan.prediction is not None
+    return plan.prediction.peak_bytes
+
+
+def seconds_of(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.step_seconds
+
+
+def uniform_peaks(step: Captured, ctx: Context) -> tuple[int, int]:
+    """Peaks of the plans that shard all and replicate all."""
+    least, most = [
+        predict(step, plan_of(ctx.parameters, decision, ctx.world_size), ctx, PASSES)
+        for decision in (Decision.SHARD_AGAIN, Decision.REPLICATE)
+    ]
+    return least.prediction.peak_bytes, most.prediction.peak_bytes
+
+
+def limits(step: Captured, ctx: Context, count: int) -> list[int]:
+    """From what sharding everything takes to more than replicating everything does."""
+    least, most = uniform_peaks(step, ctx)
+    return [least + (most - least) * index * 11 // (10 * (count - 1)) for index in range(count)]
+
+
+def decisions(plan: Plan) -> list[Decision]:
+    return [row.decision for row in plan.parameters]
+
+
+@pytest.mark.parametrize("wires", NETWORKS)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_plan_is_never_above_the_limit_and_more_memory_hardly_ever_makes_it_slower(
+    model: str, wires: str
+):
+    step, ctx = captured(model, wires)
+    fastest = float("inf")
+    for limit in limits(step, ctx, 12):
+        try:
+            plan = make_plan(step, ctx.replace(limit_bytes=limit), PASSES)
+        except Infeasible:
+            assert fastest == float("inf"), "a smaller limit was feasible"
+            continue
+        assert peak_of(plan) <= limit
+        assert plan.memory_limit_bytes == limit
+        # Not "never": with more memory the heuristic may try other plans, and miss a better one.
+        assert seconds_of(plan) <= fastest * (1 + WORST_REGRESSION)
+        fastest = min(fastest, seconds_of(plan))
+    assert fastest < float("inf")
+
+
+@pytest.mark.parametrize(
+    ("model", "wires", "rows"),
+    [
+        ("even", "slow", 16),
+        ("even", "even", 16),
+        ("even", "slow", 256),
+        ("biased", "even", 16),
+        ("hourglass", "slow", 256),
+    ],
+)
+def test_the_plan_is_close_to_the_best_of_all_plans(model: str, wires: str, rows: int):
+    step, ctx = captured(model, wires, rows)
+    for limit in limits(step, ctx, 3)[1:]:
+        limited = ctx.replace(limit_bytes=limit)
+        predictions = [
+            predict(step, plan, limited, PASSES).prediction for plan in every_plan(limited)
+        ]
+        best = min(p.step_seconds for p in predictions if p.peak_bytes <= limit)
+        found = seconds_of(make_plan(step, limited, PASSES))
+        assert best * (1 - 1e-9) <= found <= best * (1 + WORST_GAP)
+
+
+def test_the_prediction_is_what_the_simulator_says_of_the_plan():
+    step, ctx = captured("biased")
+    limited = ctx.replace(limit_bytes=limits(step, ctx, 3)[1])
+    plan = make_plan(step, limited, PASSES)
+    assert predict(step, plan, limited, PASSES).prediction == plan.prediction
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_an_infeasible_limit_says_the_least_and_that_works(model: str):
+    step, ctx = captured(model)
+    with pytest.raises(Infeasible, match="is below the least possible") as caught:
+        make_plan(step, ctx.replace(limit_bytes=1000), PASSES)
+    least = caught.value.least_bytes
+    assert peak_of(make_plan(step, ctx.replace(limit_bytes=least), PASSES)) <= least
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_least_limit_is_about_that_of_the_smallest_of_all_plans(model: str):
+    step, ctx = captured(model)
+    tight = ctx.replace(limit_bytes=1000)
+    with pytest.raises(Infeasible) as caught:
+        make_plan(step, tight, PASSES)
+    peaks = [predict(step, p, tight, PASSES).prediction.peak_bytes for p in every_plan(tight)]
+    assert min(peaks) <= caught.value.least_bytes <= 1.05 * min(peaks)
+
+
+def test_the_same_step_is_planned_the_same_twice():
+    for limit in (None, limits(*captured("biased"), 3)[1]):
+        plans = []
+        for _ in range(2):
+            captured.cache_clear()
+            step, ctx = captured("biased")
+            plans.append(make_plan(step, ctx.replace(limit_bytes=limit), PASSES).to_dict())
+        assert plans[0] == plans[1]
+
+
+def test_planning_leaves_the_captured_graphs_alone():
+    step, ctx = captured("biased")
+    before = str(step.forward.graph), str(step.backward.graph)
+    make_plan(step, ctx.replace(limit_bytes=limits(step, ctx, 3)[1]), PASSES)
+    assert (str(step.forward.graph), str(step.backward.graph)) == before
+
+
+def test_what_cannot_be_cut_is_replicated_and_says_so():
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
+    step, ctx = capture_step(model, torch.randn(16, 64))
+    least, most = uniform_decided(step, ctx)
+    plan = make_plan(step, ctx.replace(limit_bytes=(least + most) // 2), PASSES)
+    for name in ("2.weight", "2.bias"):  # of one row
+        assert plan[name].decision is Decision.REPLICATE
+        assert "too small to shard" in plan[name].reason
+
+
+def uniform_decided(step: Captured, ctx: Context) -> tuple[int, int]:
+    """Least and most of what all plans take."""
+    peaks = [predict(step, p, ctx, PASSES).prediction.peak_bytes for p in every_plan(ctx)]
+    return min(peaks), max(peaks)
+
+
+def test_every_row_says_what_its_decision_saves_and_why():
+    step, ctx = captured("even")
+    plan = make_plan(step, ctx.replace(limit_bytes=limits(step, ctx, 12)[1]), PASSES)
+    assert any(row.decision.sharded for row in plan.parameters)
+    for row in plan.parameters:
+        # Parameter, gradient and Adam's two moments of 64 x 64 floats; three quarters go away.
+        assert row.saved_bytes == (3 * 4 * 64 * 64 * 4 // 4 if row.decision.sharded else 0)
+        assert ("gather" in row.reason) == row.decision.sharded
+        assert "reduce" in row.reason
