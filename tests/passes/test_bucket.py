@@ -59,14 +59,14 @@ def test_buckets_change_no_bit(world_size: int, by_exchange: bool):
     assert len(labels(step.lowered(shard, bucket)[0])) < len(labels(step.lowered(shard)[0]))
 
 
-@examples(25)
+@examples(20)
 @given(steps())
 def test_buckets_change_no_bit_of_any_step(step: Step):
     for found, wanted in zip(step.run(shard, bucket), step.run(shard), strict=True):
         assert_same_bits(found, wanted)
 
 
-@examples(12)
+@examples(10)
 @given(steps())
 def test_only_what_is_alone_may_be_above_the_buckets_size(step: Step):
     for gm in step.lowered(shard, bucket):
@@ -75,7 +75,7 @@ def test_only_what_is_alone_may_be_above_the_buckets_size(step: Step):
                 assert collective_full_bytes(node) <= step.bucket_bytes
 
 
-@examples(12)
+@examples(10)
 @given(steps())
 def test_every_parameter_is_still_served_once_each_way(step: Step):
     def served(gm: fx.GraphModule) -> list[tuple[str, bool]]:

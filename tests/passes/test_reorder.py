@@ -74,9 +74,10 @@ def most_gathers_in_flight(gm: fx.GraphModule) -> int:
     return most
 
 
-@pytest.mark.parametrize("by_exchange", [False, True], ids=["gather", "exchange"])
-@pytest.mark.parametrize("in_flight_bytes", [None, 100, 0])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("world_size", "in_flight_bytes", "by_exchange"),
+    [(2, None, False), (3, 100, False), (4, 0, False), (2, 0, True), (3, None, True)],
+)
 def test_the_order_changes_no_bit(world_size: int, in_flight_bytes: int | None, by_exchange: bool):
     step = dataclasses.replace(
         MIXED, world_size=world_size, in_flight_bytes=in_flight_bytes, by_exchange=by_exchange
@@ -85,7 +86,7 @@ def test_the_order_changes_no_bit(world_size: int, in_flight_bytes: int | None, 
         assert_same_bits(found, wanted)
 
 
-@examples(25)
+@examples(20)
 @given(steps())
 def test_the_order_changes_no_bit_of_any_step(step: Step):
     for found, wanted in zip(step.run(*LOWERING), step.run(shard, bucket), strict=True):
@@ -131,7 +132,7 @@ def test_less_communication_is_exposed_than_on_the_spot():
     assert after.exposed_seconds < 0.5 * before.exposed_seconds
 
 
-@examples(25)
+@examples(20)
 @given(steps())
 def test_the_step_is_never_slower_than_without_overlap(step: Step):
     # All there is to run, compute and then network, is the slowest a schedule without idle

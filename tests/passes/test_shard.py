@@ -68,7 +68,7 @@ def test_collectives_compute_what_the_markers_mean(world_size: int, by_exchange:
         assert_close(found, wanted)
 
 
-@examples(25)
+@examples(20)
 @given(steps())
 def test_collectives_compute_what_the_markers_mean_in_any_step(step: Step):
     for found, wanted in zip(step.run(shard), step.run(), strict=True):
