@@ -153,16 +153,17 @@ class Step:
             inputs.append([*mine, torch.randn(self.rows(rank), 8, generator=generator) / 8])
         return inputs
 
+    def lower(self, rank: int, *passes: Any) -> fx.GraphModule:
+        """One rank's graph after these passes, checked at the end."""
+        gm, ctx = self.build(rank), self.context(rank)
+        for one in passes:
+            gm = one(gm, ctx)
+        check(gm, passes[-1].__name__ if passes else "none")
+        return gm
+
     def lowered(self, *passes: Any) -> list[fx.GraphModule]:
-        """Every rank's graph after these passes, checked at the end."""
-        lowered = []
-        for rank in range(self.world_size):
-            gm, ctx = self.build(rank), self.context(rank)
-            for one in passes:
-                gm = one(gm, ctx)
-            check(gm, passes[-1].__name__ if passes else "none")
-            lowered.append(gm)
-        return lowered
+        """Every rank's graph after these passes."""
+        return [self.lower(rank, *passes) for rank in range(self.world_size)]
 
     def run(self, *passes: Any) -> list[tuple[Any, ...]]:
         """Every rank's outputs after these passes."""

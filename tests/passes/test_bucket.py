@@ -45,7 +45,7 @@ def labels(gm: fx.GraphModule) -> list[tuple[str, str]]:
 
 def bucketed(*weights: Weight, bucket_bytes: int = MANY, **changes: object) -> fx.GraphModule:
     step = Step(weights, bucket_bytes=bucket_bytes, **changes)  # type: ignore[arg-type]
-    return step.lowered(shard, bucket)[0]
+    return step.lower(0, shard, bucket)
 
 
 @pytest.mark.parametrize("by_exchange", [False, True], ids=["gather", "exchange"])
@@ -56,7 +56,7 @@ def test_buckets_change_no_bit(world_size: int, by_exchange: bool):
     for found, wanted in zip(together, apart, strict=True):
         assert_same_bits(found, wanted)
     # Or nothing was shown: there must be fewer, larger collectives.
-    assert len(labels(step.lowered(shard, bucket)[0])) < len(labels(step.lowered(shard)[0]))
+    assert len(labels(step.lower(0, shard, bucket))) < len(labels(step.lower(0, shard)))
 
 
 @examples(20)
@@ -82,7 +82,7 @@ def test_every_parameter_is_still_served_once_each_way(step: Step):
         purposes = [n.meta["collective"] for n in gm.graph.nodes if is_collective(n)]
         return sorted((name, p.gathers) for p in purposes for name in p.names)
 
-    assert served(step.lowered(shard, bucket)[0]) == served(step.lowered(shard)[0])
+    assert served(step.lower(0, shard, bucket)) == served(step.lower(0, shard))
 
 
 def test_small_gathers_travel_together_in_order_of_use_and_gradients_in_order_of_readiness():
@@ -124,13 +124,13 @@ def test_replicated_and_sharded_gradients_do_not_share_a_bucket():
 
 def test_one_small_collective_alone_is_left_as_it_is():
     step = Step((Weight((5, 2)),), bucket_bytes=MANY)
-    before = [str(node.target) for node in step.lowered(shard)[0].graph.nodes]
-    assert [str(node.target) for node in step.lowered(shard, bucket)[0].graph.nodes] == before
+    before = [str(node.target) for node in step.lower(0, shard).graph.nodes]
+    assert [str(node.target) for node in step.lower(0, shard, bucket).graph.nodes] == before
 
 
 def test_no_bucket_at_a_size_of_zero():
     step = dataclasses.replace(MIXED, bucket_bytes=0)
-    assert all("+" not in label for _, label in labels(step.lowered(shard, bucket)[0]))
+    assert all("+" not in label for _, label in labels(step.lower(0, shard, bucket)))
 
 
 def test_gradients_leave_an_all_reduces_bucket_as_views_of_it():
@@ -142,7 +142,7 @@ def test_gradients_leave_an_all_reduces_bucket_as_views_of_it():
 
 
 def test_gradients_still_say_whose_they_are():
-    gm = dataclasses.replace(MIXED, bucket_bytes=MANY).lowered(shard, bucket)[0]
+    gm = dataclasses.replace(MIXED, bucket_bytes=MANY).lower(0, shard, bucket)
     gradients = list(gm.graph.output_node().args[0])[1:7]  # type: ignore[arg-type]
     assert [g.meta.get("gradient_of") for g in gradients] == [f"w{i}" for i in range(6)]  # type: ignore[union-attr]
 

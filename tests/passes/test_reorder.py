@@ -104,18 +104,18 @@ def test_the_nodes_are_the_same_ones():
 
 
 def test_gathers_after_the_first_run_beside_compute():
-    (gm, _) = EQUAL.lowered(*LOWERING)
+    gm = EQUAL.lower(0, *LOWERING)
     assert all(kernels_between(gm, *find(gm, f"gather w{i}")) > 0 for i in (1, 2, 3))
 
 
 def test_reductions_run_beside_the_backward_that_goes_on():
     # The last gradient, w0's, is made just before the end.
-    (gm, _) = EQUAL.lowered(*LOWERING)
+    gm = EQUAL.lower(0, *LOWERING)
     assert all(kernels_between(gm, *find(gm, f"reduce w{i}")) > 0 for i in (1, 2, 3))
 
 
 def test_a_gather_is_waited_for_right_before_its_first_use():
-    (gm, _) = EQUAL.lowered(*LOWERING)
+    gm = EQUAL.lower(0, *LOWERING)
     for index in range(4):
         _, wait = find(gm, f"gather w{index}")
         node = wait.next
@@ -125,8 +125,8 @@ def test_a_gather_is_waited_for_right_before_its_first_use():
 
 
 def test_less_communication_is_exposed_than_on_the_spot():
-    (on_the_spot, _) = EQUAL.lowered(shard, annotate)
-    (scheduled, _) = EQUAL.lowered(shard, annotate, reorder)
+    on_the_spot = EQUAL.lower(0, shard, annotate)
+    scheduled = EQUAL.lower(0, shard, annotate, reorder)
     before, after = simulate(on_the_spot.graph), simulate(scheduled.graph)
     assert after.compute_seconds == pytest.approx(before.compute_seconds)
     assert after.exposed_seconds < 0.5 * before.exposed_seconds
@@ -137,32 +137,32 @@ def test_less_communication_is_exposed_than_on_the_spot():
 def test_the_step_is_never_slower_than_without_overlap(step: Step):
     # All there is to run, compute and then network, is the slowest a schedule without idle
     # streams could be.
-    (gm, *_) = step.lowered(shard, bucket, annotate)
+    gm = step.lower(0, shard, bucket, annotate)
     before = simulate(gm.graph).step_seconds
-    (gm, *_) = step.lowered(*LOWERING)
+    gm = step.lower(0, *LOWERING)
     assert simulate(gm.graph).step_seconds <= before * (1 + 1e-9)
 
 
 def test_without_a_limit_gathers_run_ahead():
-    (gm, _) = LONG_KERNELS.lowered(*LOWERING)
+    gm = LONG_KERNELS.lower(0, *LOWERING)
     assert most_gathers_in_flight(gm) == 3
 
 
 def test_in_flight_bytes_bounds_how_far_gathers_run_ahead():
     # A whole weight takes 1024 bytes: room for two.
     step = dataclasses.replace(LONG_KERNELS, in_flight_bytes=2048)
-    (gm, _) = step.lowered(*LOWERING)
+    gm = step.lower(0, *LOWERING)
     assert most_gathers_in_flight(gm) == 2
 
 
 def test_nothing_runs_ahead_with_no_bytes_in_flight():
     step = dataclasses.replace(LONG_KERNELS, in_flight_bytes=0)
-    (gm, _) = step.lowered(*LOWERING)
+    gm = step.lower(0, *LOWERING)
     assert most_gathers_in_flight(gm) == 1
 
 
 def peak_and_seconds(step: Step) -> tuple[int, float]:
-    (gm, *_) = step.lowered(*LOWERING)
+    gm = step.lower(0, *LOWERING)
     simulation = simulate(gm.graph)
     return simulation.peak_bytes, simulation.step_seconds
 
@@ -205,13 +205,13 @@ def test_a_limit_that_cannot_be_met_gives_the_order_with_the_least_peak():
 
 def test_a_graph_without_collectives_is_left_alone():
     step = Step((Weight((4,), decision=Decision.REPLICATE, trained=False),))
-    (before, _) = step.lowered(shard, annotate)
-    (after, _) = step.lowered(shard, annotate, reorder)
+    before = step.lower(0, shard, annotate)
+    after = step.lower(0, shard, annotate, reorder)
     assert [str(n) for n in after.graph.nodes] == [str(n) for n in before.graph.nodes]
 
 
 def test_the_same_graph_gives_the_same_order_twice():
-    first, second = MIXED.lowered(*LOWERING)[0], MIXED.lowered(*LOWERING)[0]
+    first, second = MIXED.lower(0, *LOWERING), MIXED.lower(0, *LOWERING)
     assert [str(n) for n in first.graph.nodes] == [str(n) for n in second.graph.nodes]
 
 
@@ -246,4 +246,4 @@ def test_ranks_with_other_batches_start_the_same_collectives_in_the_same_order(
 def test_ranks_whose_hardware_is_faster_keep_the_order_too():
     fast = hardware(flops_per_second={"default": 1e12}, memory_bytes_per_second=1e12)
     quick = dataclasses.replace(MIXED, hardware=fast)
-    assert labels(quick.lowered(*LOWERING)[0]) == labels(MIXED.lowered(*LOWERING)[0])
+    assert labels(quick.lower(0, *LOWERING)) == labels(MIXED.lower(0, *LOWERING))

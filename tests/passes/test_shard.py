@@ -57,7 +57,7 @@ def collectives(gm: fx.GraphModule) -> list[tuple[str, str]]:
 
 def lowered(weight: Weight, **changes: object) -> fx.GraphModule:
     """Rank 0's graph of a step with one weight."""
-    return Step((weight,), **changes).lowered(shard)[0]  # type: ignore[arg-type]
+    return Step((weight,), **changes).lower(0, shard)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("by_exchange", [False, True], ids=["gather", "exchange"])
@@ -132,7 +132,7 @@ def test_a_rank_without_rows_takes_part_and_keeps_nothing():
 
 def test_by_exchange_nothing_but_exchanges_and_all_reduces_is_used():
     step = dataclasses.replace(MIXED, by_exchange=True)
-    used = {node.target for node in step.lowered(shard)[0].graph.nodes if is_collective(node)}
+    used = {node.target for node in step.lower(0, shard).graph.nodes if is_collective(node)}
     assert used == {ALL_TO_ALL, ALL_REDUCE}
 
 
@@ -149,7 +149,7 @@ def test_a_gradient_is_reduced_by_what_the_profile_says_is_faster(
 
 
 def test_gradients_say_whose_they_are():
-    gm = MIXED.lowered(shard)[0]
+    gm = MIXED.lower(0, shard)
     outputs = gm.graph.output_node().args[0]
     said = [node.meta.get("gradient_of") for node in outputs[1:6]]  # type: ignore[union-attr]
     assert said == ["w0", "w1", "w2", "w3", "w4"]

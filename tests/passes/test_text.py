@@ -77,7 +77,7 @@ def test_names_of_nodes_do_not_show():
 
 def test_a_collective_says_what_it_is_for():
     step = Step((Weight((4,)), Weight((6,))), bucket_bytes=1000)
-    text = graph_text(step.lowered(*LOWERING)[0], step.context(0))
+    text = graph_text(step.lower(0, *LOWERING), step.context(0))
     assert "# gather w0+w1" in text
     assert "# reduce w1+w0" in text
 
