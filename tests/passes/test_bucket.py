@@ -59,14 +59,14 @@ def test_buckets_change_no_bit(world_size: int, by_exchange: bool):
     assert len(labels(step.lower(0, shard, bucket))) < len(labels(step.lower(0, shard)))
 
 
-@examples(20)
+@examples(14)
 @given(steps())
 def test_buckets_change_no_bit_of_any_step(step: Step):
     for found, wanted in zip(step.run(shard, bucket), step.run(shard), strict=True):
         assert_same_bits(found, wanted)
 
 
-@examples(10)
+@examples(8)
 @given(steps())
 def test_only_what_is_alone_may_be_above_the_buckets_size(step: Step):
     for gm in step.lowered(shard, bucket):
@@ -75,7 +75,7 @@ def test_only_what_is_alone_may_be_above_the_buckets_size(step: Step):
                 assert collective_full_bytes(node) <= step.bucket_bytes
 
 
-@examples(10)
+@examples(8)
 @given(steps())
 def test_every_parameter_is_still_served_once_each_way(step: Step):
     def served(gm: fx.GraphModule) -> list[tuple[str, bool]]:

@@ -131,7 +131,7 @@ def test_a_plan_is_never_above_the_limit_and_more_memory_hardly_ever_makes_it_sl
         ("even", "slow", 16),
         ("even", "even", 16),
         ("even", "slow", 256),
-        ("biased", "even", 16),
+        ("biased", "slow", 256),
         ("hourglass", "slow", 256),
     ],
 )

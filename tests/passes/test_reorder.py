@@ -86,7 +86,7 @@ def test_the_order_changes_no_bit(world_size: int, in_flight_bytes: int | None, 
         assert_same_bits(found, wanted)
 
 
-@examples(20)
+@examples(14)
 @given(steps())
 def test_the_order_changes_no_bit_of_any_step(step: Step):
     for found, wanted in zip(step.run(*LOWERING), step.run(shard, bucket), strict=True):
@@ -132,7 +132,7 @@ def test_less_communication_is_exposed_than_on_the_spot():
     assert after.exposed_seconds < 0.5 * before.exposed_seconds
 
 
-@examples(20)
+@examples(14)
 @given(steps())
 def test_the_step_is_never_slower_than_without_overlap(step: Step):
     # All there is to run, compute and then network, is the slowest a schedule without idle
