@@ -12,8 +12,9 @@ from torch import fx
 from passes.annotate import collective_full_bytes
 from passes.bucket import bucket
 from passes.decisions import Decision
+from passes.fusion import effective_users
 from passes.graph import COLLECTIVES, WAIT, is_collective, root_of
-from passes.shard import shard
+from passes.shard import Collective, shard
 from tests.passes.examples import examples
 from tests.passes.steps import Step, Weight, assert_same_bits, steps
 
@@ -101,10 +102,11 @@ def test_a_full_bucket_is_closed_and_the_next_begun():
 def test_what_reaches_the_buckets_size_travels_alone_and_uncopied():
     gm = bucketed(Weight((4,)), Weight((16, 4)), Weight((8,)), bucket_bytes=256)
     assert ("all_gather", "gather w1") in labels(gm)
-    big = next(n for n in gm.graph.nodes if is_collective(n) and n.args[0].name == "w1")
-    assert big.args[0].op == "placeholder"
-    (wait,) = big.users
-    assert aten._to_copy.default in {user.target for user in wait.users}
+    alone = Collective(("w1",), gathers=True)
+    big = next(n for n in gm.graph.nodes if n.meta.get("collective") == alone)
+    assert root_of(big.args[0]).name == "w1"  # type: ignore[arg-type]
+    (reader,) = [n for n in effective_users(big) if n.target is aten._to_copy.default]
+    assert root_of(reader.args[0]) is big  # type: ignore[arg-type]
 
 
 def test_types_do_not_share_a_bucket():
