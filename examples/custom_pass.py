@@ -10,7 +10,7 @@ from torch import fx, nn
 from passes.context import Context
 from passes.graph import WAIT, call, set_value
 from passes.pipeline import Pass, default_passes, insert_after
-from passes.shard import unpack
+from passes.shard import after_wait
 
 
 def half_gradients(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -25,7 +25,7 @@ def half_gradients(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         set_value(start)
         set_value(wait)
         with gm.graph.inserting_after(wait):
-            back = unpack(call(gm.graph, cast, (wait, torch.float32)))
+            back = after_wait(call(gm.graph, cast, (wait, torch.float32)))
         wait.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
     return gm
 

@@ -7,13 +7,13 @@ the order of their first use, reductions in the order their gradients are ready.
 
 Before::                                   After::
 
-    a = wait(all_gather(p, N))                 f = cat([p.view(-1), q.view(-1)])
-    b = wait(all_gather(q, N))                 w = wait(all_gather(f, N)).view(N, -1)
-                                               a = w[:, :n].reshape(...); b = w[:, n:]...
+    a = wait(all_gather(p, N))                 f = pack([p, q])
+    b = wait(all_gather(q, N))                 w = wait(all_gather(f, N))
+                                               a = unpack(w, columns of p); b = unpack(w, ...)
 
 The packing depends on the plan and the parameters' sizes only, never on batch sizes, so
-that ranks with different batches still agree. Gradients come out of an all-reduce's
-bucket as views of it: nothing is copied back.
+that ranks with different batches still agree. Gradients come out of a bucket as views of
+it: nothing is copied back.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from passes.graph import (
     REDUCE_SCATTER,
     WAIT,
     call,
-    compact,
     last_of,
     numel_of,
     positions,
 )
-from passes.shard import Collective, gather, start_collective, unpack
+from passes.packing import PACK, PACK_COLUMNS, UNPACK
+from passes.shard import Collective, after_wait, gather, scatter, start_collective
 
 _aten = torch.ops.aten
 
@@ -89,27 +89,39 @@ def _purpose(members: Sequence[fx.Node]) -> Collective:
     return Collective(names, gathers=members[0].meta["collective"].gathers)
 
 
-def _flat(graph: fx.Graph, node: fx.Node, shape: list[int]) -> fx.Node:
-    return call(graph, _aten.view.default, (node, shape))
-
-
-def _drop(graph: fx.Graph, wait: fx.Node, by: fx.Node) -> None:
-    wait.replace_all_uses_with(by)
-    start = wait.args[0]
-    if "gradient_of" in wait.meta:
-        by.meta["gradient_of"] = wait.meta["gradient_of"]
-    graph.erase_node(wait)
-    graph.erase_node(start)  # type: ignore[arg-type]
-
-
-def _part(start: fx.Node) -> fx.Node:
-    """This rank's part of what a gather gathers: its input, before it is copied for an exchange."""
+def _tensor(start: fx.Node) -> fx.Node:
+    """What a collective is about: its input, before it was packed or flattened."""
     source: Any = start.args[0]
-    if start.target is ALL_TO_ALL:
-        for _ in range(4):  # view, clone, expand, unsqueeze: see passes.shard.gather
-            source = source.args[0]
+    if source.target in (PACK, PACK_COLUMNS):
+        source = source.args[0][0]
+    elif source.target is _aten.view.default:
+        source = source.args[0]
     assert isinstance(source, fx.Node)
     return source
+
+
+def _gradient(start: fx.Node) -> fx.Node:
+    """The gradient that a scatter reduces: undivided, for the bucket divides by itself."""
+    tensor = _tensor(start)
+    if start.target is REDUCE_SCATTER:
+        while tensor.target is not _aten.mul.Tensor:  # compacted after the division
+            tensor = tensor.all_input_nodes[0]
+        return tensor.all_input_nodes[0]
+    return tensor
+
+
+def _drop(graph: fx.Graph, result: fx.Node, by: fx.Node) -> None:
+    """Put ``by`` in the place of a collective's result: its wait, or the mean after it."""
+    result.replace_all_uses_with(by)
+    if "gradient_of" in result.meta:
+        by.meta["gradient_of"] = result.meta["gradient_of"]
+    while result.target is not WAIT:
+        source = result.all_input_nodes[0]
+        graph.erase_node(result)
+        result = source
+    start = result.all_input_nodes[0]
+    graph.erase_node(result)
+    graph.erase_node(start)
 
 
 def _move_inputs_before(node: fx.Node, anchor: fx.Node, order: dict[fx.Node, int]) -> None:
@@ -123,79 +135,68 @@ def _move_inputs_before(node: fx.Node, anchor: fx.Node, order: dict[fx.Node, int
 def _pack_gathers(graph: fx.Graph, members: list[fx.Node], ctx: Context) -> None:
     order = positions(graph)
     anchor = members[0]
-    sources = [_part(node) for node in members]
+    sources = [_tensor(node) for node in members]
     for source in sources:
         _move_inputs_before(source, anchor, order)
     with graph.inserting_before(anchor):
-        parts = [_flat(graph, source, [-1]) for source in sources]
-        flat = call(graph, _aten.cat.default, (parts,), "bucket")
-        wait = gather(graph, flat, anchor.args[-1], _purpose(members), ctx)
-        whole = unpack(_flat(graph, wait, [ctx.world_size, -1]))
-        offset = 0
+        packed = gather(graph, sources, anchor.args[-1], _purpose(members), ctx)
+        start = 0
         replaced = []
         for node, source in zip(members, sources, strict=True):
-            numel = numel_of(source.meta["val"])
             wait = _wait_of(node)
-            columns = unpack(call(graph, _aten.slice.Tensor, (whole, 1, offset, offset + numel)))
-            copied = unpack(compact(graph, columns))
-            full = unpack(_flat(graph, copied, list(wait.meta["val"].shape)))
-            replaced.append((wait, full))
-            offset += numel
+            args = (packed, ctx.world_size, start, list(wait.meta["val"].shape))
+            replaced.append((wait, after_wait(call(graph, UNPACK, args))))
+            start += numel_of(source.meta["val"])
     for wait, full in replaced:  # not above: the anchor, where nodes go in, is among them
         _drop(graph, wait, full)
-    # The copies that each member's exchange had are dead now; the caller removes them.
+    # What each member was packed into is dead now; the caller removes it.
 
 
 def _pack_all_reduces(graph: fx.Graph, members: list[fx.Node]) -> None:
     anchor = last_of(members, positions(graph))
     sources: list[fx.Node] = [node.args[0] for node in members]  # type: ignore[misc]
-    waits = [_wait_of(node) for node in members]
     with graph.inserting_before(anchor):
-        parts = [_flat(graph, source, [-1]) for source in sources]
-        flat = call(graph, _aten.cat.default, (parts,), "bucket")
-        start = start_collective(graph, ALL_REDUCE, (flat, *anchor.args[1:]), _purpose(members))
+        packed = call(graph, PACK, (sources, 1), "bucket")
+        start = start_collective(graph, ALL_REDUCE, (packed, *anchor.args[1:]), _purpose(members))
         whole = call(graph, WAIT, (start,), "reduced")
-        offset = 0
+        pieces = _pieces(graph, whole, [numel_of(source.meta["val"]) for source in sources])
         replaced = []
-        for source, wait in zip(sources, waits, strict=True):
-            numel = numel_of(source.meta["val"])
-            piece = unpack(call(graph, _aten.slice.Tensor, (whole, 0, offset, offset + numel)))
-            replaced.append((wait, unpack(_flat(graph, piece, list(wait.meta["val"].shape)))))
-            offset += numel
+        for node, piece in zip(members, pieces, strict=True):
+            wait = _wait_of(node)
+            view = call(graph, _aten.view.default, (piece, list(wait.meta["val"].shape)))
+            replaced.append((wait, after_wait(view)))
     _drop_late(graph, replaced)
 
 
 def _pack_scatters(graph: fx.Graph, members: list[fx.Node], ctx: Context) -> None:
     anchor = last_of(members, positions(graph))
-    world_size = ctx.world_size
-    sources: list[fx.Node] = [node.args[0] for node in members]  # type: ignore[misc]
-    waits = [_wait_of(node) for node in members]
+    gradients = [_gradient(node) for node in members]
+    results = [_result_of(node) for node in members]
+    group = anchor.args[-1]
     with graph.inserting_before(anchor):
-        parts = [_flat(graph, source, [world_size, -1]) for source in sources]
-        table = call(graph, _aten.cat.default, (parts, 1), "bucket")
-        flat = _flat(graph, table, [-1])
-        columns = table.meta["val"].shape[1]
-        purpose = _purpose(members)
-        if anchor.target is REDUCE_SCATTER:
-            start = start_collective(graph, REDUCE_SCATTER, (flat, *anchor.args[1:]), purpose)
-        else:
-            splits = [columns] * world_size
-            args = (flat, splits, splits, anchor.args[3])
-            start = start_collective(graph, ALL_TO_ALL, args, purpose)
-        whole = call(graph, WAIT, (start,), "reduced")
-        replaced = []
-        offset = 0
-        if anchor.target is ALL_TO_ALL:
-            whole = unpack(_flat(graph, whole, [world_size, columns]))
-        for part, wait in zip(parts, waits, strict=True):
-            numel = part.meta["val"].shape[1]
-            dim = 1 if anchor.target is ALL_TO_ALL else 0
-            piece = unpack(call(graph, _aten.slice.Tensor, (whole, dim, offset, offset + numel)))
-            if dim == 1:  # what follows views it as [N, rows, ...] and sums: give it its own memory
-                piece = unpack(compact(graph, piece))
-            replaced.append((wait, unpack(_flat(graph, piece, list(wait.meta["val"].shape)))))
-            offset += numel
-    _drop_late(graph, replaced)
+        whole = scatter(graph, gradients, group, _purpose(members), ctx)
+        pieces = _pieces(graph, whole, [numel_of(result.meta["val"]) for result in results])
+    _drop_late(graph, list(zip(results, pieces, strict=True)))
+
+
+def _result_of(start: fx.Node) -> fx.Node:
+    """Where a reduced part first stands: the wait, or after an exchange the mean."""
+    wait = _wait_of(start)
+    if start.target is ALL_TO_ALL:
+        (mean,) = wait.users
+        return mean
+    return wait
+
+
+def _pieces(graph: fx.Graph, whole: fx.Node, numels: Sequence[int]) -> list[fx.Node]:
+    """Consecutive views of a flat tensor."""
+    found = []
+    start = 0
+    for numel in numels:
+        args = (whole, 0, start, start + numel)
+        found.append(after_wait(call(graph, _aten.slice.Tensor, args)))
+        start += numel
+    return found
 
 
 def _drop_late(graph: fx.Graph, replaced: list[tuple[fx.Node, fx.Node]]) -> None:

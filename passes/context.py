@@ -69,6 +69,8 @@ class Context:
     ``base_bytes``: what this rank holds during the whole graph and the graph does not
     allocate: parameters, optimizer state, buffers (and gradients of an earlier backward).
     ``limit_bytes``: the memory limit of the whole, None for no limit.
+    ``deciding``: the planner is at work: the best order of collectives is searched for.
+    Otherwise it follows from the plan and the parameters, for all ranks alike.
     ``by_exchange``: gather and reduce by all-to-all (gloo; see ``passes/shard.py``).
     """
 
@@ -82,6 +84,7 @@ class Context:
     base_bytes: int = 0
     limit_bytes: int | None = None
     by_exchange: bool = False
+    deciding: bool = False
 
     def parameter(self, name: str) -> Parameter:
         """The parameter of that name; KeyError if the model has none."""

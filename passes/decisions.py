@@ -72,9 +72,11 @@ class Plan:
 
     ``bucket_bytes``: collectives below this travel together up to this size.
     ``in_flight_bytes``: at most this many bytes of gathered weights wait ahead of
-    their use, and of gradients wait behind their reduction (None: no bound). The
-    order of collectives follows from these two numbers and the graph alone, so
-    that ranks with another batch size still agree.
+    their use, and of gradients wait behind their reduction (None: no bound).
+    ``order``: by graph (``"forward"``, ``"backward"``), what the collectives are for in the
+    order they start. It is decided once, for all: ranks with other batch sizes, which
+    would each like another order, follow it (a graph it does not fit gets an order that
+    no batch size enters).
     """
 
     parameters: tuple[ParameterPlan, ...]
@@ -83,6 +85,7 @@ class Plan:
     bucket_bytes: int = 1 << 20
     in_flight_bytes: int | None = None
     prediction: Prediction | None = None
+    order: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def decision(self, name: str) -> Decision:
         """The decision for a parameter; KeyError if the plan does not know it."""
@@ -201,6 +204,7 @@ class Plan:
                 bucket_bytes=data["bucket_bytes"],
                 in_flight_bytes=data["in_flight_bytes"],
                 prediction=Prediction(**prediction) if prediction else None,
+                order={graph: tuple(labels) for graph, labels in data["order"].items()},
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"the plan is damaged: {error!r}; make it again") from error

@@ -22,7 +22,7 @@ from passes.graph import (
     is_collective,
     is_getitem,
     is_marker,
-    is_row_helper,
+    is_packing,
     output_nodes,
     root_of,
 )
@@ -66,7 +66,7 @@ _ALSO_FUSIBLE = {
 
 def is_fusible(node: fx.Node) -> bool:
     """Whether Inductor may run this node inside a fused kernel."""
-    if node.op != "call_function" or is_collective(node) or is_marker(node) or is_row_helper(node):
+    if node.op != "call_function" or is_collective(node) or is_marker(node) or is_packing(node):
         return False
     if node.target in _ALSO_FUSIBLE or str(node.target).startswith("prims.inductor_"):
         return True

@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from passes._torch import FakeTensorMode
-from passes.markers import PAD_ROWS, REDUCE_GRAD, TRIM_ROWS, UNSHARD
+from passes.markers import REDUCE_GRAD, UNSHARD
+from passes.packing import PACKING
 
 _c10d = torch.ops._c10d_functional
 ALL_GATHER = _c10d.all_gather_into_tensor.default
@@ -54,8 +55,8 @@ def is_marker(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in (UNSHARD, REDUCE_GRAD)
 
 
-def is_row_helper(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target in (PAD_ROWS, TRIM_ROWS)
+def is_packing(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in PACKING
 
 
 def root_of(node: fx.Node) -> fx.Node:

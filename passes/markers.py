@@ -8,8 +8,6 @@ no operator carries a rank's own sizes.
 ===================  ======================================================================
 ``unshard``          local shard ``[rows/N, ...]`` -> full parameter ``[rows, ...]``
 ``reduce_grad``      this rank's full gradient -> the mean over ranks, laid out as the shard
-``pad_rows``         local shard -> ``rows`` rows, zeros below (when N does not divide)
-``trim_rows``        padded gradient shard -> as many rows as this rank's shard has
 ===================  ======================================================================
 
 ``sharded=False`` marks a replicated parameter: ``unshard`` is then the identity and
@@ -31,8 +29,6 @@ _LIBRARY.define(
 _LIBRARY.define(
     "reduce_grad(Tensor grad, Tensor shard, str name, bool sharded, str group_name) -> Tensor"
 )
-_LIBRARY.define("pad_rows(Tensor shard, SymInt rows) -> Tensor")
-_LIBRARY.define("trim_rows(Tensor padded, Tensor like) -> Tensor")
 
 
 @torch.library.register_fake("osdp::unshard")
@@ -52,28 +48,6 @@ def _reduce_grad_shape(
     return torch.empty_like(grad, memory_format=torch.contiguous_format)
 
 
-@torch.library.register_fake("osdp::pad_rows")
-def _pad_rows_shape(shard: Tensor, rows: int) -> Tensor:
-    return shard.new_empty([rows, *shard.shape[1:]])
-
-
-@torch.library.register_fake("osdp::trim_rows")
-def _trim_rows_shape(padded: Tensor, like: Tensor) -> Tensor:
-    return padded.new_empty([like.shape[0], *padded.shape[1:]])
-
-
-@torch.library.impl("osdp::pad_rows", "CompositeExplicitAutograd")
-def _pad_rows(shard: Tensor, rows: int) -> Tensor:
-    padded = shard.new_zeros([rows, *shard.shape[1:]])
-    padded[: shard.shape[0]] = shard
-    return padded
-
-
-@torch.library.impl("osdp::trim_rows", "CompositeExplicitAutograd")
-def _trim_rows(padded: Tensor, like: Tensor) -> Tensor:
-    return padded[: like.shape[0]].clone()
-
-
 def _save_for_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     shard, ctx.name, _, ctx.sharded, ctx.group_name = inputs
     ctx.save_for_backward(shard)
@@ -89,5 +63,3 @@ torch.library.register_autograd("osdp::unshard", _reduce, setup_context=_save_fo
 
 UNSHARD = torch.ops.osdp.unshard.default
 REDUCE_GRAD = torch.ops.osdp.reduce_grad.default
-PAD_ROWS = torch.ops.osdp.pad_rows.default
-TRIM_ROWS = torch.ops.osdp.trim_rows.default

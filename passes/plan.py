@@ -17,8 +17,8 @@ The method, in two levels:
    expected to be exposed: hidden communication costs nothing, so a plan may move bytes
    from the backward, where an all-reduce lies wholly, into the forward.
 2. *The simulator decides.* For each weighting the budget v is lowered by what the simulated
-   peak exceeds the limit by, until the plan fits; of all plans that fit the fastest
-   simulated one is taken (the earlier one of equals).
+   peak exceeds the limit by, until the plan fits. The fastest simulated plan that fits is
+   then refined: one group of like parameters, or one parameter, at a time.
 
 Recurrence: the 0/1 knapsack of OSDP (arXiv 2209.13258, section 3.3) and Galvatron.
 """
@@ -27,20 +27,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 
 import numpy as np
 
 from passes.capture import Captured
-from passes.context import Context, Parameter
+from passes.context import Context, Parameter, Phase
 from passes.decisions import Decision, ParameterPlan, Plan, shardable
 from passes.pipeline import Pass
 from passes.predict import Step, predict
+from passes.reorder import order_of
 from passes.units import format_bytes, format_seconds
 
 _UNITS = 1024
 _WEIGHTS = ((1.0, 1.0), (0.0, 1.0), (1.0, 0.0), (0.3, 1.0))
 _MOST_TRIES = 6
+_MOST_LOOKS = 48
+_REFINED_NODES = 6000  # nodes that refining may simulate in all: two seconds or so
 
 
 class Infeasible(ValueError):
@@ -80,69 +84,169 @@ def bucket_bytes_for(ctx: Context) -> int:
     return 1 << min(25, max(16, math.ceil(math.log2(max(worth, 1)))))
 
 
-def make_plan(
-    captured: Captured, ctx: Context, passes: Sequence[Pass], read: frozenset[str] | None = None
-) -> Plan:
+def make_plan(captured: Captured, ctx: Context, passes: Sequence[Pass]) -> Plan:
     """The fastest plan under ``ctx.limit_bytes`` (None: no limit). See the module's docstring.
-
-    ``read``: the parameters the captured graphs read (None: all). The others (behind a graph
-    break) are sharded only if memory asks for it.
 
     Raises:
         Infeasible: if even the plan that takes the least memory is above the limit.
     """
-    empty = Plan(
-        (),
-        world_size=ctx.world_size,
-        memory_limit_bytes=ctx.limit_bytes,
-        bucket_bytes=bucket_bytes_for(ctx),
-    )
-    choices = [_choices(parameter, ctx) for parameter in ctx.parameters]
-
-    def price(decisions: Sequence[Decision]) -> tuple[Plan, Step]:
-        plan = empty.replace(parameters=_rows(ctx, decisions))
-        return plan, predict(captured, plan, ctx, passes)
-
-    priced: dict[tuple[Decision, ...], tuple[Plan, Step]] = {}
-
-    def look(decisions: Sequence[Decision]) -> tuple[Plan, Step]:
-        key = tuple(decisions)
-        if key not in priced:
-            priced[key] = price(key)
-        return priced[key]
-
-    def fits(step: Step) -> bool:
-        return ctx.limit_bytes is None or step.prediction.peak_bytes <= ctx.limit_bytes
-
-    look([options[0].decision for options in choices])  # replicate everything
+    search = _Search(captured, ctx, passes)
+    search.replicate_all()
     for weights in _WEIGHTS:
-        table = _Table(choices, weights, ctx)
-        budget = table.most_bytes
-        if ctx.limit_bytes is not None:
-            budget = min(budget, ctx.limit_bytes)
+        search.propose(weights)
+    if search.feasible() is None and ctx.limit_bytes is not None:
+        least = search.least_memory()
+        if least.prediction.peak_bytes > ctx.limit_bytes:
+            raise Infeasible(ctx.limit_bytes, least, ctx.world_size)
+    search.refine()
+    found = search.feasible()
+    assert found is not None
+    return _explained(*found, ctx)
+
+
+class _Search:
+    """The plans that were looked at, and what the simulator said of each."""
+
+    def __init__(self, captured: Captured, ctx: Context, passes: Sequence[Pass]) -> None:
+        self.captured, self.ctx, self.passes = captured, ctx, passes
+        self.choices = [_choices(parameter, ctx) for parameter in ctx.parameters]
+        self.empty = Plan(
+            (),
+            world_size=ctx.world_size,
+            memory_limit_bytes=ctx.limit_bytes,
+            bucket_bytes=bucket_bytes_for(ctx),
+        )
+        self.seen: dict[tuple[Decision, ...], tuple[Plan, Step]] = {}
+
+    def look(self, decisions: Sequence[Decision]) -> Step:
+        """Lower and simulate a plan, once; the order of its collectives becomes its own."""
+        key = tuple(decisions)
+        if key not in self.seen:
+            self.seen[key] = self._price(key, self.ctx)
+        return self.seen[key][1]
+
+    def _price(self, decisions: tuple[Decision, ...], ctx: Context) -> tuple[Plan, Step]:
+        plan = self.empty.replace(parameters=_rows(ctx, decisions))
+        step = predict(self.captured, plan, ctx.replace(deciding=True), self.passes)
+        order = {
+            phase.value: order_of(gm.graph)
+            for phase, gm in ((Phase.FORWARD, step.forward), (Phase.BACKWARD, step.backward))
+        }
+        return plan.replace(order=order), step
+
+    def fits(self, step: Step) -> bool:
+        limit_bytes = self.ctx.limit_bytes
+        return limit_bytes is None or step.prediction.peak_bytes <= limit_bytes
+
+    def feasible(self) -> tuple[Plan, Step] | None:
+        """The fastest plan that fits, with what the simulator says of it as it will be lowered."""
+        found = [pair for pair in self.seen.values() if self.fits(pair[1])]
+        for plan, _ in sorted(found, key=lambda pair: pair[1].prediction.step_seconds):
+            step = predict(self.captured, plan, self.ctx, self.passes)
+            if self.fits(step):
+                return plan, step
+        return None
+
+    def replicate_all(self) -> None:
+        self.look([options[0].decision for options in self.choices])
+
+    def propose(self, weights: tuple[float, float]) -> None:
+        """Look at the dynamic programme's plans, for ever smaller budgets until one fits."""
+        table = _Table(self.choices, weights, self.ctx)
+        limit_bytes = self.ctx.limit_bytes
+        budget = table.most_bytes if limit_bytes is None else min(table.most_bytes, limit_bytes)
         for _ in range(_MOST_TRIES):
             decisions = table.best(budget)
             if decisions is None:
-                break
-            _, step = look(decisions)
-            if fits(step):
-                break
-            assert ctx.limit_bytes is not None
-            used = table.memory_bytes(decisions)
-            over = step.prediction.peak_bytes - ctx.limit_bytes
-            budget = min(budget, used) - max(over, table.unit_bytes)
-    if not any(fits(step) for _, step in priced.values()):
-        look([options[-1].decision for options in choices])
-        # Of a small model keeping may take less: a second gather can be in flight at the peak.
-        look([options[min(1, len(options) - 1)].decision for options in choices])
-        look([min(options, key=lambda o: o.memory_bytes).decision for options in choices])
-    feasible = [(plan, step) for plan, step in priced.values() if fits(step)]
-    if not feasible:
-        least = min((step for _, step in priced.values()), key=lambda s: s.prediction.peak_bytes)
-        assert ctx.limit_bytes is not None
-        raise Infeasible(ctx.limit_bytes, least, ctx.world_size)
-    plan, step = min(feasible, key=lambda pair: pair[1].prediction.step_seconds)
-    return _explained(plan, step, ctx)
+                return
+            step = self.look(decisions)
+            if limit_bytes is None or self.fits(step):
+                return
+            over = step.prediction.peak_bytes - limit_bytes
+            budget = min(budget, table.memory_bytes(decisions)) - max(over, table.unit_bytes)
+
+    def refine(self) -> None:
+        """Change groups of parameters, or single ones, while that makes a plan that fits faster.
+
+        The additive model sees no overlap: what hides behind what only the simulator knows.
+        A large graph takes long to simulate and gets fewer looks.
+        """
+        nodes = len(self.captured.forward.graph.nodes) + len(self.captured.backward.graph.nodes)
+        left = min(_MOST_LOOKS, _REFINED_NODES // nodes)
+        fitting = {key: step for key, (_, step) in self.seen.items() if self.fits(step)}
+
+        def seconds(key: tuple[Decision, ...]) -> float:
+            return fitting[key].prediction.step_seconds
+
+        best = min(fitting, key=seconds)
+        moves = [*self._alike(), *([index] for index in range(len(self.choices)))]
+        for members in sorted(moves, key=self._size_bytes, reverse=True):
+            for option in range(len(self.choices[members[0]])):
+                tried = list(best)
+                for index in members:
+                    tried[index] = self.choices[index][option].decision
+                key = tuple(tried)
+                if key in self.seen:
+                    continue
+                if left == 0:
+                    return
+                left -= 1
+                step = self.look(key)
+                if self.fits(step):
+                    fitting[key] = step
+                    if seconds(key) < seconds(best):
+                        best = key
+
+    def least_memory(self) -> Step:
+        """The least peak that is found, or the first on the way there that fits.
+
+        Not always that of gathering everything again: a second gather may be in flight at
+        the peak. Coordinate descent over groups of parameters that are alike, on schedules
+        that give up all overlap; the way does not depend on the limit, so that the least
+        limit an error names is one that works.
+        """
+        ctx = self.ctx.replace(limit_bytes=0)
+        groups = self._alike()
+        starts = [
+            [options[-1].decision for options in self.choices],
+            [options[min(1, len(options) - 1)].decision for options in self.choices],
+            [options[0].decision for options in self.choices],
+        ]
+        looks: dict[tuple[Decision, ...], Step] = {}
+
+        def peak(decisions: Sequence[Decision]) -> int:
+            key = tuple(decisions)
+            if key not in looks:
+                looks[key] = self._price(key, ctx)[1]
+            return looks[key].prediction.peak_bytes
+
+        best = min(starts, key=peak)
+        improved = True
+        while improved and len(looks) < _MOST_LOOKS and not self.fits(looks[tuple(best)]):
+            improved = False
+            for members in groups:
+                for option in range(len(self.choices[members[0]])):
+                    tried = list(best)
+                    for index in members:
+                        tried[index] = self.choices[index][option].decision
+                    if len(looks) < _MOST_LOOKS and peak(tried) < peak(best):
+                        best, improved = tried, True
+                        if self.fits(looks[tuple(best)]):
+                            break
+        self.look(best)
+        return looks[tuple(best)]
+
+    def _alike(self) -> list[list[int]]:
+        """Indices of parameters that differ in a layer's number only, the largest group first."""
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for index, parameter in enumerate(self.ctx.parameters):
+            pattern = re.sub(r"\d+", "*", parameter.name)
+            key = (pattern, parameter.shape, parameter.dtype, parameter.requires_grad)
+            groups.setdefault(key, []).append(index)
+        return sorted(groups.values(), key=self._size_bytes, reverse=True)
+
+    def _size_bytes(self, members: list[int]) -> int:
+        return sum(self.ctx.parameters[index].full_bytes for index in members)
 
 
 def _choices(parameter: Parameter, ctx: Context) -> list[_Choice]:

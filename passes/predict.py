@@ -64,6 +64,7 @@ def optimizer_temporary_bytes(ctx: Context, plan: Plan) -> int:
 def predict(captured: Captured, plan: Plan, ctx: Context, passes: Sequence[Pass]) -> Step:
     """Lower a captured step as the plan says, and simulate it.
 
+    ``ctx.deciding``: search for the order of collectives; otherwise the plan's is followed.
     ``ctx.base_bytes``: bytes of buffers and of whatever else the model holds besides
     parameters and optimizer state.
     """

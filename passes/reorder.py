@@ -16,18 +16,23 @@ long as the bytes in flight stay under a cap. A reduction is waited for when it 
 or at once when the cap is reached. The largest cap is taken whose simulated peak stays
 under the limit: overlap is given up before memory.
 
-Collectives of one kind keep the order they had, which follows from the plan and the graph
-and not from the batch size: ranks with different batches agree on it.
+All ranks must start the same collectives in the same order, also those whose batch is
+smaller and whose clock runs otherwise. So the order is decided once, while planning
+(``ctx.deciding``), and followed from then on (``plan.order``). For a graph that the plan
+has no order for, the clock counts kernels and not what they cost.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from torch import fx
 
 from passes.annotate import collective_full_bytes, cost_of
+from passes.check import InvalidGraph
 from passes.context import Context
+from passes.fusion import is_fusible
 from passes.graph import COLLECTIVES, output_node, positions
 from passes.simulate import simulate
 
@@ -42,16 +47,59 @@ def reorder(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     if not jobs:
         return gm
     original = list(graph.nodes)
+    sequence = None if ctx.deciding else _sequence(original, jobs, ctx)
     total = sum(job.bytes for job in jobs)
     cap = ctx.plan.in_flight_bytes if ctx.plan.in_flight_bytes is not None else total
+    tried: list[tuple[int, list[fx.Node]]] = []
     while True:
-        _apply(graph, _schedule(original, jobs, cap))
-        if ctx.limit_bytes is None or cap == 0:
-            break
-        if ctx.base_bytes + simulate(graph).peak_bytes <= ctx.limit_bytes:
+        schedule = _schedule(original, jobs, cap, _seconds, sequence)
+        _apply(graph, schedule)
+        if ctx.limit_bytes is None:
+            return gm
+        tried.append((simulate(graph).peak_bytes, schedule))
+        if ctx.base_bytes + tried[-1][0] <= ctx.limit_bytes:
+            return gm
+        if cap == 0:
             break
         cap = cap // 2 if cap > total // 64 else 0
+    _apply(graph, min(tried, key=lambda peak_and_schedule: peak_and_schedule[0])[1])
     return gm
+
+
+def order_of(graph: fx.Graph) -> tuple[str, ...]:
+    """What the collectives of a graph are for, in the order they start."""
+    return tuple(_label(node) for node in graph.nodes if "collective" in node.meta)
+
+
+def _label(start: fx.Node) -> str:
+    label: str = start.meta["collective"].label
+    return label
+
+
+def _seconds(node: fx.Node) -> float:
+    return cost_of(node).seconds
+
+
+def _sequence(original: list[fx.Node], jobs: list[_Job], ctx: Context) -> list[_Job]:
+    """The order in which the collectives start, the same for every batch size."""
+    planned = ctx.plan.order.get(ctx.phase.value, ())
+    by_label = {_label(job.start): job for job in jobs}
+    if len(by_label) == len(jobs) and sorted(planned) == sorted(by_label):
+        return [by_label[label] for label in planned]
+    # As much computing as communication, evenly spread over what is no fused kernel.
+    kernels = {n for n in original if n.op == "call_function" and not is_fusible(n)}
+    each = sum(job.seconds for job in jobs) / max(1, len(kernels))
+    total = sum(job.bytes for job in jobs)
+    bound = ctx.plan.in_flight_bytes
+    order = _schedule(
+        original,
+        jobs,
+        total if bound is None else bound,
+        lambda node: each if node in kernels else 0.0,
+        None,
+    )
+    by_start = {job.start: job for job in jobs}
+    return [by_start[node] for node in order if node in by_start]
 
 
 @dataclasses.dataclass
@@ -119,7 +167,7 @@ def _unpacking(wait: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
             for user in node.users:
                 if user in own or user.op != "call_function":
                     continue
-                fresh = "unpacks" in user.meta
+                fresh = "after_wait" in user.meta
                 if fresh and all(
                     source in own or source.op == "placeholder" for source in user.all_input_nodes
                 ):
@@ -130,8 +178,18 @@ def _unpacking(wait: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
     return sorted(own, key=order.__getitem__)
 
 
-def _schedule(original: list[fx.Node], jobs: list[_Job], cap_bytes: int) -> list[fx.Node]:
-    """The new order of all nodes but the output."""
+def _schedule(
+    original: list[fx.Node],
+    jobs: list[_Job],
+    cap_bytes: int,
+    seconds: Callable[[fx.Node], float],
+    sequence: list[_Job] | None,
+) -> list[fx.Node]:
+    """The new order of all nodes but the output.
+
+    ``seconds``: what a compute node takes. ``sequence``: the order in which the collectives
+    must start (None: the best that is found).
+    """
     mine = {n for job in jobs for n in (*job.before, job.start, job.wait, *job.after)}
     compute = [n for n in original if n not in mine and n.op not in ("placeholder", "output")]
     order = {node: index for index, node in enumerate(original)}
@@ -139,7 +197,7 @@ def _schedule(original: list[fx.Node], jobs: list[_Job], cap_bytes: int) -> list
     now = 0.0
     for node in compute:
         clock[node] = now
-        now += cost_of(node).seconds
+        now += seconds(node)
     finish = now
     gathers = sorted(
         (j for j in jobs if j.gathers),
@@ -193,21 +251,66 @@ def _schedule(original: list[fx.Node], jobs: list[_Job], cap_bytes: int) -> list
     for job in reductions:
         ready_at.setdefault(ready_after[id(job)], []).append(job)
     pending.extend(ready_at.get(None, []))
+    in_line = iter(sequence or ())
+    head = next(in_line, None)
+
+    def next_in_line() -> bool:
+        """Start what is next in the given sequence, if it can start now."""
+        nonlocal head, next_gather
+        if head is None:
+            return False
+        if head.gathers:
+            if ahead_bytes and ahead_bytes + head.bytes > cap_bytes:
+                return False
+            next_gather += 1
+        else:
+            if head not in pending:
+                return False
+            if flying_bytes and flying_bytes + head.bytes > cap_bytes:
+                return False
+            pending.remove(head)
+        job, head = head, next(in_line, None)
+        begin(job, now)
+        return True
+
+    def force_up_to(job: _Job) -> None:
+        """Start a collective that must start now, and all that are before it in line."""
+        nonlocal head, next_gather
+        while id(job) not in ends:
+            if sequence is None:
+                first = gathers[next_gather] if job.gathers else pending[0]
+            else:
+                assert head is not None
+                first, head = head, next(in_line, None)
+            if first.gathers:
+                next_gather += 1
+            elif first in pending:
+                pending.remove(first)
+            else:
+                raise InvalidGraph(
+                    f"pass 'reorder': {_label(first.start)!r} cannot start before "
+                    f"{_label(job.start)!r}, as the plan's order says: the plan was made for "
+                    "another model; make it again"
+                )
+            begin(first, now)
+
     slip = 0.0  # how far stalls have pushed the clock behind the stall-free one
 
     for node in compute:
         for job in use_of.get(node, ()):
-            while id(job) not in ends:  # everything before it in line goes first
-                begin(gathers[next_gather], now)
-                next_gather += 1
+            force_up_to(job)
             if id(job) in waiting:
                 stall = max(0.0, ends[id(job)] - now)
                 now += stall
                 slip += stall
                 finish_job(job)
         # Keep the network busy while this node runs.
-        until = now + cost_of(node).seconds
+        until = now + seconds(node)
         while free_at <= until:
+            if sequence is not None:
+                if cap_bytes > 0 and next_in_line():
+                    continue
+                break
             gather = gathers[next_gather] if next_gather < len(gathers) else None
             if gather is not None:
                 use_clock = clock.get(gather.first_use, finish) + slip  # type: ignore[arg-type]
@@ -230,8 +333,7 @@ def _schedule(original: list[fx.Node], jobs: list[_Job], cap_bytes: int) -> list
         for job in ready_at.get(node, ()):
             pending.append(job)
             if cap_bytes == 0:
-                pending.remove(job)
-                begin(job, now)
+                force_up_to(job)
                 stall = max(0.0, ends[id(job)] - now)
                 now += stall
                 slip += stall
@@ -248,13 +350,12 @@ def _schedule(original: list[fx.Node], jobs: list[_Job], cap_bytes: int) -> list
             now += stall
             slip += stall
             finish_job(job)
-    for job in gathers[next_gather:]:
-        begin(job, now)
+    for job in sequence or [*gathers, *pending]:
+        if id(job) not in ends:
+            force_up_to(job)
     for job in gathers:
         if id(job) in waiting:
             finish_job(job)
-    for job in pending:
-        begin(job, now)
     for job in list(flying):
         finish_job(job)
     return result

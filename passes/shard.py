@@ -6,9 +6,10 @@ parameter, with ``meta["collective"]`` (:class:`Collective`) on the node that st
 
 Before::                              After (sharded, N ranks)::
 
-    w = unshard(p, [rows, k])             start = all_gather(p, N); w = wait(start)
-    r = reduce_grad(g, p)                 m = g * (1/N); start = all_to_all(m)
-                                          r = wait(start).view(N, rows/N, k).sum(0)
+    w = unshard(p, [rows, k])             start = all_gather(p.view(-1), N)
+                                          w = wait(start).view(rows, k)
+    r = reduce_grad(g, p)                 start = all_to_all(g.view(-1))
+                                          r = mean_ranks(wait(start), N).view(rows/N, k)
 
 A replicated parameter's unshard disappears, and its gradient is all-reduced. Where N does
 not divide the rows, shards are padded to equal size before and trimmed after. A gradient
@@ -23,6 +24,7 @@ several are in flight beside compiled code (docs/design.md); its all-to-all touc
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,9 +40,11 @@ from passes.graph import (
     bytes_of,
     call,
     compact,
+    numel_of,
     output_node,
 )
-from passes.markers import PAD_ROWS, REDUCE_GRAD, TRIM_ROWS, UNSHARD
+from passes.markers import REDUCE_GRAD, UNSHARD
+from passes.packing import MEAN_RANKS, PACK, PACK_COLUMNS, PAD_ROWS, TRIM_ROWS
 
 _aten = torch.ops.aten
 
@@ -87,35 +91,42 @@ def _lower_unshard(node: fx.Node, ctx: Context) -> None:
     with graph.inserting_before(node):
         if rows * ctx.world_size != total:
             source = call(graph, PAD_ROWS, (source, rows))
-        full = gather(graph, source, group, Collective((name,), gathers=True), ctx)
+        wait = gather(graph, [source], group, Collective((name,), gathers=True), ctx)
+        padded = [rows * ctx.world_size, *source.meta["val"].shape[1:]]
+        full = after_wait(call(graph, _aten.view.default, (wait, padded)))
         if rows * ctx.world_size != total:
-            full = unpack(call(graph, _aten.slice.Tensor, (full, 0, 0, total)))
+            full = after_wait(call(graph, _aten.slice.Tensor, (full, 0, 0, total)))
     _replace(node, full)
 
 
 def gather(
-    graph: fx.Graph, source: fx.Node, group: Any, purpose: Collective, ctx: Context
+    graph: fx.Graph, parts: Sequence[fx.Node], group: Any, purpose: Collective, ctx: Context
 ) -> fx.Node:
-    """Gather every rank's tensor along the first dimension; returns the wait.
+    """Gather every rank's tensors, flat and one after the other; returns the wait.
 
     By an exchange (``ctx.by_exchange``) each rank sends a copy of its part to every other:
     the same bytes on the wire, and a whole tensor's worth of copies in memory.
     """
-    if not ctx.by_exchange:
-        args = (source, ctx.world_size, group)
-        return call(graph, WAIT, (start_collective(graph, ALL_GATHER, args, purpose),), "gathered")
-    shape = list(source.meta["val"].shape)
-    one = call(graph, _aten.unsqueeze.default, (source, 0))
-    each = compact(graph, call(graph, _aten.expand.default, (one, [ctx.world_size, *shape])))
-    copies = call(graph, _aten.view.default, (each, [ctx.world_size * shape[0], *shape[1:]]))
-    splits = [shape[0]] * ctx.world_size
-    start = start_collective(graph, ALL_TO_ALL, (copies, splits, splits, group), purpose)
+    if ctx.by_exchange:
+        numel = sum(numel_of(part.meta["val"]) for part in parts)
+        copies = call(graph, PACK, (list(parts), ctx.world_size), "copies")
+        splits = [numel] * ctx.world_size
+        start = start_collective(graph, ALL_TO_ALL, (copies, splits, splits, group), purpose)
+    else:
+        packed = flat(graph, parts[0]) if len(parts) == 1 else None
+        packed = packed or call(graph, PACK, (list(parts), 1), "bucket")
+        start = start_collective(graph, ALL_GATHER, (packed, ctx.world_size, group), purpose)
     return call(graph, WAIT, (start,), "gathered")
 
 
-def unpack(node: fx.Node) -> fx.Node:
-    """Mark a node as part of what a collective's output goes through: it follows the wait."""
-    node.meta["unpacks"] = True
+def flat(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """A contiguous tensor's elements in one dimension."""
+    return call(graph, _aten.view.default, (node, [-1]))
+
+
+def after_wait(node: fx.Node) -> fx.Node:
+    """Mark a node as part of what a collective's output goes through: it moves with the wait."""
+    node.meta["after_wait"] = True
     return node
 
 
@@ -132,36 +143,50 @@ def _lower_reduce(node: fx.Node, ctx: Context) -> None:
     graph = node.graph
     gradient, like, name, sharded, group = node.args
     assert isinstance(gradient, fx.Node) and isinstance(like, fx.Node) and isinstance(name, str)
-    world_size = ctx.world_size
     purpose = Collective((name,), gathers=False)
     with graph.inserting_before(node):
-        mean = call(graph, _aten.mul.Tensor, (gradient, 1.0 / world_size))
-        if not mean.meta["val"].is_contiguous():
-            mean = compact(graph, mean)
         if not sharded:
+            mean = mean_before(graph, gradient, ctx)
             start = start_collective(graph, ALL_REDUCE, (mean, "sum", group), purpose)
             _finish(node, call(graph, WAIT, (start,), "reduced"))
             return
-        total = gradient.meta["val"].shape[0]
-        rows = -(-total // world_size)
-        if rows * world_size != total:
-            padding = [0, 0] * (gradient.meta["val"].dim() - 1) + [0, rows * world_size - total]
-            mean = call(graph, _aten.constant_pad_nd.default, (mean, padding))
-        if by_all_to_all(bytes_of(mean.meta["val"]), ctx):
-            splits = [rows] * world_size
-            start = start_collective(graph, ALL_TO_ALL, (mean, splits, splits, group), purpose)
-            parts = call(graph, WAIT, (start,), "exchanged")
-            shape = [world_size, rows, *mean.meta["val"].shape[1:]]
-            stacked = unpack(call(graph, _aten.view.default, (parts, shape)))
-            part = unpack(call(graph, _aten.sum.dim_IntList, (stacked, [0]), "reduced"))
-        else:
-            start = start_collective(
-                graph, REDUCE_SCATTER, (mean, "sum", world_size, group), purpose
-            )
-            part = call(graph, WAIT, (start,), "reduced")
-        if rows * world_size != total:
-            part = unpack(call(graph, TRIM_ROWS, (part, like)))
+        shape = list(gradient.meta["val"].shape)
+        rows = -(-shape[0] // ctx.world_size)
+        part = scatter(graph, [gradient], group, purpose, ctx)
+        part = after_wait(call(graph, _aten.view.default, (part, [rows, *shape[1:]])))
+        if rows * ctx.world_size != shape[0]:
+            part = after_wait(call(graph, TRIM_ROWS, (part, like)))
     _finish(node, part)
+
+
+def mean_before(graph: fx.Graph, gradient: fx.Node, ctx: Context) -> fx.Node:
+    """This rank's share of the mean, contiguous: divided before the sum, as DDP does."""
+    mean = call(graph, _aten.mul.Tensor, (gradient, 1.0 / ctx.world_size))
+    return mean if mean.meta["val"].is_contiguous() else compact(graph, mean)
+
+
+def scatter(
+    graph: fx.Graph, gradients: Sequence[fx.Node], group: Any, purpose: Collective, ctx: Context
+) -> fx.Node:
+    """Average full gradients over ranks; returns this rank's parts, flat, one after the other."""
+    world_size = ctx.world_size
+    exchange = by_all_to_all(sum(bytes_of(g.meta["val"]) for g in gradients), ctx)
+    if not exchange:
+        gradients = [mean_before(graph, gradient, ctx) for gradient in gradients]
+    value = gradients[0].meta["val"]
+    if len(gradients) == 1 and value.is_contiguous() and value.shape[0] % world_size == 0:
+        packed = flat(graph, gradients[0])
+    else:
+        packed = call(graph, PACK_COLUMNS, (list(gradients), world_size), "bucket")
+    if not exchange:
+        args = (packed, "sum", world_size, group)
+        return call(
+            graph, WAIT, (start_collective(graph, REDUCE_SCATTER, args, purpose),), "reduced"
+        )
+    splits = [numel_of(packed.meta["val"]) // world_size] * world_size
+    start = start_collective(graph, ALL_TO_ALL, (packed, splits, splits, group), purpose)
+    parts = call(graph, WAIT, (start,), "exchanged")
+    return after_wait(call(graph, MEAN_RANKS, (parts, world_size), "reduced"))
 
 
 def _finish(node: fx.Node, by: fx.Node) -> None:
@@ -174,7 +199,7 @@ def by_all_to_all(full_bytes: int, ctx: Context) -> bool:
     if ctx.by_exchange:
         return True
     hardware = ctx.hardware
-    scatter = hardware.collective_seconds("reduce_scatter", full_bytes, ctx.world_size)
-    exchange = hardware.collective_seconds("all_to_all", full_bytes, ctx.world_size)
+    scatter_seconds = hardware.collective_seconds("reduce_scatter", full_bytes, ctx.world_size)
+    exchange_seconds = hardware.collective_seconds("all_to_all", full_bytes, ctx.world_size)
     local_sum = full_bytes * (1 + 1 / ctx.world_size) / hardware.memory_bytes_per_second
-    return exchange + local_sum < scatter
+    return exchange_seconds + local_sum < scatter_seconds

@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from passes.context import Context
-from passes.markers import REDUCE_GRAD, TRIM_ROWS
+from passes.markers import REDUCE_GRAD
+from passes.packing import TRIM_ROWS
 
 _DTYPES = {
     torch.float32: "f32",

@@ -56,6 +56,7 @@ class Step:
     world_size: int = 2
     bucket_bytes: int = 0
     by_exchange: bool = False
+    deciding: bool = False
     in_flight_bytes: int | None = None
     limit_bytes: int | None = None
     hardware: Any = dataclasses.field(default_factory=graphs.hardware)
@@ -79,6 +80,7 @@ class Step:
             bucket_bytes=self.bucket_bytes,
             in_flight_bytes=self.in_flight_bytes,
             by_exchange=self.by_exchange,
+            deciding=self.deciding,
             limit_bytes=self.limit_bytes,
             hardware=self.hardware,
         )

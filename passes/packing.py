@@ -1,0 +1,140 @@
+"""Packing: the operators that lay tensors out for collectives, and take them apart again.
+
+Each is one copy, and one kernel that exists already: written in aten they would become
+kernels that Inductor compiles anew for every size, at a second or two each on a CPU, and
+half of the first call. With N ranks and k elements of a tensor on each:
+
+================  =========================================================================
+``pack``          tensors -> all their elements, one after the other, ``copies`` times over
+``pack_columns``  full gradients -> a table of N rows, row r all that rank r is to have
+``unpack``        a gathered table of N rows -> the full tensor in some of its columns
+``mean_ranks``    N ranks' parts, one after the other -> their mean
+``pad_rows``      local shard -> ``rows`` rows, zeros below (when N does not divide)
+``trim_rows``     padded gradient shard -> as many rows as this rank's shard has
+================  =========================================================================
+
+A rank's part of a tensor is ``ceil(rows / N)`` of its rows, the last ones padded by zeros;
+a tensor without dimensions has one row. All results are contiguous and newly allocated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_LIBRARY = torch.library.Library("osdp", "FRAGMENT")
+_LIBRARY.define("pack(Tensor[] tensors, int copies) -> Tensor")
+_LIBRARY.define("pack_columns(Tensor[] tensors, int ranks) -> Tensor")
+_LIBRARY.define("unpack(Tensor packed, int ranks, int start, int[] shape) -> Tensor")
+_LIBRARY.define("mean_ranks(Tensor parts, int ranks) -> Tensor")
+_LIBRARY.define("pad_rows(Tensor shard, SymInt rows) -> Tensor")
+_LIBRARY.define("trim_rows(Tensor padded, Tensor like) -> Tensor")
+
+
+def part_numel(shape: Sequence[int], ranks: int) -> int:
+    """Elements of each rank's part of a tensor of this full shape, padding included."""
+    if not shape:
+        return 1
+    return -(-shape[0] // ranks) * math.prod(shape[1:])
+
+
+@torch.library.register_fake("osdp::pack")
+def _pack_shape(tensors: list[Tensor], copies: int) -> Tensor:
+    return tensors[0].new_empty([copies * sum(t.numel() for t in tensors)])
+
+
+@torch.library.impl("osdp::pack", "CompositeExplicitAutograd")
+def _pack(tensors: list[Tensor], copies: int) -> Tensor:
+    packed = _pack_shape(tensors, copies)
+    table = packed.view(copies, -1)
+    start = 0
+    for tensor in tensors:
+        table[:, start : start + tensor.numel()] = tensor.reshape(-1)
+        start += tensor.numel()
+    return packed
+
+
+@torch.library.register_fake("osdp::pack_columns")
+def _pack_columns_shape(tensors: list[Tensor], ranks: int) -> Tensor:
+    return tensors[0].new_empty([ranks * sum(part_numel(t.shape, ranks) for t in tensors)])
+
+
+@torch.library.impl("osdp::pack_columns", "CompositeExplicitAutograd")
+def _pack_columns(tensors: list[Tensor], ranks: int) -> Tensor:
+    packed = _pack_columns_shape(tensors, ranks)
+    table = packed.view(ranks, -1)
+    start = 0
+    for tensor in tensors:
+        numel = part_numel(tensor.shape, ranks)
+        columns = table[:, start : start + numel]
+        flat = tensor.reshape(-1)
+        full = flat.numel() // numel if numel else 0  # ranks whose part needs no padding
+        columns[:full] = flat[: full * numel].view(full, numel)
+        if full < ranks:
+            columns[full:] = 0
+            columns[full, : flat.numel() - full * numel] = flat[full * numel :]
+        start += numel
+    return packed
+
+
+@torch.library.register_fake("osdp::unpack")
+def _unpack_shape(packed: Tensor, ranks: int, start: int, shape: list[int]) -> Tensor:
+    return packed.new_empty(shape)
+
+
+@torch.library.impl("osdp::unpack", "CompositeExplicitAutograd")
+def _unpack(packed: Tensor, ranks: int, start: int, shape: list[int]) -> Tensor:
+    numel = part_numel(shape, ranks)
+    columns = packed.view(ranks, -1)[:, start : start + numel]
+    whole = columns.clone(memory_format=torch.contiguous_format)
+    return whole.view(-1)[: math.prod(shape)].view(shape)
+
+
+@torch.library.register_fake("osdp::mean_ranks")
+def _mean_ranks_shape(parts: Tensor, ranks: int) -> Tensor:
+    return parts.new_empty([parts.numel() // ranks])
+
+
+@torch.library.impl("osdp::mean_ranks", "CompositeExplicitAutograd")
+def _mean_ranks(parts: Tensor, ranks: int) -> Tensor:
+    table = parts.view(ranks, -1)
+    if parts.element_size() < 4:  # adds up in float32
+        return table.mean(0)
+    total = table[0] + table[1]
+    for part in table[2:]:
+        total += part
+    return total.mul_(1.0 / ranks)
+
+
+@torch.library.register_fake("osdp::pad_rows")
+def _pad_rows_shape(shard: Tensor, rows: int) -> Tensor:
+    return shard.new_empty([rows, *shard.shape[1:]])
+
+
+@torch.library.impl("osdp::pad_rows", "CompositeExplicitAutograd")
+def _pad_rows(shard: Tensor, rows: int) -> Tensor:
+    padded = shard.new_zeros([rows, *shard.shape[1:]])
+    padded[: shard.shape[0]] = shard
+    return padded
+
+
+@torch.library.register_fake("osdp::trim_rows")
+def _trim_rows_shape(padded: Tensor, like: Tensor) -> Tensor:
+    return padded.new_empty([like.shape[0], *padded.shape[1:]])
+
+
+@torch.library.impl("osdp::trim_rows", "CompositeExplicitAutograd")
+def _trim_rows(padded: Tensor, like: Tensor) -> Tensor:
+    return padded[: like.shape[0]].clone()
+
+
+PACK = torch.ops.osdp.pack.default
+PACK_COLUMNS = torch.ops.osdp.pack_columns.default
+UNPACK = torch.ops.osdp.unpack.default
+MEAN_RANKS = torch.ops.osdp.mean_ranks.default
+PAD_ROWS = torch.ops.osdp.pad_rows.default
+TRIM_ROWS = torch.ops.osdp.trim_rows.default
+PACKING = frozenset({PACK, PACK_COLUMNS, UNPACK, MEAN_RANKS, PAD_ROWS, TRIM_ROWS})
