@@ -11,6 +11,9 @@ from typing import Any, NoReturn, TypeVar
 
 from torch import fx
 
+# 2.11.0, 2.13.0: makes wait_tensor(tensor) wait for a piece of work; several add up.
+from torch._C._distributed_c10d import _register_work as register_work
+
 # 2.11.0, 2.13.0: passed through by Dynamo from a backend's compile call; the frame is traced again.
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 
@@ -41,6 +44,7 @@ __all__ = [
     "fake_store",
     "gradient_input_index",
     "raise_to_user",
+    "register_work",
     "restart_tracing",
     "tree_leaves",
     "without_autograd_cache",

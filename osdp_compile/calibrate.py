@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from osdp_compile.collectives import all_gather_single, reduce_scatter_single
+from osdp_compile.exchange import start_exchange, start_gather
 from passes.hardware import Hardware, LinkRate, generic
 
 _SMALL_BYTES = 1 << 12
@@ -114,13 +115,18 @@ def _launch_seconds(device: torch.device) -> float:
 
 def _collective(
     kind: str, group: dist.ProcessGroup, size_bytes: int, device: torch.device
-) -> tuple[Callable[[], dist.Work], int]:
+) -> tuple[Callable[[], list[dist.Work]], int]:
     """A call that starts one collective on a tensor of about this size; and its wire bytes."""
     world = dist.get_world_size(group)
     numel = max(1, size_bytes // 4 // world) * world
     whole = torch.zeros(numel, device=device)
     part = torch.zeros(numel // world, device=device)
     other = torch.zeros(numel, device=device)
+    if kind in ("all_gather", "all_to_all") and dist.get_backend(group) == "gloo":
+        wire_bytes = 4 * numel * (world - 1) // world
+        if kind == "all_gather":
+            return lambda: start_gather(other, part, group), wire_bytes
+        return lambda: start_exchange(other, whole, group), wire_bytes
     calls: dict[str, Callable[[], dist.Work]] = {
         "all_gather": lambda: all_gather_single(other, part, group=group, async_op=True),
         "reduce_scatter": lambda: reduce_scatter_single(part, whole, group=group, async_op=True),
@@ -128,7 +134,7 @@ def _collective(
         "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group, async_op=True),
     }
     wire_bytes = 4 * numel * (world - 1) // world * (2 if kind == "all_reduce" else 1)
-    return calls[kind], wire_bytes
+    return lambda: [calls[kind]()], wire_bytes
 
 
 def _agreed(value: float, group: dist.ProcessGroup, device: torch.device) -> float:
@@ -139,13 +145,14 @@ def _agreed(value: float, group: dist.ProcessGroup, device: torch.device) -> flo
 
 
 def _burst(
-    starts: list[Callable[[], dist.Work]], group: dist.ProcessGroup, device: torch.device
+    starts: list[Callable[[], list[dist.Work]]], group: dist.ProcessGroup, device: torch.device
 ) -> float:
     """Seconds from starting some collectives at once until all have ended, on the slowest rank."""
     _synchronize(device)
     begin = time.perf_counter()
-    for work in [start() for start in starts]:
-        work.wait()
+    for works in [start() for start in starts]:
+        for work in works:
+            work.wait()
     _synchronize(device)
     return _agreed(time.perf_counter() - begin, group, device)
 

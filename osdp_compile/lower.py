@@ -10,6 +10,7 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
+import osdp_compile.exchange  # noqa: F401  (what the graphs call)
 from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
 from osdp_compile.roots import placeholders

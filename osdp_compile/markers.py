@@ -26,7 +26,8 @@ def register_group(group: dist.ProcessGroup) -> str:
     return name
 
 
-def _group(name: str) -> dist.ProcessGroup:
+def group_of(name: str) -> dist.ProcessGroup:
+    """The process group that graphs name so."""
     if name not in _groups:
         raise RuntimeError(
             f"process group {name!r} of a sharded parameter is gone: the model was sharded under "
@@ -39,7 +40,7 @@ def _group(name: str) -> dist.ProcessGroup:
 def _unshard(shard: Tensor, name: str, shape: list[int], sharded: bool, group_name: str) -> Tensor:
     if not sharded:
         return shard.clone()
-    group = _group(group_name)
+    group = group_of(group_name)
     world_size = dist.get_world_size(group)
     rows = -(-shape[0] // world_size)
     if shard.shape[0] != rows:
@@ -51,7 +52,7 @@ def _unshard(shard: Tensor, name: str, shape: list[int], sharded: bool, group_na
 
 @torch.library.impl("osdp::reduce_grad", "CompositeExplicitAutograd")
 def _reduce_grad(grad: Tensor, shard: Tensor, name: str, sharded: bool, group_name: str) -> Tensor:
-    group = _group(group_name)
+    group = group_of(group_name)
     world_size = dist.get_world_size(group)
     mean = (grad / world_size).contiguous()
     if not sharded:

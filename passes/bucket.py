@@ -28,7 +28,6 @@ from passes.annotate import collective_full_bytes
 from passes.context import Context
 from passes.graph import (
     ALL_REDUCE,
-    ALL_TO_ALL,
     REDUCE_SCATTER,
     WAIT,
     call,
@@ -36,7 +35,7 @@ from passes.graph import (
     numel_of,
     positions,
 )
-from passes.packing import PACK, PACK_COLUMNS, UNPACK
+from passes.packing import MEAN_RANKS, PACK, PACK_COLUMNS, UNPACK
 from passes.shard import Collective, after_wait, gather, scatter, start_collective
 
 _aten = torch.ops.aten
@@ -139,13 +138,14 @@ def _pack_gathers(graph: fx.Graph, members: list[fx.Node], ctx: Context) -> None
     for source in sources:
         _move_inputs_before(source, anchor, order)
     with graph.inserting_before(anchor):
-        packed = gather(graph, sources, anchor.args[-1], _purpose(members), ctx)
+        packed, sent = gather(graph, sources, anchor.args[-1], _purpose(members), ctx)
         start = 0
         replaced = []
         for node, source in zip(members, sources, strict=True):
-            wait = _wait_of(node)
-            args = (packed, ctx.world_size, start, list(wait.meta["val"].shape))
-            replaced.append((wait, after_wait(call(graph, UNPACK, args))))
+            result = _result_of(node)
+            args = (packed, ctx.world_size, start, list(result.meta["val"].shape))
+            alive = () if sent is None else (sent,)
+            replaced.append((result, after_wait(call(graph, UNPACK, (*args, *alive)))))
             start += numel_of(source.meta["val"])
     for wait, full in replaced:  # not above: the anchor, where nodes go in, is among them
         _drop(graph, wait, full)
@@ -156,7 +156,7 @@ def _pack_all_reduces(graph: fx.Graph, members: list[fx.Node]) -> None:
     anchor = last_of(members, positions(graph))
     sources: list[fx.Node] = [node.args[0] for node in members]  # type: ignore[misc]
     with graph.inserting_before(anchor):
-        packed = call(graph, PACK, (sources, 1), "bucket")
+        packed = call(graph, PACK, (sources,), "bucket")
         start = start_collective(graph, ALL_REDUCE, (packed, *anchor.args[1:]), _purpose(members))
         whole = call(graph, WAIT, (start,), "reduced")
         pieces = _pieces(graph, whole, [numel_of(source.meta["val"]) for source in sources])
@@ -180,12 +180,10 @@ def _pack_scatters(graph: fx.Graph, members: list[fx.Node], ctx: Context) -> Non
 
 
 def _result_of(start: fx.Node) -> fx.Node:
-    """Where a reduced part first stands: the wait, or after an exchange the mean."""
+    """Where a part or a whole first stands: the wait, or the mean or the copy after it."""
     wait = _wait_of(start)
-    if start.target is ALL_TO_ALL:
-        (mean,) = wait.users
-        return mean
-    return wait
+    (first, *_) = wait.users
+    return first if first.target in (MEAN_RANKS, UNPACK) else wait
 
 
 def _pieces(graph: fx.Graph, whole: fx.Node, numels: Sequence[int]) -> list[fx.Node]:

@@ -71,7 +71,7 @@ class Context:
     ``limit_bytes``: the memory limit of the whole, None for no limit.
     ``deciding``: the planner is at work: the best order of collectives is searched for.
     Otherwise it follows from the plan and the parameters, for all ranks alike.
-    ``by_exchange``: gather and reduce by all-to-all (gloo; see ``passes/shard.py``).
+    ``by_exchange``: gather and reduce by messages (gloo; see ``passes/exchange.py``).
     """
 
     plan: Plan

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from passes._torch import FakeTensorMode
+from passes.exchange import EXCHANGE, GATHER_PARTS
 from passes.markers import REDUCE_GRAD, UNSHARD
 from passes.packing import PACKING
 
@@ -26,6 +27,8 @@ COLLECTIVES: dict[Any, str] = {
     ALL_REDUCE: "all_reduce",
     REDUCE_SCATTER: "reduce_scatter",
     ALL_TO_ALL: "all_to_all",
+    GATHER_PARTS: "all_gather",
+    EXCHANGE: "all_to_all",
 }
 
 _aten = torch.ops.aten

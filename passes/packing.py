@@ -5,7 +5,7 @@ kernels that Inductor compiles anew for every size, at a second or two each on a
 half of the first call. With N ranks and k elements of a tensor on each:
 
 ================  =========================================================================
-``pack``          tensors -> all their elements, one after the other, ``copies`` times over
+``pack``          tensors -> all their elements, one after the other
 ``pack_columns``  full gradients -> a table of N rows, row r all that rank r is to have
 ``unpack``        a gathered table of N rows -> the full tensor in some of its columns
 ``mean_ranks``    N ranks' parts, one after the other -> their mean
@@ -15,6 +15,7 @@ half of the first call. With N ranks and k elements of a tensor on each:
 
 A rank's part of a tensor is ``ceil(rows / N)`` of its rows, the last ones padded by zeros;
 a tensor without dimensions has one row. All results are contiguous and newly allocated.
+``sent`` is not read: it keeps a message's memory as it is (see ``passes/exchange.py``).
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ import torch
 from torch import Tensor
 
 _LIBRARY = torch.library.Library("osdp", "FRAGMENT")
-_LIBRARY.define("pack(Tensor[] tensors, int copies) -> Tensor")
+_LIBRARY.define("pack(Tensor[] tensors) -> Tensor")
 _LIBRARY.define("pack_columns(Tensor[] tensors, int ranks) -> Tensor")
-_LIBRARY.define("unpack(Tensor packed, int ranks, int start, int[] shape) -> Tensor")
-_LIBRARY.define("mean_ranks(Tensor parts, int ranks) -> Tensor")
+_LIBRARY.define(
+    "unpack(Tensor packed, int ranks, int start, int[] shape, Tensor? sent=None) -> Tensor"
+)
+_LIBRARY.define("mean_ranks(Tensor parts, int ranks, Tensor? sent=None) -> Tensor")
 _LIBRARY.define("pad_rows(Tensor shard, SymInt rows) -> Tensor")
 _LIBRARY.define("trim_rows(Tensor padded, Tensor like) -> Tensor")
 
@@ -42,19 +45,13 @@ def part_numel(shape: Sequence[int], ranks: int) -> int:
 
 
 @torch.library.register_fake("osdp::pack")
-def _pack_shape(tensors: list[Tensor], copies: int) -> Tensor:
-    return tensors[0].new_empty([copies * sum(t.numel() for t in tensors)])
+def _pack_shape(tensors: list[Tensor]) -> Tensor:
+    return tensors[0].new_empty([sum(t.numel() for t in tensors)])
 
 
 @torch.library.impl("osdp::pack", "CompositeExplicitAutograd")
-def _pack(tensors: list[Tensor], copies: int) -> Tensor:
-    packed = _pack_shape(tensors, copies)
-    table = packed.view(copies, -1)
-    start = 0
-    for tensor in tensors:
-        table[:, start : start + tensor.numel()] = tensor.reshape(-1)
-        start += tensor.numel()
-    return packed
+def _pack(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 @torch.library.register_fake("osdp::pack_columns")
@@ -81,12 +78,16 @@ def _pack_columns(tensors: list[Tensor], ranks: int) -> Tensor:
 
 
 @torch.library.register_fake("osdp::unpack")
-def _unpack_shape(packed: Tensor, ranks: int, start: int, shape: list[int]) -> Tensor:
+def _unpack_shape(
+    packed: Tensor, ranks: int, start: int, shape: list[int], sent: Tensor | None = None
+) -> Tensor:
     return packed.new_empty(shape)
 
 
 @torch.library.impl("osdp::unpack", "CompositeExplicitAutograd")
-def _unpack(packed: Tensor, ranks: int, start: int, shape: list[int]) -> Tensor:
+def _unpack(
+    packed: Tensor, ranks: int, start: int, shape: list[int], sent: Tensor | None = None
+) -> Tensor:
     numel = part_numel(shape, ranks)
     columns = packed.view(ranks, -1)[:, start : start + numel]
     whole = columns.clone(memory_format=torch.contiguous_format)
@@ -94,12 +95,12 @@ def _unpack(packed: Tensor, ranks: int, start: int, shape: list[int]) -> Tensor:
 
 
 @torch.library.register_fake("osdp::mean_ranks")
-def _mean_ranks_shape(parts: Tensor, ranks: int) -> Tensor:
+def _mean_ranks_shape(parts: Tensor, ranks: int, sent: Tensor | None = None) -> Tensor:
     return parts.new_empty([parts.numel() // ranks])
 
 
 @torch.library.impl("osdp::mean_ranks", "CompositeExplicitAutograd")
-def _mean_ranks(parts: Tensor, ranks: int) -> Tensor:
+def _mean_ranks(parts: Tensor, ranks: int, sent: Tensor | None = None) -> Tensor:
     table = parts.view(ranks, -1)
     if parts.element_size() < 4:  # adds up in float32
         return table.mean(0)

@@ -267,7 +267,7 @@ def _choices(parameter: Parameter, ctx: Context) -> list[_Choice]:
     reduce_whole = link("all_reduce") if trained else 0.0
     found = [_Choice(Decision.REPLICATE, whole, 0.0, reduce_whole, update(whole))]
     if shardable(parameter.shape, world):
-        gather = link("all_to_all" if ctx.by_exchange else "all_gather")
+        gather = link("all_gather")
         reduce = min(link("reduce_scatter"), link("all_to_all")) if trained else 0.0
         found.append(_Choice(Decision.SHARD_KEEP, part + full, gather, reduce, update(part)))
         found.append(_Choice(Decision.SHARD_AGAIN, part, gather, gather + reduce, update(part)))

@@ -159,6 +159,7 @@ def _preparation(start: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
 def _unpacking(wait: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
     """What a wait's tensor goes through before anything of the model or the output reads it."""
     own: dict[fx.Node, None] = {wait: None}
+    sent = set(wait.all_input_nodes[0].all_input_nodes)
     changed = True
     frontier = [wait]
     while changed:
@@ -169,7 +170,8 @@ def _unpacking(wait: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
                     continue
                 fresh = "after_wait" in user.meta
                 if fresh and all(
-                    source in own or source.op == "placeholder" for source in user.all_input_nodes
+                    source in own or source in sent or source.op == "placeholder"
+                    for source in user.all_input_nodes
                 ):
                     own[user] = None
                     frontier.append(user)

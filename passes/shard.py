@@ -16,9 +16,8 @@ not divide the rows, shards are padded to equal size before and trimmed after. A
 is reduced by ``reduce_scatter`` or by ``all_to_all`` and a sum on the spot, whichever the
 hardware profile says is faster (gloo runs a reduce-scatter as a whole all-reduce).
 
-On gloo (``ctx.by_exchange``) gathers too are exchanges: its all-gather and reduce-scatter
-make views and copies of the tensors on gloo's own threads, which corrupts the heap when
-several are in flight beside compiled code (docs/design.md); its all-to-all touches bytes only.
+On gloo (``ctx.by_exchange``) both are messages from rank to rank (``passes/exchange.py``):
+faster than its own collectives, and safe (docs/design.md).
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ import torch
 from torch import fx
 
 from passes.context import Context
+from passes.exchange import EXCHANGE, GATHER_PARTS
 from passes.graph import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -42,9 +42,10 @@ from passes.graph import (
     compact,
     numel_of,
     output_node,
+    root_of,
 )
 from passes.markers import REDUCE_GRAD, UNSHARD
-from passes.packing import MEAN_RANKS, PACK, PACK_COLUMNS, PAD_ROWS, TRIM_ROWS
+from passes.packing import MEAN_RANKS, PACK, PACK_COLUMNS, PAD_ROWS, TRIM_ROWS, UNPACK
 
 _aten = torch.ops.aten
 
@@ -91,32 +92,32 @@ def _lower_unshard(node: fx.Node, ctx: Context) -> None:
     with graph.inserting_before(node):
         if rows * ctx.world_size != total:
             source = call(graph, PAD_ROWS, (source, rows))
-        wait = gather(graph, [source], group, Collective((name,), gathers=True), ctx)
-        padded = [rows * ctx.world_size, *source.meta["val"].shape[1:]]
-        full = after_wait(call(graph, _aten.view.default, (wait, padded)))
-        if rows * ctx.world_size != total:
-            full = after_wait(call(graph, _aten.slice.Tensor, (full, 0, 0, total)))
+        wait, sent = gather(graph, [source], group, Collective((name,), gathers=True), ctx)
+        inner = list(source.meta["val"].shape[1:])
+        if sent is not None:
+            args = (wait, ctx.world_size, 0, [total, *inner], sent)
+            full = after_wait(call(graph, UNPACK, args))
+        else:
+            padded = [rows * ctx.world_size, *inner]
+            full = after_wait(call(graph, _aten.view.default, (wait, padded)))
+            if rows * ctx.world_size != total:
+                full = after_wait(call(graph, _aten.slice.Tensor, (full, 0, 0, total)))
     _replace(node, full)
 
 
 def gather(
     graph: fx.Graph, parts: Sequence[fx.Node], group: Any, purpose: Collective, ctx: Context
-) -> fx.Node:
-    """Gather every rank's tensors, flat and one after the other; returns the wait.
+) -> tuple[fx.Node, fx.Node | None]:
+    """Gather every rank's tensors, flat and one after the other.
 
-    By an exchange (``ctx.by_exchange``) each rank sends a copy of its part to every other:
-    the same bytes on the wire, and a whole tensor's worth of copies in memory.
+    Returns the wait, and what whoever follows the wait must take as ``sent`` (None: nothing).
     """
-    if ctx.by_exchange:
-        numel = sum(numel_of(part.meta["val"]) for part in parts)
-        copies = call(graph, PACK, (list(parts), ctx.world_size), "copies")
-        splits = [numel] * ctx.world_size
-        start = start_collective(graph, ALL_TO_ALL, (copies, splits, splits, group), purpose)
-    else:
-        packed = flat(graph, parts[0]) if len(parts) == 1 else None
-        packed = packed or call(graph, PACK, (list(parts), 1), "bucket")
-        start = start_collective(graph, ALL_GATHER, (packed, ctx.world_size, group), purpose)
-    return call(graph, WAIT, (start,), "gathered")
+    single = len(parts) == 1
+    packed = flat(graph, parts[0]) if single else call(graph, PACK, (list(parts),), "bucket")
+    target = GATHER_PARTS if ctx.by_exchange else ALL_GATHER
+    start = start_collective(graph, target, (packed, ctx.world_size, group), purpose)
+    needed = ctx.by_exchange and root_of(packed).op != "placeholder"
+    return call(graph, WAIT, (start,), "gathered"), packed if needed else None
 
 
 def flat(graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -183,10 +184,14 @@ def scatter(
         return call(
             graph, WAIT, (start_collective(graph, REDUCE_SCATTER, args, purpose),), "reduced"
         )
-    splits = [numel_of(packed.meta["val"]) // world_size] * world_size
-    start = start_collective(graph, ALL_TO_ALL, (packed, splits, splits, group), purpose)
+    if ctx.by_exchange:
+        start = start_collective(graph, EXCHANGE, (packed, world_size, group), purpose)
+    else:
+        splits = [numel_of(packed.meta["val"]) // world_size] * world_size
+        start = start_collective(graph, ALL_TO_ALL, (packed, splits, splits, group), purpose)
     parts = call(graph, WAIT, (start,), "exchanged")
-    return after_wait(call(graph, MEAN_RANKS, (parts, world_size), "reduced"))
+    sent = (packed,) if ctx.by_exchange else ()
+    return after_wait(call(graph, MEAN_RANKS, (parts, world_size, *sent), "reduced"))
 
 
 def _finish(node: fx.Node, by: fx.Node) -> None:

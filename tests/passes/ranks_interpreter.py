@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from passes.exchange import EXCHANGE, GATHER_PARTS
 from passes.graph import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, COLLECTIVES, REDUCE_SCATTER, WAIT
 from passes.markers import REDUCE_GRAD, UNSHARD
 from tests.passes.graphs import local_rows
@@ -158,7 +159,7 @@ def _exchange(requests: Sequence[_Request]) -> Sequence[Tensor]:
             return [mean.clone() for _ in requests]
         spans = [local_rows(mean.shape[0], world_size, rank) for rank in range(world_size)]
         return [mean[start:stop].clone() for start, stop in spans]
-    if target is ALL_GATHER:
+    if target in (ALL_GATHER, GATHER_PARTS):
         assert requests[0].rest[0] == world_size
         return [torch.cat(tensors) for _ in requests]
     if target is ALL_REDUCE:
@@ -166,6 +167,10 @@ def _exchange(requests: Sequence[_Request]) -> Sequence[Tensor]:
     if target is REDUCE_SCATTER:
         assert requests[0].rest[1] == world_size
         return [part.clone() for part in _sum(tensors).chunk(world_size)]
+    if target is EXCHANGE:
+        assert requests[0].rest[0] == world_size
+        rows = [tensor.view(world_size, -1) for tensor in tensors]
+        return [torch.cat([table[rank] for table in rows]) for rank in range(world_size)]
     assert target is ALL_TO_ALL
     received, sent, _ = requests[0].rest
     assert received == sent and sum(sent) == len(tensors[0])

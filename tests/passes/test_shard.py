@@ -10,6 +10,7 @@ from hypothesis import given
 from torch import fx
 
 from passes.decisions import Decision
+from passes.exchange import EXCHANGE, GATHER_PARTS
 from passes.graph import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -133,7 +134,7 @@ def test_a_rank_without_rows_takes_part_and_keeps_nothing():
 def test_by_exchange_nothing_but_exchanges_and_all_reduces_is_used():
     step = dataclasses.replace(MIXED, by_exchange=True)
     used = {node.target for node in step.lower(0, shard).graph.nodes if is_collective(node)}
-    assert used == {ALL_TO_ALL, ALL_REDUCE}
+    assert used == {GATHER_PARTS, EXCHANGE, ALL_REDUCE}
 
 
 @pytest.mark.parametrize(
