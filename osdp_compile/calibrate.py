@@ -25,12 +25,16 @@ _KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 def measure_hardware(
-    group: dist.ProcessGroup, device: torch.device, seconds: float = 1.5
+    group: dist.ProcessGroup,
+    device: torch.device,
+    seconds: float = 1.5,
+    scratch_bytes: int = 1 << 28,
 ) -> Hardware:
     """Measure this machine, all ranks of the group together. Collective.
 
     Args:
         seconds: about how long it may take. A slow link gets smaller messages, not more time.
+        scratch_bytes: the most memory to take (at least 8 MiB): training's limit holds here too.
 
     Returns the same profile on every rank. A fake group measures nothing real: it gets
     :func:`passes.hardware.generic`.
@@ -42,9 +46,10 @@ def measure_hardware(
     flops["float32"] = flops["default"]
     if device.type != "cpu":
         flops["bfloat16"] = flops["float16"] = _flops(torch.bfloat16, device, budget)
-    bandwidth = _copy_bandwidth(device, budget)
+    scratch_bytes = max(scratch_bytes, 1 << 23)
+    bandwidth = _copy_bandwidth(device, budget, scratch_bytes)
     launch = _launch_seconds(device)
-    links = {kind: _link(kind, group, device, budget) for kind in _KINDS}
+    links = {kind: _link(kind, group, device, budget, scratch_bytes) for kind in _KINDS}
     figures = torch.tensor(
         [flops["default"], flops.get("bfloat16", 0.0), bandwidth, launch], dtype=torch.float64
     )
@@ -94,9 +99,9 @@ def _flops(dtype: torch.dtype, device: torch.device, budget_seconds: float) -> f
     return 2 * size**3 / _timed(lambda: a @ b, device, budget_seconds)
 
 
-def _copy_bandwidth(device: torch.device, budget_seconds: float) -> float:
-    """Bytes read and written a second by a copy too large for the caches."""
-    numel = (1 << 23) if device.type == "cpu" else (1 << 28)
+def _copy_bandwidth(device: torch.device, budget_seconds: float, scratch_bytes: int) -> float:
+    """Bytes read and written a second by a copy too large for the caches, if memory allows."""
+    numel = min((1 << 23) if device.type == "cpu" else (1 << 28), scratch_bytes // 8)
     source = torch.ones(numel, device=device)
     target = torch.empty_like(source)
     return 2 * 4 * numel / _timed(lambda: target.copy_(source), device, budget_seconds)
@@ -158,7 +163,11 @@ def _burst(
 
 
 def _link(
-    kind: str, group: dist.ProcessGroup, device: torch.device, budget_seconds: float
+    kind: str,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    budget_seconds: float,
+    scratch_bytes: int = 1 << 28,
 ) -> LinkRate:
     """Latency and inverse bandwidth of a collective, as a training step meets them.
 
@@ -170,12 +179,14 @@ def _link(
     _burst([small], group, device)  # sets up connections
     latency = min(_burst([small], group, device) for _ in range(5))
     size_bytes = _FIRST_BYTES
+    # Each has a tensor to send, one to receive, and a part: less than three times its size.
+    most_bytes = min(_MOST_BYTES, scratch_bytes // (3 * _IN_FLIGHT))
     while True:
         made = [_collective(kind, group, size_bytes, device) for _ in range(_IN_FLIGHT)]
         starts = [start for start, _ in made]
         wire_bytes = made[0][1]
         elapsed = _burst(starts, group, device)
-        if elapsed >= budget_seconds / 4 or size_bytes >= _MOST_BYTES:
+        if elapsed >= budget_seconds / 4 or 4 * size_bytes > most_bytes:
             break
         size_bytes *= 4
     if elapsed < budget_seconds / 2:

@@ -61,7 +61,7 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
     optimizers = OptimizerIndex(entry.parameter for entry in entries)
     context = Context(
         plan=Plan((), world_size=mesh.size()),
-        hardware=options.hardware or _hardware(group, device),
+        hardware=options.hardware or _hardware(group, device, _spare_bytes(entries, options)),
         parameters=tuple(_described(entry, optimizers, options) for entry in entries),
         world_size=mesh.size(),
         rank=mesh.get_local_rank(),
@@ -154,8 +154,14 @@ def _optimizer_bytes(parameter: nn.Parameter, optimizers: OptimizerIndex, option
     return state_bytes_per_element("adamw", parameter.element_size()) * parameter.numel()
 
 
-def _hardware(group: dist.ProcessGroup, device: torch.device) -> Hardware:
+def _spare_bytes(entries: Sequence[ModelParameter], options: Options) -> int:
+    """What measuring may take beside the whole model without passing the limit of training."""
+    held = sum(e.parameter.numel() * e.parameter.element_size() for e in entries)
+    return (options.memory_limit_bytes or held + (1 << 28)) - held
+
+
+def _hardware(group: dist.ProcessGroup, device: torch.device, scratch_bytes: int) -> Hardware:
     key = f"{group.group_name} {device.type}"
     if key not in _measured:
-        _measured[key] = measure_hardware(group, device)
+        _measured[key] = measure_hardware(group, device, scratch_bytes=min(scratch_bytes, 1 << 28))
     return _measured[key]

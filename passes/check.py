@@ -12,7 +12,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from passes.graph import COLLECTIVES, WAIT, fake_mode_of
+from passes.exchange import EXCHANGE, GATHER_PARTS
+from passes.fusion import effective_users
+from passes.graph import COLLECTIVES, WAIT, fake_mode_of, positions, root_of
 from passes.markers import REDUCE_GRAD, UNSHARD
 
 
@@ -26,11 +28,14 @@ def check(gm: fx.GraphModule, pass_name: str) -> None:
         gm.graph.lint()
     except (RuntimeError, ValueError) as error:
         raise InvalidGraph(f"after pass {pass_name!r}: {error}") from error
+    order = positions(gm.graph)
     for node in gm.graph.nodes:
         if node.op != "call_function":
             continue
         if node.target in COLLECTIVES:
             _check_collective(node, pass_name)
+        if node.target in (GATHER_PARTS, EXCHANGE):
+            _check_alive(node, order, pass_name)
         _check_value(node, pass_name)
 
 
@@ -44,6 +49,19 @@ def _check_collective(node: fx.Node, pass_name: str) -> None:
     if len(users) != 1 or users[0].target is not WAIT:
         raise InvalidGraph(
             f"after pass {pass_name!r}: collective {node} must be used by one wait, not {users}"
+        )
+
+
+def _check_alive(start: fx.Node, order: dict[fx.Node, int], pass_name: str) -> None:
+    """What is being sent must have a reader after the wait, or Inductor may write over it."""
+    source = root_of(start.all_input_nodes[0])
+    (wait,) = start.users
+    if source.op == "placeholder":
+        return
+    if not any(order[reader] > order[wait] for reader in effective_users(source)):
+        raise InvalidGraph(
+            f"after pass {pass_name!r}: the input {source} of {start} may be written to before "
+            f"{wait}: whatever follows the wait must take it as 'sent' (see passes/exchange.py)"
         )
 
 

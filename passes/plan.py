@@ -212,17 +212,18 @@ class _Search:
             [options[min(1, len(options) - 1)].decision for options in self.choices],
             [options[0].decision for options in self.choices],
         ]
-        looks: dict[tuple[Decision, ...], Step] = {}
+        looks: dict[tuple[Decision, ...], tuple[Plan, Step]] = {}
 
         def peak(decisions: Sequence[Decision]) -> int:
             key = tuple(decisions)
             if key not in looks:
-                looks[key] = self._price(key, ctx)[1]
-            return looks[key].prediction.peak_bytes
+                plan, _ = self._price(key, ctx)
+                looks[key] = plan, predict(self.captured, plan, ctx, self.passes)
+            return looks[key][1].prediction.peak_bytes
 
         best = min(starts, key=peak)
         improved = True
-        while improved and len(looks) < _MOST_LOOKS and not self.fits(looks[tuple(best)]):
+        while improved and len(looks) < _MOST_LOOKS and not self.fits(looks[tuple(best)][1]):
             improved = False
             for members in groups:
                 for option in range(len(self.choices[members[0]])):
@@ -231,10 +232,10 @@ class _Search:
                         tried[index] = self.choices[index][option].decision
                     if len(looks) < _MOST_LOOKS and peak(tried) < peak(best):
                         best, improved = tried, True
-                        if self.fits(looks[tuple(best)]):
+                        if self.fits(looks[tuple(best)][1]):
                             break
-        self.look(best)
-        return looks[tuple(best)]
+        self.seen[tuple(best)] = looks[tuple(best)]
+        return looks[tuple(best)][1]
 
     def _alike(self) -> list[list[int]]:
         """Indices of parameters that differ in a layer's number only, the largest group first."""

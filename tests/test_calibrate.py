@@ -68,7 +68,7 @@ class Wire:
             takes = self.rate.latency_seconds + wire_bytes * self.rate.seconds_per_byte
             self.free_at = max(time.perf_counter(), self.free_at) + takes
             self.carried_bytes += wire_bytes
-            return Sent(self.free_at)
+            return [Sent(self.free_at)]
 
         return start, wire_bytes
 
@@ -120,7 +120,8 @@ def run_collectives(rank, world_size, size_bytes):
         start, wire[kind] = calibrate._collective(
             kind, dist.group.WORLD, size_bytes, torch.device("cpu")
         )
-        start().wait()
+        for work in start():
+            work.wait()
     return wire
 
 

@@ -388,7 +388,7 @@ def eager_collectives(rank, world_size):
     compiled(normal_batch(0, 0, rank)).sum().backward()
     counts = []
     for call in (compiled, model):
-        with mock.patch("osdp_compile.markers._group", wraps=markers._group) as group_of:
+        with mock.patch("osdp_compile.markers.group_of", wraps=markers.group_of) as group_of:
             call(normal_batch(1, 0, rank)).sum().backward()
         counts.append(group_of.call_count)
     return counts

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from passes.check import InvalidGraph, check
+from passes.exchange import EXCHANGE
 from passes.graph import ALL_GATHER, ALL_REDUCE, WAIT
+from passes.packing import MEAN_RANKS
 from tests.passes.graphs import GROUP, GraphBuilder
 from tests.passes.steps import LOWERING, Step, Weight
 
@@ -103,3 +105,16 @@ def test_a_node_before_its_input_is_named():
     first.prepend(second)
     with pytest.raises(InvalidGraph, match=rf"after pass 'mine': .*{first}"):
         check(gm, "mine")
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_is_being_sent_must_be_read_after_the_wait(kept: bool):
+    builder = GraphBuilder()
+    gradient = builder.call(aten.sin.default, builder.input("x", [8]))
+    wait = builder.call(WAIT, builder.call(EXCHANGE, gradient, 2, GROUP))
+    gm = builder.finish(builder.call(MEAN_RANKS, wait, 2, *([gradient] if kept else [])))
+    if kept:
+        check(gm, "mine")
+    else:
+        with pytest.raises(InvalidGraph, match=rf"the input {gradient} of .* may be written to"):
+            check(gm, "mine")
