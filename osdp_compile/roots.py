@@ -37,9 +37,14 @@ def find_roots(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[str, nn.
         OsdpError: naming a parameter that belongs to no module.
     """
     roots: dict[int, tuple[str, nn.Module]] = {}
+    owned: dict[int, frozenset[int]] = {}  # module -> its parameters, both by id
     for node, parameter in plain_parameters(gm, inputs):
         for expression, owner in _torch.evaluate_prefixes(node):
-            if isinstance(owner, nn.Module) and _owns(owner, parameter):
+            if not isinstance(owner, nn.Module):
+                continue
+            if id(owner) not in owned:
+                owned[id(owner)] = frozenset(id(p) for p in owner.parameters())
+            if id(parameter) in owned[id(owner)]:
                 roots.setdefault(id(owner), (_label(expression), owner))
                 break
         else:
@@ -57,10 +62,6 @@ def find_roots(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[str, nn.
         (label if labels.count(label) == 1 else f"{label}{index}", module)
         for index, (label, module) in enumerate(found)
     ]
-
-
-def _owns(module: nn.Module, parameter: nn.Parameter) -> bool:
-    return any(p is parameter for p in module.parameters())
 
 
 def _inside_another(module: nn.Module, roots: dict[int, tuple[str, nn.Module]]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,6 +99,15 @@ def test_well_formed_options_are_read(tmp_path):
     assert options.passes == tuple(default_passes())
     assert options.mesh is None
     assert Options.parse(None) == Options() == Options.parse({})
+
+
+@pytest.mark.parametrize(
+    ("said", "debug"), [("0", False), ("", False), ("1", True), ("graphs", Path("graphs"))]
+)
+def test_the_environment_turns_debugging_on_everywhere(monkeypatch, said, debug):
+    monkeypatch.setenv("OSDP_DEBUG", said)
+    assert Options.parse({}).debug == debug
+    assert Options.parse({"debug": "elsewhere"}).debug == Path("elsewhere")
 
 
 @pytest.fixture

@@ -1,0 +1,219 @@
+"""Schedule: in what order the nodes of a graph run, collectives beside compute.
+
+See ``passes/reorder.py``, which decides under what cap.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+from torch import fx
+
+from passes.check import InvalidGraph
+
+#: A gather is urgent once the time left before its use is below this many times its own.
+_URGENT = 1.5
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """One collective: what must run before it starts, itself, and what follows its wait."""
+
+    before: list[fx.Node]
+    start: fx.Node
+    wait: fx.Node
+    after: list[fx.Node]
+    gathers: bool
+    seconds: float
+    bytes: int
+    first_use: fx.Node
+
+    @property
+    def label(self) -> str:
+        """What the collective is for."""
+        label: str = self.start.meta["collective"].label
+        return label
+
+
+class Scheduler:
+    """Walks the compute nodes with two clocks, of the compute and of the network."""
+
+    def __init__(
+        self,
+        original: list[fx.Node],
+        jobs: list[Job],
+        cap_bytes: int,
+        seconds: Callable[[fx.Node], float],
+        sequence: list[Job] | None = None,
+    ) -> None:
+        """
+        Args:
+            original: all nodes, in the order they have.
+            cap_bytes: the most that may be gathered ahead of its use, and the most of gradients
+                that may wait for their reduction.
+            seconds: what a compute node takes.
+            sequence: the order in which the collectives must start (None: the best found).
+        """
+        mine = {n for job in jobs for n in (*job.before, job.start, job.wait, *job.after)}
+        self.compute = [n for n in original if n not in mine and n.op not in _FRAME]
+        self.cap_bytes, self.seconds, self.sequence = cap_bytes, seconds, sequence
+        order = {node: index for index, node in enumerate(original)}
+        self.gathers = sorted(
+            (job for job in jobs if job.gathers),
+            key=lambda job: (order[job.first_use], order[job.start]),
+        )
+        self.used_at: dict[fx.Node, list[Job]] = {}
+        for job in self.gathers:
+            self.used_at.setdefault(job.first_use, []).append(job)
+        self.ready_at: dict[fx.Node | None, list[Job]] = {}
+        for job in jobs:
+            if not job.gathers:
+                self.ready_at.setdefault(_ready_after(job, mine, order), []).append(job)
+        # When each compute node would start if nothing ever stalled.
+        self.stall_free: dict[fx.Node, float] = {}
+        self.finish_seconds = 0.0
+        for node in self.compute:
+            self.stall_free[node] = self.finish_seconds
+            self.finish_seconds += seconds(node)
+
+        self.result = [n for n in original if n.op == "placeholder"]
+        self.placed: set[fx.Node] = set()
+        self.now = 0.0
+        self.stalled = 0.0  # in all, so far
+        self.network_free = 0.0  # when the network has done everything started so far
+        self.ends: dict[Job, float] = {}
+        self.ahead: dict[Job, None] = {}  # gathers started and not waited for
+        self.flying: list[Job] = []  # reductions started and not waited for
+        self.pending = list(self.ready_at.get(None, ()))  # reductions that may start
+        self.next_gather = 0
+        self.in_line = iter(sequence or ())
+        self.head = next(self.in_line, None)
+
+    def run(self) -> list[fx.Node]:
+        """The new order of all nodes but the output.
+
+        Raises:
+            InvalidGraph: if the graph cannot follow the given sequence.
+        """
+        for node in self.compute:
+            for job in self.used_at.get(node, ()):
+                self.start_now(job)
+                self.wait_for(job)
+            until = self.now + self.seconds(node)
+            while self.network_free <= until:  # keep the network busy while this node runs
+                if not (self.start_best(until) if self.sequence is None else self.start_next()):
+                    break
+            self.result.append(node)
+            self.now = until
+            self.after(node)
+        for job in self.sequence or [*self.gathers, *self.pending]:
+            self.start_now(job)
+        for job in self.gathers:
+            self.wait_for(job)
+        for job in list(self.flying):
+            self.wait_for(job)
+        return self.result
+
+    def after(self, node: fx.Node) -> None:
+        """What a node's end brings: gradients to reduce, and reductions that have ended."""
+        for job in self.ready_at.get(node, ()):
+            self.pending.append(job)
+            if self.cap_bytes == 0:
+                self.start_now(job)
+                self.wait_for(job)
+        while self.flying and self.ends[self.flying[0]] <= self.now:
+            self.wait_for(self.flying[0])
+        # Gradients that wait in line take memory too: above the cap, stall for the oldest.
+        while self.flying and _bytes(self.flying) + _bytes(self.pending) > self.cap_bytes:
+            self.wait_for(self.flying[0])
+
+    def begin(self, job: Job) -> None:
+        """Start a collective."""
+        self.result.extend(node for node in job.before if node not in self.placed)
+        self.placed.update(job.before)
+        self.result.append(job.start)
+        self.network_free = max(self.network_free, self.now) + job.seconds
+        self.ends[job] = self.network_free
+        if job.gathers:
+            self.next_gather += 1
+            self.ahead[job] = None
+        else:
+            self.pending.remove(job)
+            self.flying.append(job)
+
+    def wait_for(self, job: Job) -> None:
+        """Wait for a collective, unless that was done already."""
+        if job not in self.ahead and job not in self.flying:
+            return
+        stall = max(0.0, self.ends[job] - self.now)
+        self.now += stall
+        self.stalled += stall
+        self.result.append(job.wait)
+        self.result.extend(job.after)
+        if job.gathers:
+            del self.ahead[job]
+        else:
+            self.flying.remove(job)
+
+    def has_room(self, job: Job) -> bool:
+        """Whether a collective can start without passing the cap; one alone always can."""
+        beside = self.ahead if job.gathers else self.flying
+        return not beside or _bytes(beside) + job.bytes <= self.cap_bytes
+
+    def start_best(self, until: float) -> bool:
+        """Start what is best now: an urgent gather, a gradient, a gather further ahead."""
+        gather = self.gathers[self.next_gather] if self.next_gather < len(self.gathers) else None
+        room = gather is not None and self.has_room(gather)
+        if gather is not None and room:
+            used = self.stall_free.get(gather.first_use, self.finish_seconds) + self.stalled
+            if used - max(self.network_free, self.now) <= _URGENT * gather.seconds:
+                self.begin(gather)
+                return True
+        if self.pending and self.has_room(self.pending[0]):
+            self.begin(self.pending[0])
+            return True
+        if gather is not None and room and self.cap_bytes > 0:
+            self.begin(gather)
+            return True
+        return False
+
+    def start_next(self) -> bool:
+        """Start what is next in the given sequence, if it can start now."""
+        job = self.head
+        if job is None or self.cap_bytes == 0 or not self.has_room(job):
+            return False
+        if not job.gathers and job not in self.pending:
+            return False
+        self.head = next(self.in_line, None)
+        self.begin(job)
+        return True
+
+    def start_now(self, job: Job) -> None:
+        """Start a collective that must start now, and all that are before it in line."""
+        while job not in self.ends:
+            if self.sequence is None:
+                first = self.gathers[self.next_gather] if job.gathers else self.pending[0]
+            else:
+                assert self.head is not None
+                first, self.head = self.head, next(self.in_line, None)
+            if not first.gathers and first not in self.pending:
+                raise InvalidGraph(
+                    f"pass 'reorder': {first.label!r} cannot start before {job.label!r}, as the "
+                    "plan's order says: the plan was made for another model; make it again"
+                )
+            self.begin(first)
+
+
+#: What frames a graph and is never moved.
+_FRAME = ("placeholder", "output")
+
+
+def _bytes(jobs: Iterable[Job]) -> int:
+    return sum(job.bytes for job in jobs)
+
+
+def _ready_after(job: Job, mine: set[fx.Node], order: dict[fx.Node, int]) -> fx.Node | None:
+    """The last compute node a reduction depends on; None if it depends on placeholders only."""
+    inputs = [n for n in job.start.all_input_nodes if n.op == "call_function" and n not in mine]
+    return max(inputs, key=order.__getitem__, default=None)
