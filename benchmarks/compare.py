@@ -92,8 +92,11 @@ def _note(row: Row, got: dict[str, Any], phase: str) -> None:
     else:
         row.step_seconds.append(got["step_seconds"])
         row.losses = got["losses"]
-    row.decisions = got.get("decisions", {})
-    row.predicted = got.get("predicted", {})
+    predicted = got.get("predicted", {})
+    if phase == "memory":  # every run measures the network and plans by itself
+        row.decisions, row.predicted = got.get("decisions", {}), predicted
+    elif predicted:
+        row.predicted["step_seconds"] = predicted["step_seconds"]
 
 
 def _ratio(rows: dict[str, Row], row: Row, base: str) -> float | None:
