@@ -30,10 +30,17 @@ _DTYPES = {
 
 def graph_text(gm: fx.GraphModule, ctx: Context) -> str:
     """The graph as text; see the module's docstring."""
-    names = {node: f"%{index}" for index, node in enumerate(gm.graph.nodes)}
+    shown = [node for node in gm.graph.nodes if not _is_object(node)]
+    names = {node: f"%{index}" for index, node in enumerate(shown)}
     uneven = _uneven(gm.graph, ctx)
-    lines = [_line(node, names, ctx, uneven) for node in gm.graph.nodes]
+    lines = [_line(node, names, ctx, uneven) for node in shown]
     return "\n".join(lines) + "\n"
+
+
+def _is_object(node: fx.Node) -> bool:
+    """Whether an input is neither a tensor nor a number: some torch versions pass device meshes."""
+    numbers = (torch.Tensor, torch.SymInt, torch.SymFloat, int, float, bool)
+    return node.op == "placeholder" and not isinstance(node.meta.get("val"), numbers)
 
 
 def _uneven(graph: fx.Graph, ctx: Context) -> set[fx.Node]:
@@ -80,14 +87,15 @@ def _type(node: fx.Node, uneven: set[fx.Node]) -> str:
         return f"{dtype}[{','.join(sizes)}]"
     if isinstance(value, list | tuple):
         return f"({len(value)} values)"
-    return "object"
+    return "number"
 
 
 def _argument(value: object, names: Mapping[fx.Node, str], ctx: Context) -> str:
     if isinstance(value, fx.Node):
         return names[value]
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_argument(item, names, ctx) for item in value) + "]"
+        items = [v for v in value if not isinstance(v, fx.Node) or v in names]
+        return "[" + ", ".join(_argument(item, names, ctx) for item in items) + "]"
     if isinstance(value, str) and value == ctx.group_name:
         return "<data-parallel group>"
     if isinstance(value, torch.dtype):

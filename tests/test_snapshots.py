@@ -23,6 +23,10 @@ from tests.training import SLOW
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).parent.parent
 WORLDS = [8, 1024]
+#: What torch itself makes of an embedding's backward is not the same in every version.
+ONE_TORCH = pytest.mark.skipif(
+    not torch.__version__.startswith("2.13."), reason="the stored graphs are torch 2.13's"
+)
 STEP = ["joint/tag", "forward/reorder", "backward/reorder"]
 
 
@@ -79,6 +83,7 @@ def deep():
     return Deep(), torch.zeros(64, 8)
 
 
+@ONE_TORCH
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("plan", ["replicate", "shard_keep", "shard_again"])
 def test_a_step_with_tied_and_tiny_parameters(osdp_graphs, plan, world_size):
@@ -91,6 +96,7 @@ def test_a_step_with_a_large_layer(osdp_graphs, plan, world_size):
     osdp_graphs(*wide(), world_size=world_size, plan=plan, after=STEP)
 
 
+@ONE_TORCH
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_every_pass_on_the_way(osdp_graphs, world_size):
     after = [
