@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import fx
 
+from osdp_compile.collectives import backend_of
 from osdp_compile.errors import InfeasibleLimit, OsdpError, PlanMismatch, RanksDiffer
 from osdp_compile.state import ModelParameter
 from passes.decisions import Plan
@@ -111,7 +112,7 @@ def _from_all(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def _is_fake(group: dist.ProcessGroup) -> bool:
-    return dist.get_backend(group) == "fake"
+    return backend_of(group, "cpu") == "fake"
 
 
 def _qualified(function: Any) -> str:

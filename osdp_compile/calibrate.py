@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from osdp_compile.collectives import all_gather_single, reduce_scatter_single
-from osdp_compile.exchange import start_exchange, start_gather
+from osdp_compile.collectives import all_gather_single, backend_of, reduce_scatter_single
+from osdp_compile.exchange import by_messages, start_exchange, start_gather
 from passes.hardware import Hardware, LinkRate, generic
 
 _SMALL_BYTES = 1 << 12
@@ -39,7 +39,8 @@ def measure_hardware(
     Returns the same profile on every rank. A fake group measures nothing real: it gets
     :func:`passes.hardware.generic`.
     """
-    if dist.get_backend(group) == "fake":
+    backend = backend_of(group, device.type)
+    if backend == "fake":
         return generic()
     budget = seconds / 8
     flops = {"default": _flops(torch.float32, device, budget)}
@@ -60,7 +61,7 @@ def measure_hardware(
     if half:
         rates.update(bfloat16=half, float16=half)
     return Hardware(
-        name=f"measured {device.type} {dist.get_backend(group)} x{dist.get_world_size(group)}",
+        name=f"measured {device.type} {backend} x{dist.get_world_size(group)}",
         flops_per_second=rates,
         memory_bytes_per_second=bandwidth,
         launch_seconds=launch,
@@ -127,7 +128,7 @@ def _collective(
     whole = torch.zeros(numel, device=device)
     part = torch.zeros(numel // world, device=device)
     other = torch.zeros(numel, device=device)
-    if kind in ("all_gather", "all_to_all") and dist.get_backend(group) == "gloo":
+    if kind in ("all_gather", "all_to_all") and by_messages(group, device):
         wire_bytes = 4 * numel * (world - 1) // world
         if kind == "all_gather":
             return lambda: start_gather(other, part, group), wire_bytes

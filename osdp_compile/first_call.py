@@ -15,6 +15,7 @@ from osdp_compile.agreement import agree, fingerprint, from_rank_zero, on_every_
 from osdp_compile.calibrate import measure_hardware
 from osdp_compile.capture import capture
 from osdp_compile.errors import InfeasibleLimit, PlanMismatch
+from osdp_compile.exchange import by_messages
 from osdp_compile.lower import static_inputs
 from osdp_compile.optimizer_names import state_bytes_per_element
 from osdp_compile.optimizers import OptimizerIndex
@@ -68,7 +69,7 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
         group_name=group.group_name,
         base_bytes=sum(b.numel() * b.element_size() for b in buffers_of(roots)),
         limit_bytes=options.memory_limit_bytes,
-        by_exchange=dist.get_backend(group) == "gloo",
+        by_exchange=by_messages(group, device),
     )
 
     def decide() -> Plan:

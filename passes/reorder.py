@@ -99,7 +99,7 @@ def _jobs(graph: fx.Graph) -> list[Job]:
         (wait,) = start.users
         gathers = start.meta["collective"].gathers
         before = _preparation(start, order) if gathers else []
-        after = _unpacking(wait, order)
+        after = _following(wait, order, only_marked=gathers)
         own = {wait, *after}
         readers = [user for node in own for user in node.users if user not in own]
         first_use = min(readers, key=order.__getitem__, default=output_node(graph))
@@ -130,8 +130,12 @@ def _preparation(start: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
     return sorted(chain, key=order.__getitem__)
 
 
-def _unpacking(wait: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
-    """What a wait's tensor goes through before anything of the model or the output reads it."""
+def _following(wait: fx.Node, order: dict[fx.Node, int], only_marked: bool) -> list[fx.Node]:
+    """What a wait's tensor goes through on its own: it moves with the wait.
+
+    Of a gather only what the passes marked (``after_wait``): the rest is the model. Of a
+    reduction also what a user's pass does with one gradient.
+    """
     own: dict[fx.Node, None] = {wait: None}
     sent = set(wait.all_input_nodes[0].all_input_nodes)
     changed = True
@@ -142,8 +146,8 @@ def _unpacking(wait: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
             for user in node.users:
                 if user in own or user.op != "call_function":
                     continue
-                fresh = "after_wait" in user.meta
-                if fresh and all(
+                moves = not only_marked or "after_wait" in user.meta
+                if moves and all(
                     source in own or source in sent or source.op == "placeholder"
                     for source in user.all_input_nodes
                 ):

@@ -64,7 +64,7 @@ class Scheduler:
             key=lambda job: (order[job.first_use], order[job.start]),
         )
         self.used_at: dict[fx.Node, list[Job]] = {}
-        for job in self.gathers:
+        for job in [*self.gathers, *(job for job in jobs if not job.gathers)]:
             self.used_at.setdefault(job.first_use, []).append(job)
         self.ready_at: dict[fx.Node | None, list[Job]] = {}
         for job in jobs:

@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._inductor.utils import run_and_get_code
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import osdp_compile.exchange  # noqa: F401  (defines the operators)
 from examples.gpt import GPT, GPTConfig
 from osdp_compile import Decision, Plan
+from osdp_compile.exchange import by_messages
 from osdp_compile.markers import register_group
 
 WAIT = torch.ops._c10d_functional.wait_tensor
@@ -107,3 +108,13 @@ def test_the_generated_code_keeps_the_order(two_ranks):
         on_the_spot += starts == [True, False] * (len(starts) // 2)
     assert on_the_spot < 2, "nothing is started ahead: the order shows nothing"
     assert in_code == in_graphs
+
+
+@pytest.mark.parametrize(("backend", "wanted"), [(None, True), ("gloo", True), ("fake", False)])
+def test_gloo_is_known_also_where_nobody_named_it(tmp_path, backend, wanted):
+    store = FakeStore() if backend == "fake" else dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    try:
+        assert by_messages(dist.group.WORLD, torch.device("cpu")) == wanted
+    finally:
+        dist.destroy_process_group()
