@@ -174,9 +174,5 @@ def positions(graph: fx.Graph) -> dict[fx.Node, int]:
     return {node: index for index, node in enumerate(graph.nodes)}
 
 
-def first_of(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
-    return min(nodes, key=order.__getitem__)
-
-
 def last_of(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
     return max(nodes, key=order.__getitem__)
