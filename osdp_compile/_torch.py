@@ -55,6 +55,7 @@ KEEP_ORDER: dict[str, Any] = {
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
     "reorder_for_compute_comm_overlap": False,
+    "allow_buffer_reuse": False,
 }
 
 E = TypeVar("E", bound=Exception)

@@ -39,7 +39,7 @@ def capture(
 
     Args:
         names: index of each parameter among the graph's inputs, and its name.
-        static: the same for parameters and buffers.
+        static: what each input is (:func:`~osdp_compile.lower.static_inputs`).
     """
     everything_again = ctx.replace(
         plan=Plan.uniform(_named(ctx), Decision.SHARD_AGAIN, world_size=1)

@@ -39,6 +39,7 @@ from passes.plan import Infeasible, make_plan
 from passes.predict import state_bytes
 
 log = logging.getLogger("osdp_compile")
+_UNSEEN_BYTES = 1 << 16
 _measured: dict[str, Hardware] = {}
 
 
@@ -67,7 +68,7 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
         world_size=mesh.size(),
         rank=mesh.get_local_rank(),
         group_name=group.group_name,
-        base_bytes=sum(b.numel() * b.element_size() for b in buffers_of(roots)),
+        base_bytes=_held_bytes(roots, inputs, entries),
         limit_bytes=options.memory_limit_bytes,
         by_exchange=by_messages(group, device),
     )
@@ -153,6 +154,20 @@ def _optimizer_bytes(parameter: nn.Parameter, optimizers: OptimizerIndex, option
     if holding:
         return sum(optimizers.state_bytes(parameter, optimizer) for optimizer in holding)
     return state_bytes_per_element("adamw", parameter.element_size()) * parameter.numel()
+
+
+def _held_bytes(
+    roots: Sequence[tuple[str, nn.Module]], inputs: Sequence[Any], entries: Sequence[ModelParameter]
+) -> int:
+    """Bytes held all along besides parameters and optimizer state: buffers and the batch.
+
+    And some for what no graph shows: Adam's step counters, and small tensors that a
+    collective's thread lets go of a moment late.
+    """
+    own = {id(entry.parameter) for entry in entries}
+    held = {id(t): t for t in inputs if isinstance(t, torch.Tensor) and id(t) not in own}
+    held.update((id(buffer), buffer) for buffer in buffers_of(roots))
+    return sum(t.numel() * t.element_size() for t in held.values()) + _UNSEEN_BYTES
 
 
 def _spare_bytes(entries: Sequence[ModelParameter], options: Options) -> int:

@@ -25,7 +25,10 @@ Compiler = Callable[..., Any]
 
 
 def static_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> dict[int, str]:
-    """Names of the graph's inputs that are the model's own: parameters and buffers, by index."""
+    """What each input of the graph is, by index: a parameter's or buffer's name, or ``batch``.
+
+    None of them is the graph's own memory: the model or the caller holds it all along.
+    """
     names: dict[int, str] = {}
     for index, (node, value) in enumerate(zip(placeholders(gm), inputs, strict=True)):
         if isinstance(value, nn.Parameter):
@@ -33,6 +36,8 @@ def static_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> dict[int, str]:
             names[index] = found[0] if found is not None else node.name
         elif "_buffers" in (_torch.source_chain(node) or [""])[-1]:
             names[index] = node.name
+        else:
+            names[index] = "batch"
     return names
 
 

@@ -11,8 +11,9 @@ Before::                                   After::
     b = wait(all_gather(q, N))                 w = wait(all_gather(f, N))
                                                a = unpack(w, columns of p); b = unpack(w, ...)
 
-The packing depends on the plan and the parameters' sizes only, never on batch sizes, so
-that ranks with different batches still agree. Gradients come out of a bucket as views of
+The packing never depends on batch sizes, so that ranks with different batches agree: it is
+the plan's (``plan.order``), and where the plan was made for another graph it follows from
+the parameters' sizes. Gradients come out of a bucket as views of
 it: nothing is copied back.
 """
 
@@ -26,6 +27,7 @@ from torch import fx
 
 from passes.annotate import collective_full_bytes
 from passes.context import Context
+from passes.decisions import Collective
 from passes.graph import (
     ALL_REDUCE,
     REDUCE_SCATTER,
@@ -36,7 +38,7 @@ from passes.graph import (
     positions,
 )
 from passes.packing import MEAN_RANKS, PACK, PACK_COLUMNS, UNPACK
-from passes.shard import Collective, after_wait, gather, scatter, start_collective
+from passes.shard import after_wait, gather, scatter, start_collective
 
 _aten = torch.ops.aten
 
@@ -44,7 +46,13 @@ _aten = torch.ops.aten
 def bucket(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Pack small collectives. See the module's docstring."""
     graph = gm.graph
-    for members in _buckets(graph, ctx.plan.bucket_bytes):
+    starts = [node for node in graph.nodes if "collective" in node.meta]
+    planned = ctx.plan.order_for(ctx.phase.value, [node.meta["collective"] for node in starts])
+    if planned is None:
+        buckets = _by_size(starts, ctx.plan.bucket_bytes)
+    else:
+        buckets = _as_planned(starts, planned)
+    for members in buckets:
         if members[0].meta["collective"].gathers:
             _pack_gathers(graph, members, ctx)
         elif members[0].target is ALL_REDUCE:
@@ -55,14 +63,22 @@ def bucket(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     return gm
 
 
-def _buckets(graph: fx.Graph, limit_bytes: int) -> list[list[fx.Node]]:
+def _as_planned(starts: list[fx.Node], planned: Sequence[Collective]) -> list[list[fx.Node]]:
+    """Collectives to pack together, as the plan says."""
+    start_of = {node.meta["collective"]: node for node in starts}
+    return [
+        [start_of[Collective((name,), bucket.gathers)] for name in bucket.names]
+        for bucket in planned
+        if len(bucket.names) > 1
+    ]
+
+
+def _by_size(starts: list[fx.Node], limit_bytes: int) -> list[list[fx.Node]]:
     """Collectives to pack together: lists of two or more, in the order of the graph."""
     open_buckets: dict[tuple[object, ...], list[fx.Node]] = {}
     filled: dict[tuple[object, ...], int] = {}
     done: list[list[fx.Node]] = []
-    for node in graph.nodes:
-        if "collective" not in node.meta:
-            continue
+    for node in starts:
         size_bytes = collective_full_bytes(node)
         if size_bytes >= limit_bytes:
             continue
@@ -133,7 +149,7 @@ def _move_inputs_before(node: fx.Node, anchor: fx.Node, order: dict[fx.Node, int
 
 def _pack_gathers(graph: fx.Graph, members: list[fx.Node], ctx: Context) -> None:
     order = positions(graph)
-    anchor = members[0]
+    anchor = min(members, key=order.__getitem__)
     sources = [_tensor(node) for node in members]
     for source in sources:
         _move_inputs_before(source, anchor, order)

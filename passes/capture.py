@@ -76,8 +76,9 @@ def mark_inputs(
 ) -> None:
     """Say on every placeholder what it is.
 
-    ``names``: for each placeholder a parameter's or buffer's name, or None. Those are
-    static: their memory is not the graph's.
+    ``names``: for each placeholder a parameter's or buffer's name, or ``batch``: these are
+    static, their memory is not the graph's. None for what else there is: what the forward
+    saved, and the gradients that the backward begins with.
     """
     for node, name in zip(gm.graph.find_nodes(op="placeholder"), names, strict=True):
         if name is not None:

@@ -67,7 +67,8 @@ class Context:
     """Everything a pass may ask for.
 
     ``base_bytes``: what this rank holds during the whole graph and the graph does not
-    allocate: parameters, optimizer state, buffers (and gradients of an earlier backward).
+    allocate: parameters, optimizer state, buffers, the batch (and gradients of an earlier
+    backward).
     ``limit_bytes``: the memory limit of the whole, None for no limit.
     ``deciding``: the planner is at work: the best order of collectives is searched for.
     Otherwise it follows from the plan and the parameters, for all ranks alike.

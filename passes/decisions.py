@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Decision(str, enum.Enum):
@@ -51,6 +51,18 @@ class ParameterPlan:
 
 
 @dataclasses.dataclass(frozen=True)
+class Collective:
+    """What a collective is for: the parameters it serves, and whether it gathers or reduces."""
+
+    names: tuple[str, ...]
+    gathers: bool
+
+    @property
+    def label(self) -> str:
+        return f"{'gather' if self.gathers else 'reduce'} {'+'.join(self.names)}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Prediction:
     """What the simulator says of one training step on one rank.
 
@@ -74,9 +86,9 @@ class Plan:
     ``in_flight_bytes``: at most this many bytes of gathered weights wait ahead of
     their use, and of gradients wait behind their reduction (None: no bound).
     ``order``: by graph (``"forward"``, ``"backward"``), what the collectives are for in the
-    order they start. It is decided once, for all: ranks with other batch sizes, which
-    would each like another order, follow it (a graph it does not fit gets an order that
-    no batch size enters).
+    order they start; those for several parameters are the buckets. It is decided once, for
+    all: ranks with other batch sizes, which would each like another order, follow it (a
+    graph it does not fit gets buckets and an order that no batch size enters).
     """
 
     parameters: tuple[ParameterPlan, ...]
@@ -85,7 +97,7 @@ class Plan:
     bucket_bytes: int = 1 << 20
     in_flight_bytes: int | None = None
     prediction: Prediction | None = None
-    order: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    order: dict[str, tuple[Collective, ...]] = dataclasses.field(default_factory=dict)
 
     def decision(self, name: str) -> Decision:
         """The decision for a parameter; KeyError if the plan does not know it."""
@@ -165,6 +177,17 @@ class Plan:
                 return f"the plan's parameter {row.name!r} is not in the model"
         return None
 
+    def order_for(self, phase: str, graph: Iterable[Collective]) -> tuple[Collective, ...] | None:
+        """The order of a graph's collectives, if it is the graph that the order is for.
+
+        ``graph``: the collectives of the graph, packed or not. None: other collectives, as in
+        a frame behind a graph break, or a plan made by hand.
+        """
+        planned = self.order.get(phase, ())
+        if not planned or _served(planned) != _served(graph):
+            return None
+        return planned
+
     def to_dict(self) -> dict[str, Any]:
         data = dataclasses.asdict(self)
         data["format"] = FORMAT
@@ -204,7 +227,10 @@ class Plan:
                 bucket_bytes=data["bucket_bytes"],
                 in_flight_bytes=data["in_flight_bytes"],
                 prediction=Prediction(**prediction) if prediction else None,
-                order={graph: tuple(labels) for graph, labels in data["order"].items()},
+                order={
+                    graph: tuple(Collective(tuple(c["names"]), c["gathers"]) for c in collectives)
+                    for graph, collectives in data["order"].items()
+                },
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"the plan is damaged: {error!r}; make it again") from error
@@ -221,6 +247,11 @@ class Plan:
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} holds no plan: {error}") from error
         return cls.from_dict(data)
+
+
+def _served(collectives: Iterable[Collective]) -> list[tuple[bool, str]]:
+    """What is gathered and what is reduced, each parameter by itself."""
+    return sorted((c.gathers, name) for c in collectives for name in c.names)
 
 
 def shardable(shape: tuple[int, ...], world_size: int) -> bool:

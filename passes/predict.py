@@ -65,7 +65,7 @@ def predict(captured: Captured, plan: Plan, ctx: Context, passes: Sequence[Pass]
     """Lower a captured step as the plan says, and simulate it.
 
     ``ctx.deciding``: search for the order of collectives; otherwise the plan's is followed.
-    ``ctx.base_bytes``: bytes of buffers and of whatever else the model holds besides
+    ``ctx.base_bytes``: bytes of buffers, the batch, and of whatever else is held besides
     parameters and optimizer state.
     """
     laid = lay_out(captured, plan, ctx)
@@ -87,10 +87,10 @@ def predict(captured: Captured, plan: Plan, ctx: Context, passes: Sequence[Pass]
     optimizer_seconds = _OPTIMIZER_PASSES * step_traffic / ctx.hardware.memory_bytes_per_second
     base = {"parameters": state["parameters"], "optimizer": state["optimizer"]}
     if ctx.base_bytes:
-        base["buffers"] = ctx.base_bytes
+        base["inputs"] = ctx.base_bytes
     peaks = [
-        {**base, **forward.peak},
-        {**base, **backward.peak, "returned": returned},
+        _sum(base, forward.peak),
+        _sum(base, backward.peak, {"returned": returned}),
         {
             **base,
             "gradients": state["gradients"],
@@ -106,6 +106,15 @@ def predict(captured: Captured, plan: Plan, ctx: Context, passes: Sequence[Pass]
         peak=peak,
     )
     return Step(prediction, lowered[0], lowered[1], (forward, backward))
+
+
+def _sum(*parts: dict[str, int]) -> dict[str, int]:
+    """Bytes by kind, all together."""
+    total: dict[str, int] = {}
+    for part in parts:
+        for kind, size_bytes in part.items():
+            total[kind] = total.get(kind, 0) + size_bytes
+    return total
 
 
 def _returned_bytes(laid: Captured) -> int:

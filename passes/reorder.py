@@ -28,6 +28,7 @@ from torch import fx
 
 from passes.annotate import collective_full_bytes, cost_of
 from passes.context import Context
+from passes.decisions import Collective
 from passes.fusion import is_fusible
 from passes.graph import COLLECTIVES, output_node, positions
 from passes.schedule import Job, Scheduler
@@ -60,9 +61,9 @@ def reorder(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     return gm
 
 
-def order_of(graph: fx.Graph) -> tuple[str, ...]:
+def order_of(graph: fx.Graph) -> tuple[Collective, ...]:
     """What the collectives of a graph are for, in the order they start."""
-    return tuple(n.meta["collective"].label for n in graph.nodes if "collective" in n.meta)
+    return tuple(n.meta["collective"] for n in graph.nodes if "collective" in n.meta)
 
 
 def _seconds(node: fx.Node) -> float:
@@ -71,10 +72,10 @@ def _seconds(node: fx.Node) -> float:
 
 def _sequence(original: list[fx.Node], jobs: list[Job], ctx: Context) -> list[Job]:
     """The order in which the collectives start, the same for every batch size."""
-    planned = ctx.plan.order.get(ctx.phase.value, ())
-    by_label = {job.label: job for job in jobs}
-    if len(by_label) == len(jobs) and sorted(planned) == sorted(by_label):
-        return [by_label[label] for label in planned]
+    planned = ctx.plan.order_for(ctx.phase.value, [job.purpose for job in jobs])
+    if planned is not None:
+        by_purpose = {job.purpose: job for job in jobs}
+        return [by_purpose[purpose] for purpose in planned]
     # As much computing as communication, evenly spread over what is no fused kernel.
     kernels = {n for n in original if n.op == "call_function" and not is_fusible(n)}
     each = sum(job.seconds for job in jobs) / max(1, len(kernels))

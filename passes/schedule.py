@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from torch import fx
 
 from passes.check import InvalidGraph
+from passes.decisions import Collective
 
 #: A gather is urgent once the time left before its use is below this many times its own.
 _URGENT = 1.5
@@ -30,10 +31,10 @@ class Job:
     first_use: fx.Node
 
     @property
-    def label(self) -> str:
+    def purpose(self) -> Collective:
         """What the collective is for."""
-        label: str = self.start.meta["collective"].label
-        return label
+        purpose: Collective = self.start.meta["collective"]
+        return purpose
 
 
 class Scheduler:
@@ -119,9 +120,13 @@ class Scheduler:
         """What a node's end brings: gradients to reduce, and reductions that have ended."""
         for job in self.ready_at.get(node, ()):
             self.pending.append(job)
-            if self.cap_bytes == 0:
+            if self.cap_bytes == 0 and self.sequence is None:
                 self.start_now(job)
                 self.wait_for(job)
+        while self.cap_bytes == 0 and self.head is not None and self.head in self.pending:
+            job, self.head = self.head, next(self.in_line, None)
+            self.begin(job)
+            self.wait_for(job)
         while self.flying and self.ends[self.flying[0]] <= self.now:
             self.wait_for(self.flying[0])
         # Gradients that wait in line take memory too: above the cap, stall for the oldest.
@@ -199,8 +204,9 @@ class Scheduler:
                 first, self.head = self.head, next(self.in_line, None)
             if not first.gathers and first not in self.pending:
                 raise InvalidGraph(
-                    f"pass 'reorder': {first.label!r} cannot start before {job.label!r}, as the "
-                    "plan's order says: the plan was made for another model; make it again"
+                    f"pass 'reorder': {first.purpose.label!r} cannot start before "
+                    f"{job.purpose.label!r}, as the plan's order says: the plan was made "
+                    "for another model; make it again"
                 )
             self.begin(first)
 

@@ -2,7 +2,8 @@
 
 Needs: a forward, backward or inference graph with markers.
 Leaves: no markers; each collective is started and waited for on the spot, one a
-parameter, with ``meta["collective"]`` (:class:`Collective`) on the node that starts it.
+parameter, with ``meta["collective"]`` (a :class:`~passes.decisions.Collective`) on the
+node that starts it.
 
 Before::                              After (sharded, N ranks)::
 
@@ -22,7 +23,6 @@ faster than its own collectives, and safe (docs/design.md).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +30,7 @@ import torch
 from torch import fx
 
 from passes.context import Context
+from passes.decisions import Collective
 from passes.exchange import EXCHANGE, GATHER_PARTS
 from passes.graph import (
     ALL_GATHER,
@@ -48,18 +49,6 @@ from passes.markers import REDUCE_GRAD, UNSHARD
 from passes.packing import MEAN_RANKS, PACK, PACK_COLUMNS, PAD_ROWS, TRIM_ROWS, UNPACK
 
 _aten = torch.ops.aten
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """What a collective is for: the parameters it serves, and whether it gathers or reduces."""
-
-    names: tuple[str, ...]
-    gathers: bool
-
-    @property
-    def label(self) -> str:
-        return f"{'gather' if self.gathers else 'reduce'} {'+'.join(self.names)}"
 
 
 def shard(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -145,6 +134,10 @@ def _lower_reduce(node: fx.Node, ctx: Context) -> None:
     gradient, like, name, sharded, group = node.args
     assert isinstance(gradient, fx.Node) and isinstance(like, fx.Node) and isinstance(name, str)
     purpose = Collective((name,), gathers=False)
+    if gradient.op == "call_function" and like.op == "placeholder":
+        # Where autograd puts it differs between a traced model and the capture it was planned
+        # on; in the same place it gives the same buckets and can follow the same order.
+        gradient.append(node)
     with graph.inserting_before(node):
         if not sharded:
             mean = mean_before(graph, gradient, ctx)

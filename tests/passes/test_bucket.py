@@ -11,10 +11,10 @@ from torch import fx
 
 from passes.annotate import collective_full_bytes
 from passes.bucket import bucket
-from passes.decisions import Decision
+from passes.decisions import Collective, Decision
 from passes.fusion import effective_users
 from passes.graph import COLLECTIVES, WAIT, is_collective, root_of
-from passes.shard import Collective, shard
+from passes.shard import shard
 from tests.passes.examples import examples
 from tests.passes.steps import Step, Weight, assert_same_bits, steps
 

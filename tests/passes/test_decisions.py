@@ -170,11 +170,11 @@ def test_any_plan_survives_json(plan):
     ("text", "said"),
     [
         ("{", "holds no plan"),
-        ("[]", "not a plan of format 1 .found 'list'"),
-        ("{}", "not a plan of format 1 .found None"),
-        ('{"format": 2}', "not a plan of format 1 .found 2"),
-        ('{"format": 1}', "damaged.*parameters"),
-        ('{"format": 1, "parameters": [{"name": "a"}]}', "damaged.*shape"),
+        ("[]", "not a plan of format 2 .found 'list'"),
+        ("{}", "not a plan of format 2 .found None"),
+        ('{"format": 1}', "not a plan of format 2 .found 1"),
+        ('{"format": 2}', "damaged.*parameters"),
+        ('{"format": 2, "parameters": [{"name": "a"}]}', "damaged.*shape"),
     ],
 )
 def test_a_file_that_holds_no_plan_is_refused(tmp_path, text, said):

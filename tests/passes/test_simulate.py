@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
+from passes.decisions import Collective
 from passes.graph import ALL_GATHER, ALL_REDUCE, WAIT
-from passes.shard import Collective
 from passes.simulate import Simulation, simulate
 from tests.passes.examples import examples
 from tests.passes.graphs import GROUP, GraphBuilder, price

@@ -1,0 +1,87 @@
+"""What is predicted of a plan is what is lowered, and what memory it then takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+
+from examples.gpt import GPT, GPTConfig
+from osdp_compile import PeakMemory, plan_of
+from osdp_compile.backend import compile_graph
+from osdp_compile.options import Options
+from osdp_compile.trace import fake_world
+from passes.reorder import order_of
+from passes.simulate import simulate
+from passes.units import format_bytes
+from tests.training import SLOW
+
+CONFIG = GPTConfig(vocab=256, layers=3, width=256, heads=4, context=64)
+MIB = 1 << 20
+
+
+def tokens() -> torch.Tensor:
+    return torch.zeros(4, CONFIG.context, dtype=torch.long)
+
+
+def planned_and_lowered(world_size, limit):
+    """The plan of a step, and by graph what the simulator says of what would be compiled."""
+    lowered = {}
+
+    def observe(one, gm, ctx):
+        if one.name == "reorder":
+            lowered[ctx.phase.value] = order_of(gm.graph), ctx.base_bytes, simulate(gm.graph)
+
+    def uncompiled(gm, inputs, **kwargs):
+        return make_boxed_func(gm.forward)
+
+    def backend(gm, inputs):
+        options = Options.parse({"hardware": SLOW, "debug": True, "memory_limit": limit})
+        return compile_graph(gm, inputs, options, uncompiled, observe)
+
+    model = GPT(CONFIG)
+    torch.compiler.reset()
+    with fake_world(world_size):
+        torch.compile(model, backend=backend)(tokens(), tokens()).backward()
+    torch.compiler.reset()
+    return plan_of(model), lowered
+
+
+@pytest.mark.parametrize(
+    ("world_size", "limit"),
+    [(2, "30MiB"), (2, "34MiB"), (2, None), (3, "25MiB"), (8, "23MiB")],
+)
+def test_the_graphs_that_are_lowered_are_those_that_were_planned_on(world_size, limit):
+    plan, lowered = planned_and_lowered(world_size, limit)
+    prediction = plan.prediction
+    assert {graph: order for graph, (order, *_) in lowered.items()} == plan.order
+    exposed = sum(simulation.exposed_seconds for *_, simulation in lowered.values())
+    assert exposed == pytest.approx(prediction.exposed_seconds)
+    peak_bytes = max(base + simulation.peak_bytes for _, base, simulation in lowered.values())
+    assert peak_bytes == pytest.approx(prediction.peak_bytes, rel=1e-4)
+
+
+def trained_under(rank, world_size, limit):
+    """Decisions, the predicted peak and the measured one of two steps."""
+    with PeakMemory() as memory:
+        model = GPT(CONFIG)
+        optimizer = torch.optim.AdamW(model.parameters())
+        options = {"memory_limit": limit, "hardware": SLOW}
+        compiled = torch.compile(model, backend="osdp", options=options)
+        for _ in range(2):
+            compiled(tokens(), tokens()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    plan = plan_of(model)
+    decisions = {row.decision.value for row in plan.parameters}
+    return decisions, plan.prediction.peak_bytes, memory.peak_bytes
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("limit_mib", [30, 34])
+def test_the_measured_peak_is_the_predicted_one_and_under_the_limit(two_ranks, limit_mib):
+    for decisions, predicted_bytes, measured_bytes in two_ranks.run(trained_under, limit_mib * MIB):
+        said = f"{format_bytes(predicted_bytes)} predicted, {format_bytes(measured_bytes)} measured"
+        assert len(decisions) > 1, f"the limit forces no mix: {decisions}, {said}"
+        assert measured_bytes <= limit_mib * MIB, said
+        assert measured_bytes == pytest.approx(predicted_bytes, rel=0.05), said
