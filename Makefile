@@ -12,7 +12,7 @@ TORCH ?= torch==2.13.0
 PIP_INSTALL = $(VENV)/bin/pip install --quiet --disable-pip-version-check
 
 RANKS ?= 2
-LIMIT ?= 140MiB
+LIMIT ?= 112MiB
 DEMO_FLAGS ?=
 
 .PHONY: demo test lint types clean

@@ -1,6 +1,6 @@
 """Train a byte-level GPT on the source code of Python's standard library.
 
-    torchrun --nproc-per-node 2 examples/train_gpt.py --memory-limit 140MiB
+    torchrun --nproc-per-node 2 examples/train_gpt.py --memory-limit 112MiB
     python examples/train_gpt.py                      # one process: nothing is sharded
 
 One line is special, marked below. The rest is a plain training script.
@@ -34,7 +34,7 @@ SKIPPED = {"site-packages", "dist-packages", "test", "tests", "encodings", "idle
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT on Python's own library.")
-    parser.add_argument("--memory-limit", help="for one rank, such as 140MiB (default: none)")
+    parser.add_argument("--memory-limit", help="for one rank, such as 112MiB (default: none)")
     parser.add_argument("--plan", help="a saved plan, to use instead of searching for one")
     parser.add_argument("--save-plan", help="where to save the plan")
     parser.add_argument("--seconds", type=float, default=120, help="how long to train")

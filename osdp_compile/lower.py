@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,11 @@ from passes.capture import mark_inputs
 from passes.check import check
 from passes.context import Context, Phase
 from passes.pipeline import Observer, Pass, Stage, run
+from passes.simulate import simulate
 from passes.text import graph_text
+from passes.units import format_bytes
+
+log = logging.getLogger("osdp_compile")
 
 Compiler = Callable[..., Any]
 
@@ -101,6 +106,7 @@ def lower(
         if phase is Phase.INFERENCE:
             graph = run(session.passes, Stage.JOINT, graph, ctx, watch)
         graph = run(session.passes, Stage.PARTS, graph, ctx, watch)
+        _warn_above_limit(graph, ctx)
         return (compile_inner or _torch.compile_fx_inner)(graph, example_inputs, **kwargs)
 
     with _torch.without_autograd_cache():
@@ -112,6 +118,22 @@ def lower(
                 **_torch.KEEP_ORDER,
                 "custom_partitioner_fn": _torch.Partitioner(partition),
             },
+        )
+
+
+def _warn_above_limit(gm: fx.GraphModule, ctx: Context) -> None:
+    """Say so where a graph will not keep the limit: a larger batch than was planned on, say."""
+    if ctx.limit_bytes is None:
+        return
+    peak_bytes = ctx.base_bytes + simulate(gm.graph).peak_bytes
+    if peak_bytes > ctx.limit_bytes:
+        log.warning(
+            "this %s needs %s, above memory_limit=%s: it is not the graph that was planned on "
+            "(a larger batch?). Make the first call with the largest batch, or lower the limit "
+            "to leave room",
+            ctx.phase.value,
+            format_bytes(peak_bytes),
+            format_bytes(ctx.limit_bytes),
         )
 
 

@@ -42,6 +42,7 @@ class Cost:
 
     ``memory_bytes``: what its output takes while alive (0: a view, or inside a fused kernel).
     ``seconds``: on the compute stream, or on the network for a collective.
+    ``busy_seconds``: of the compute stream, that a collective takes from what runs beside it.
     """
 
     flops: int = 0
@@ -49,6 +50,7 @@ class Cost:
     write_bytes: int = 0
     memory_bytes: int = 0
     seconds: float = 0.0
+    busy_seconds: float = 0.0
 
 
 def cost_of(node: fx.Node) -> Cost:
@@ -94,11 +96,12 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         own_bytes = 0 if isinstance(value, list | tuple) else bytes_of(value)
         memory_bytes = -(-own_bytes // align) * align if node in real else 0
         if is_collective(node):
-            seconds = ctx.hardware.collective_seconds(
-                COLLECTIVES[node.target], collective_full_bytes(node), ctx.world_size
+            what = COLLECTIVES[node.target], collective_full_bytes(node), ctx.world_size
+            node.meta["cost"] = Cost(
+                memory_bytes=0 if node.target is ALL_REDUCE else memory_bytes,
+                seconds=ctx.hardware.collective_seconds(*what),
+                busy_seconds=ctx.hardware.busy_seconds(*what),
             )
-            in_place = node.target is ALL_REDUCE
-            node.meta["cost"] = Cost(memory_bytes=0 if in_place else memory_bytes, seconds=seconds)
             continue
         if node.op != "call_function" or is_alias(node) or is_marker(node) or is_getitem(node):
             node.meta["cost"] = Cost(memory_bytes=memory_bytes)

@@ -14,10 +14,19 @@ class LinkRate:
 
     ``wire_bytes`` is what one rank sends in a ring: ``(N-1)/N`` of the whole tensor for an
     all-gather, a reduce-scatter or an all-to-all, twice that for an all-reduce.
+    ``busy_seconds_per_byte``: for each wire byte, how much longer the computing beside it
+    takes: a CPU's core copies and checksums what gloo sends, NCCL occupies some of a GPU.
     """
 
     latency_seconds: float
     seconds_per_byte: float
+    busy_seconds_per_byte: float = 0.0
+
+
+def wire_bytes(kind: str, full_bytes: int, world_size: int) -> float:
+    """Bytes one rank sends for a collective on a tensor of ``full_bytes`` over all ranks."""
+    share = full_bytes * (world_size - 1) / world_size
+    return 2 * share if kind == "all_reduce" else share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +61,14 @@ class Hardware:
         if world_size == 1:
             return 0.0
         rate = self.collectives[kind]
-        wire_bytes = full_bytes * (world_size - 1) / world_size
-        if kind == "all_reduce":
-            wire_bytes *= 2
-        return rate.latency_seconds + wire_bytes * rate.seconds_per_byte
+        return (
+            rate.latency_seconds + wire_bytes(kind, full_bytes, world_size) * rate.seconds_per_byte
+        )
+
+    def busy_seconds(self, kind: str, full_bytes: int, world_size: int) -> float:
+        """Seconds of computing that a collective of ``full_bytes`` takes away from the step."""
+        rate = self.collectives[kind]
+        return wire_bytes(kind, full_bytes, world_size) * rate.busy_seconds_per_byte
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -2,7 +2,8 @@
 
 One compute stream runs the nodes in order; one network stream runs the collectives in the
 order they are started. A wait stalls the compute stream until its collective has ended:
-that stall is *exposed* communication.
+that stall is *exposed* communication. What a collective takes of the processor itself is
+added to the compute stream where it starts.
 
 Memory: a tensor is born at the node that writes it and dies after the last kernel that
 reads it, views and in-place updates counted once. What lives only inside a fused kernel
@@ -63,6 +64,8 @@ def simulate(graph: fx.Graph) -> Simulation:
         if is_collective(node):
             start[node] = max(now, network_free)
             end[node] = network_free = start[node] + seconds
+            now += cost_of(node).busy_seconds
+            compute += cost_of(node).busy_seconds
             continue
         if node.target is WAIT and isinstance(node.args[0], fx.Node) and node.args[0] in end:
             exposed[node.args[0]] = max(0.0, end[node.args[0]] - now)

@@ -85,3 +85,22 @@ def test_the_measured_peak_is_the_predicted_one_and_under_the_limit(two_ranks, l
         assert len(decisions) > 1, f"the limit forces no mix: {decisions}, {said}"
         assert measured_bytes <= limit_mib * MIB, said
         assert measured_bytes == pytest.approx(predicted_bytes, rel=0.05), said
+
+
+def test_a_larger_batch_that_will_not_keep_the_limit_is_said(caplog):
+    def step(model, rows):
+        tokens = torch.zeros(rows, CONFIG.context, dtype=torch.long)
+        model(tokens, tokens).backward()
+
+    def backend(gm, inputs):
+        options = Options.parse({"hardware": SLOW, "memory_limit": "34MiB"})
+        return compile_graph(gm, inputs, options, lambda gm, _, **__: make_boxed_func(gm.forward))
+
+    torch.compiler.reset()
+    with fake_world(2):
+        model = torch.compile(GPT(CONFIG), backend=backend, dynamic=False)
+        step(model, 4)
+        assert "memory_limit" not in caplog.text
+        step(model, 16)
+    torch.compiler.reset()
+    assert "above memory_limit=34.00 MiB" in caplog.text
