@@ -39,15 +39,16 @@ def measure_on(
             *("--work", json.dumps(dataclasses.asdict(work))),
             *("--options", json.dumps(options or {})),
         ]
-        environment = {
-            "PYTHONPATH": _with_root(),
-            "TORCHINDUCTOR_CACHE_DIR": str(cache or Path(folder) / "cache"),
-        }
-        hosts.run(command, environment)
+        hosts.run(command, environment(cache or Path(folder) / "cache"))
         result: dict[str, Any] = json.loads(out.read_text())
         return result
 
 
-def _with_root() -> str:
+def environment(cache: Path) -> dict[str, str]:
+    """Variables of a rank. ``cache``: of compiled code."""
     inherited = os.environ.get("PYTHONPATH")
-    return os.pathsep.join([str(ROOT), *([inherited] if inherited else [])])
+    return {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *([inherited] if inherited else [])]),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "OSDP_CACHE_DIR": "",  # the network is measured anew: it may have another rate
+    }

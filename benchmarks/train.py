@@ -95,7 +95,8 @@ def first_call_seconds(work: Work, way: str, options: dict[str, Any]) -> float:
     return time.perf_counter() - begin
 
 
-def _over_ranks(value: float, operation: dist.ReduceOp.RedOpType) -> float:
+def over_ranks(value: float, operation: dist.ReduceOp.RedOpType) -> float:
+    """A figure reduced over all ranks: the slowest's, the largest."""
     tensor = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(tensor, op=operation)
     return float(tensor)
@@ -105,7 +106,7 @@ def measure(work: Work, way: str, options: dict[str, Any], phase: str) -> dict[s
     """One phase on this rank and all others; the figures of the slowest and the largest."""
     if phase == "first":
         seconds = first_call_seconds(work, way, options)
-        return {"first_call_seconds": _over_ranks(seconds, dist.ReduceOp.MAX)}
+        return {"first_call_seconds": over_ranks(seconds, dist.ReduceOp.MAX)}
     steps = MEMORY_STEPS if phase == "memory" else work.warmup_steps + work.timed_steps
     memory = osdp_compile.PeakMemory() if phase == "memory" else None
     with memory or contextlib.nullcontext():
@@ -114,11 +115,11 @@ def measure(work: Work, way: str, options: dict[str, Any], phase: str) -> dict[s
     dist.all_reduce(total)
     result["losses"] = (total / dist.get_world_size()).tolist()
     if memory is not None:
-        result["peak_bytes"] = int(_over_ranks(memory.peak_bytes, dist.ReduceOp.MAX))
+        result["peak_bytes"] = int(over_ranks(memory.peak_bytes, dist.ReduceOp.MAX))
         del result["seconds"]
     else:
         timed = result["seconds"][work.warmup_steps :]
-        result["step_seconds"] = _over_ranks(statistics.median(timed), dist.ReduceOp.MAX)
+        result["step_seconds"] = over_ranks(statistics.median(timed), dist.ReduceOp.MAX)
     return result
 
 

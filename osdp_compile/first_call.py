@@ -31,11 +31,12 @@ from osdp_compile.state import (
     shard_in_place,
     synchronize,
 )
+from passes.capture import Captured
 from passes.context import Context, Parameter
 from passes.decisions import Plan
 from passes.hardware import Hardware
 from passes.pipeline import default_passes, validate
-from passes.plan import Infeasible, make_plan
+from passes.plan import Infeasible, complete, make_plan
 from passes.predict import state_bytes
 
 log = logging.getLogger("osdp_compile")
@@ -75,8 +76,17 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
 
     def decide() -> Plan:
         if options.plan is not None:
-            return _given(options.plan, context)
-        return _planned(gm, inputs, entries, context, passes)
+            plan = _given(options.plan, context)
+            if plan.prediction is not None:  # saved by an earlier run
+                return plan
+            return complete(plan, captured(), context, passes)
+        try:
+            return make_plan(captured(), context, passes)
+        except Infeasible as error:
+            raise InfeasibleLimit(str(error)) from None
+
+    def captured() -> Captured:
+        return _captured(gm, inputs, entries, context, passes)
 
     plan = from_rank_zero(decide, group)
     synchronize(entries, list(buffers_of(roots)), mesh)
@@ -102,21 +112,17 @@ def _found(
     return roots, entries
 
 
-def _planned(
+def _captured(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
     entries: Sequence[ModelParameter],
     context: Context,
     passes: Sequence[Any],
-) -> Plan:
+) -> Captured:
     by_id = {id(entry.parameter): entry.name for entry in entries}
     names = {i: by_id[id(value)] for i, value in enumerate(inputs) if id(value) in by_id}
     static = {**static_inputs(gm, inputs), **names}
-    captured = capture(gm, inputs, names, static, context, passes)
-    try:
-        return make_plan(captured, context, passes)
-    except Infeasible as error:
-        raise InfeasibleLimit(str(error)) from None
+    return capture(gm, inputs, names, static, context, passes)
 
 
 def _given(plan: Plan, context: Context) -> Plan:

@@ -34,7 +34,7 @@ import numpy as np
 
 from passes.capture import Captured
 from passes.context import Context, Parameter, Phase
-from passes.decisions import Decision, ParameterPlan, Plan, shardable
+from passes.decisions import Collective, Decision, ParameterPlan, Plan, shardable
 from passes.pipeline import Pass
 from passes.predict import Step, predict
 from passes.reorder import order_of
@@ -104,6 +104,24 @@ def make_plan(captured: Captured, ctx: Context, passes: Sequence[Pass]) -> Plan:
     return _explained(*found, ctx)
 
 
+def complete(plan: Plan, captured: Captured, ctx: Context, passes: Sequence[Pass]) -> Plan:
+    """A plan made by hand with what it leaves open: the order of its collectives, a prediction.
+
+    What it decides is not changed, and the limit not asked for.
+    """
+    if not plan.order:
+        step = predict(captured, plan, ctx.replace(deciding=True), passes)
+        plan = plan.replace(order=_orders(step))
+    return plan.replace(prediction=predict(captured, plan, ctx, passes).prediction)
+
+
+def _orders(step: Step) -> dict[str, tuple[Collective, ...]]:
+    return {
+        phase.value: order_of(gm.graph)
+        for phase, gm in ((Phase.FORWARD, step.forward), (Phase.BACKWARD, step.backward))
+    }
+
+
 class _Search:
     """The plans that were looked at, and what the simulator said of each."""
 
@@ -128,11 +146,7 @@ class _Search:
     def _price(self, decisions: tuple[Decision, ...], ctx: Context) -> tuple[Plan, Step]:
         plan = self.empty.replace(parameters=_rows(ctx, decisions))
         step = predict(self.captured, plan, ctx.replace(deciding=True), self.passes)
-        order = {
-            phase.value: order_of(gm.graph)
-            for phase, gm in ((Phase.FORWARD, step.forward), (Phase.BACKWARD, step.backward))
-        }
-        return plan.replace(order=order), step
+        return plan.replace(order=_orders(step)), step
 
     def fits(self, step: Step) -> bool:
         limit_bytes = self.ctx.limit_bytes

@@ -1,0 +1,311 @@
+"""Is the prediction right? Predicted against measured step time and peak memory.
+
+    sudo python -m benchmarks.prediction                   # every configuration
+    sudo python -m benchmarks.prediction --only GPT        # one model's
+
+Models of four kinds, plans of four kinds, networks of three rates, 2 and 4 hosts (network
+namespaces on this machine, one thread a rank). Each configuration trains in fresh
+processes, first for time and then for memory (the profiler that counts bytes slows steps
+down); what is predicted is what the backend says at the first call of the same process,
+from a network that it measured itself. Saves a table as JSON and a scatter plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import osdp_compile
+from benchmarks.hosts import Hosts, HostsError
+from benchmarks.launch import environment
+from benchmarks.tasks import TASKS
+from benchmarks.train import over_ranks
+from osdp_compile import Decision, Plan
+from passes.decisions import shardable
+from passes.units import format_bytes, format_seconds
+
+WARMUP_STEPS, TIMED_STEPS, MEMORY_STEPS = 3, 9, 2
+UNLIMITED = "10gbit"  # more than one core can send
+MIXED = "mixed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """``plan``: one decision for all parameters, or ``mixed``."""
+
+    task: str
+    plan: str
+    rate: str = "400mbit"
+    hosts: int = 2
+
+    def __str__(self) -> str:
+        return f"{self.task}, {self.plan}, {self.hosts} x {self.rate}"
+
+
+CONFIGURATIONS = [
+    *(Configuration("GPT", plan) for plan in ("replicate", "shard_keep", "shard_again", MIXED)),
+    Configuration("GPT", "replicate", "100mbit"),
+    Configuration("GPT", "shard_again", "100mbit"),
+    Configuration("GPT", "shard_keep", UNLIMITED),
+    Configuration("GPT", MIXED, UNLIMITED),
+    *(Configuration("wide MLP", plan) for plan in ("replicate", "shard_keep", "shard_again")),
+    Configuration("wide MLP", MIXED, "100mbit", 4),
+    *(Configuration("conv net", plan) for plan in ("replicate", "shard_keep", "shard_again")),
+    *(Configuration("HF Llama", plan) for plan in ("replicate", "shard_again", MIXED)),
+    Configuration("HF Llama", "shard_keep", hosts=4),
+]
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What was predicted of a configuration and what was measured."""
+
+    configuration: Configuration
+    predicted_seconds: float
+    measured_seconds: float
+    predicted_bytes: int
+    measured_bytes: int
+
+    @property
+    def seconds_error(self) -> float:
+        """Of the measured: 0.1 is predicted 10 % too slow."""
+        return self.predicted_seconds / self.measured_seconds - 1
+
+    @property
+    def bytes_error(self) -> float:
+        return self.predicted_bytes / self.measured_bytes - 1
+
+
+def plan_for(model: nn.Module, kind: str, world_size: int) -> Plan:
+    """One decision for all, or each decision for a third of the parameters, in turn."""
+    named = list(model.named_parameters())
+    if kind != MIXED:
+        return Plan.uniform(named, kind, world_size=world_size)
+    plan = Plan.uniform(named, Decision.REPLICATE, world_size=world_size)
+    decisions = list(Decision)
+    rows = [
+        dataclasses.replace(row, decision=decisions[index % 3])
+        if shardable(row.shape, world_size)
+        else row
+        for index, row in enumerate(plan.parameters)
+    ]
+    return plan.replace(parameters=tuple(rows))
+
+
+def train(configuration: Configuration, steps: int) -> tuple[list[float], osdp_compile.Prediction]:
+    """Seconds of each step on this rank, and what was predicted."""
+    task = TASKS[configuration.task]
+    torch.manual_seed(0)
+    model = task.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    plan = plan_for(model, configuration.plan, dist.get_world_size())
+    compiled = torch.compile(model, backend="osdp", options={"plan": plan})
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    seconds = []
+    for _ in range(steps):
+        batch = task.batch(generator)
+        begin = time.perf_counter()
+        compiled(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - begin)
+    in_force = osdp_compile.plan_of(model)
+    assert in_force is not None and in_force.prediction is not None
+    return seconds, in_force.prediction
+
+
+def measure(configuration: Configuration, phase: str) -> dict[str, Any]:
+    """One phase on this rank and all others; the figures of the slowest and the largest."""
+    memory = osdp_compile.PeakMemory() if phase == "memory" else None
+    steps = MEMORY_STEPS if memory else WARMUP_STEPS + TIMED_STEPS
+    with memory or contextlib.nullcontext():
+        seconds, prediction = train(configuration, steps)
+    if memory is not None:
+        peak_bytes = int(over_ranks(memory.peak_bytes, dist.ReduceOp.MAX))
+        return {"measured_bytes": peak_bytes, "predicted_bytes": prediction.peak_bytes}
+    median = statistics.median(seconds[WARMUP_STEPS:])
+    return {
+        "measured_seconds": over_ranks(median, dist.ReduceOp.MAX),
+        "predicted_seconds": prediction.step_seconds,
+        "compute_seconds": prediction.compute_seconds,
+    }
+
+
+def run(configurations: list[Configuration], console: Console) -> list[Outcome]:
+    """Every configuration, those on the same hosts together."""
+    outcomes: dict[Configuration, Outcome] = {}
+    places = dict.fromkeys((c.hosts, c.rate) for c in configurations)
+    with tempfile.TemporaryDirectory(prefix="osdp-bench") as name:
+        folder = Path(name)
+        for count, rate in places:
+            with Hosts(count, rate) as hosts:
+                for configuration in configurations:
+                    if (configuration.hosts, configuration.rate) != (count, rate):
+                        continue
+                    found = {}
+                    for phase in ("time", "memory"):
+                        found.update(_on(hosts, configuration, phase, folder))
+                    found.pop("compute_seconds")
+                    outcomes[configuration] = Outcome(configuration, **found)
+                    console.print(f"[dim]{configuration}: {_said(outcomes[configuration])}[/dim]")
+    return [outcomes[configuration] for configuration in configurations]
+
+
+def _on(hosts: Hosts, configuration: Configuration, phase: str, folder: Path) -> dict[str, Any]:
+    out = folder / "result.json"
+    arguments = ["--rank-of", json.dumps(dataclasses.asdict(configuration)), "--phase", phase]
+    command = [sys.executable, "-m", "benchmarks.prediction", *arguments, "--out", str(out)]
+    hosts.run(command, environment(folder / "cache"))
+    result: dict[str, Any] = json.loads(out.read_text())
+    return result
+
+
+def _said(outcome: Outcome) -> str:
+    return (
+        f"step {format_seconds(outcome.predicted_seconds)} predicted, "
+        f"{format_seconds(outcome.measured_seconds)} measured; "
+        f"peak {format_bytes(outcome.predicted_bytes)}, {format_bytes(outcome.measured_bytes)}"
+    )
+
+
+def table(outcomes: list[Outcome]) -> Table:
+    """For people."""
+    made = Table(title=f"predicted against measured, torch {torch.__version__}")
+    for head in ("model", "plan", "hosts"):
+        made.add_column(head)
+    for head in ("step", "measured", "error", "peak", "measured", "error"):
+        made.add_column(head, justify="right")
+    for outcome in outcomes:
+        one = outcome.configuration
+        made.add_row(
+            one.task,
+            one.plan,
+            f"{one.hosts} x {one.rate}",
+            format_seconds(outcome.predicted_seconds),
+            format_seconds(outcome.measured_seconds),
+            f"{100 * outcome.seconds_error:+.0f} %",
+            format_bytes(outcome.predicted_bytes),
+            format_bytes(outcome.measured_bytes),
+            f"{100 * outcome.bytes_error:+.1f} %",
+        )
+    return made
+
+
+def rank_correlation(outcomes: list[Outcome]) -> float:
+    """Spearman's, of predicted and measured step time."""
+
+    def ranks(values: list[float]) -> list[float]:
+        ordered = sorted(values)
+        return [float(ordered.index(value)) for value in values]
+
+    if len(outcomes) < 2:
+        return 1.0
+    return statistics.correlation(
+        ranks([o.predicted_seconds for o in outcomes]),
+        ranks([o.measured_seconds for o in outcomes]),
+    )
+
+
+def claims(outcomes: list[Outcome]) -> dict[str, bool]:
+    """What the project promises of its predictions, and whether it holds here."""
+    errors = sorted(abs(o.seconds_error) for o in outcomes)
+    groups: dict[tuple[str, str, int], list[Outcome]] = {}
+    for outcome in outcomes:
+        one = outcome.configuration
+        groups.setdefault((one.task, one.rate, one.hosts), []).append(outcome)
+    correlations = [rank_correlation(group) for group in groups.values() if len(group) > 2]
+    return {
+        "peak within 5 %": all(abs(o.bytes_error) <= 0.05 for o in outcomes),
+        "peak never more than 2 % too low": all(o.bytes_error >= -0.02 for o in outcomes),
+        "step time: median error at most 10 %": statistics.median(errors) <= 0.10,
+        "step time: no error above 25 %": errors[-1] <= 0.25,
+        "plans of one model in the right order (rank correlation at least 0.95)": all(
+            found >= 0.95 for found in correlations
+        ),
+    }
+
+
+def save_picture(outcomes: list[Outcome], path: Path) -> None:
+    """Predicted against measured, on logarithmic axes, a mark for each model."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    panels = [
+        ("step time, seconds", "predicted_seconds", "measured_seconds", 1.0, 0.10),
+        ("peak memory, MiB", "predicted_bytes", "measured_bytes", float(1 << 20), 0.05),
+    ]
+    for axes, (title, predicted, measured, unit, band) in zip(
+        figure.subplots(1, 2), panels, strict=True
+    ):
+        for task, mark in zip(TASKS, "osD^", strict=True):
+            mine = [o for o in outcomes if o.configuration.task == task]
+            xs = [getattr(o, measured) / unit for o in mine]
+            axes.scatter(xs, [getattr(o, predicted) / unit for o in mine], marker=mark, label=task)
+        every = [getattr(o, measured) / unit for o in outcomes]
+        ends = [0.8 * min(every), 1.25 * max(every)]
+        axes.plot(ends, ends, color="gray", linewidth=1)
+        low, high = [end * (1 - band) for end in ends], [end * (1 + band) for end in ends]
+        axes.fill_between(ends, low, high, color="gray", alpha=0.2, label=f"within {band:.0%}")
+        axes.set(xscale="log", yscale="log", title=title, xlabel="measured", ylabel="predicted")
+        axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=list(TASKS), help="this model only")
+    parser.add_argument("--out", type=Path, default=Path("prediction.json"))
+    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
+    parser.add_argument("--phase", choices=["time", "memory"], help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.rank_of:
+        _rank(Configuration(**json.loads(given.rank_of)), given.phase, given.out)
+        return
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    wanted = [c for c in CONFIGURATIONS if given.only in (None, c.task)]
+    try:
+        outcomes = run(wanted, console)
+    except HostsError as error:
+        sys.exit(str(error))
+    console.print(table(outcomes))
+    held = claims(outcomes)
+    for claim, holds in held.items():
+        console.print(("[green]yes[/green] " if holds else "[red]no[/red]  ") + claim)
+    record = {"outcomes": [dataclasses.asdict(o) for o in outcomes], "claims": held}
+    given.out.write_text(json.dumps(record, indent=1) + "\n")
+    save_picture(outcomes, given.out.with_suffix(".png"))
+    console.print(f"[dim]saved {given.out} and {given.out.with_suffix('.png')}[/dim]")
+
+
+def _rank(configuration: Configuration, phase: str, out: Path) -> None:
+    torch.set_num_threads(1)
+    logging.getLogger("osdp_compile").setLevel(logging.WARNING)
+    dist.init_process_group("gloo")
+    result = measure(configuration, phase)
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""What the prediction is tried on: models of several kinds, with a batch and a loss."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from examples.gpt import GPT, GPTConfig
+
+_CLASSES = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """``model``: makes it. ``batch``: inputs of a rank's step, by keyword or position."""
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], tuple[Any, ...]]
+
+
+class Scored(nn.Module):
+    """A model and its loss, so that the loss is in the traced graph."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.inner(inputs), targets)
+
+
+def _words(vocab: int, rows: int, length: int) -> Callable[[torch.Generator], tuple[Any, ...]]:
+    def batch(generator: torch.Generator) -> tuple[Any, ...]:
+        tokens = torch.randint(0, vocab, (rows, length + 1), generator=generator)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    return batch
+
+
+def _pictures(shape: tuple[int, ...]) -> Callable[[torch.Generator], tuple[Any, ...]]:
+    def batch(generator: torch.Generator) -> tuple[Any, ...]:
+        targets = torch.randint(0, _CLASSES, shape[:1], generator=generator)
+        return torch.randn(shape, generator=generator), targets
+
+    return batch
+
+
+def wide_mlp() -> nn.Module:
+    """One layer far wider than the others."""
+    layers = [nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 4096), nn.GELU()]
+    return Scored(nn.Sequential(*layers, nn.Linear(4096, 512), nn.GELU(), nn.Linear(512, _CLASSES)))
+
+
+def convolutional() -> nn.Module:
+    """Convolutions of growing width with group norm, then two linear layers."""
+    layers: list[nn.Module] = []
+    before = 3
+    for width in (64, 128, 256, 512):
+        layers += [nn.Conv2d(before, width, 3, stride=2, padding=1), nn.GroupNorm(8, width)]
+        layers += [nn.ReLU()]
+        before = width
+    head = [nn.Flatten(), nn.Linear(512 * 4, 1024), nn.ReLU(), nn.Linear(1024, _CLASSES)]
+    return Scored(nn.Sequential(*layers, *head))
+
+
+class Llama(nn.Module):
+    """A Hugging Face Llama, its loss returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=1024,
+            hidden_size=384,
+            intermediate_size=1024,
+            num_hidden_layers=3,
+            num_attention_heads=6,
+            num_key_value_heads=3,
+            max_position_embeddings=128,
+            use_cache=False,
+        )
+        self.inner = LlamaForCausalLM(config)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self.inner(input_ids=tokens, labels=targets).loss
+        return loss
+
+
+def _gpt() -> nn.Module:
+    return GPT(GPTConfig(layers=2, width=512, context=128))
+
+
+TASKS: dict[str, Task] = {
+    "GPT": Task(_gpt, _words(1024, 4, 128)),
+    "wide MLP": Task(wide_mlp, _pictures((64, 512))),
+    "conv net": Task(convolutional, _pictures((16, 3, 32, 32))),
+    "HF Llama": Task(Llama, _words(1024, 4, 128)),
+}
