@@ -15,6 +15,7 @@ from osdp_compile.optimizer_names import known_optimizers
 from passes.decisions import Plan
 from passes.hardware import Hardware
 from passes.pipeline import Pass, validate
+from passes.presets import PRESETS, preset
 from passes.units import parse_bytes
 
 #: What may be given for each option, for people.
@@ -23,7 +24,8 @@ ALLOWED: dict[str, str] = {
     "mesh": "a one-dimensional DeviceMesh over the data-parallel ranks (default: the whole world)",
     "optimizer": "bytes of optimizer state for one element of a parameter, or a name, as 'adamw'",
     "plan": "an osdp_compile.Plan, or the path of one saved",
-    "hardware": "an osdp_compile.Hardware, or the path of one saved (default: measured)",
+    "hardware": "an osdp_compile.Hardware, the path of one saved, or the name of a preset "
+    f"({', '.join(PRESETS)}) (default: measured)",
     "debug": "True to check the graph after every pass, or a folder to also write it to",
     "passes": "a list of passes.pipeline.Pass (default: passes.pipeline.default_passes())",
 }
@@ -118,6 +120,8 @@ def _profile(value: Any) -> Hardware:
         return value
     if not isinstance(value, str | Path):
         raise ValueError(f"{value!r} is neither a Hardware nor a path")
+    if value in PRESETS:  # a file of that name: give "./name"
+        return preset(str(value))
     return Hardware.load(value)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,18 @@ class LinkRate:
     all-gather, a reduce-scatter or an all-to-all, twice that for an all-reduce.
     ``busy_seconds_per_byte``: for each wire byte, how much longer the computing beside it
     takes: a CPU's core copies and checksums what gloo sends, NCCL occupies some of a GPU.
+    ``carried_out``: how, for people: ``ring``, ``messages``, ``all_reduce inside``; "" unknown.
     """
 
     latency_seconds: float
     seconds_per_byte: float
     busy_seconds_per_byte: float = 0.0
+    carried_out: str = ""
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> LinkRate:
+        """Raises ValueError if a field is missing, unknown or of a wrong kind."""
+        return cls(**_checked(cls, data))
 
 
 def wire_bytes(kind: str, full_bytes: int, world_size: int) -> float:
@@ -38,6 +46,9 @@ class Hardware:
     ``collectives``: :class:`LinkRate` by kind: ``all_gather``, ``reduce_scatter``,
     ``all_reduce``, ``all_to_all``.
     ``allocator_alignment_bytes``: sizes of device tensors are rounded up to this.
+    ``memory_bytes``: size of the device's memory, which CPU ranks of one machine share;
+    0: unknown.
+    ``source``: where the figures come from, for people; "" unknown.
     """
 
     name: str
@@ -46,6 +57,8 @@ class Hardware:
     launch_seconds: float
     collectives: dict[str, LinkRate]
     allocator_alignment_bytes: int = 64
+    memory_bytes: int = 0
+    source: str = ""
 
     def flops(self, dtype: str) -> float:
         """FLOP/s for a dtype name such as ``bfloat16``."""
@@ -75,12 +88,16 @@ class Hardware:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Hardware:
-        """Raises ValueError if a field is missing or unknown."""
+        """Raises ValueError if a field is missing, unknown or of a wrong kind, saying which."""
         try:
-            fields = dict(data)
-            fields["collectives"] = {k: LinkRate(**v) for k, v in fields["collectives"].items()}
+            fields = _checked(cls, data)
+            fields["collectives"] = {
+                kind: _link(kind, rate) for kind, rate in fields["collectives"].items()
+            }
+            if "default" not in fields["flops_per_second"]:
+                raise ValueError("flops_per_second has no 'default'")
             return cls(**fields)
-        except (KeyError, TypeError, AttributeError) as error:
+        except ValueError as error:
             raise ValueError(f"not a hardware profile: {error}") from error
 
     def save(self, path: str | Path) -> None:
@@ -92,8 +109,66 @@ class Hardware:
         """Read a profile written by :meth:`save`; ValueError if the file holds none."""
         try:
             return cls.from_dict(json.loads(Path(path).read_text()))
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} holds no hardware profile: {error}") from error
+
+
+def _link(kind: str, rate: Any) -> LinkRate:
+    try:
+        return LinkRate.from_dict(rate)
+    except ValueError as error:
+        raise ValueError(f"collective {kind!r}: {error}") from error
+
+
+#: What is divided by.
+_ABOVE_ZERO = ("flops_per_second", "memory_bytes_per_second")
+
+
+def _checked(cls: Any, data: Any) -> dict[str, Any]:
+    """The fields of a dataclass from JSON: all there, none unknown, each of its kind."""
+    if not isinstance(data, dict):
+        raise ValueError(f"an object with fields is needed, not {data!r}")
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    unknown = [str(name) for name in data if name not in fields]
+    if unknown:
+        raise ValueError(f"unknown: {', '.join(unknown)} (known: {', '.join(fields)})")
+    missing = [
+        name
+        for name, field in fields.items()
+        if name not in data
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ValueError(f"missing: {', '.join(missing)}")
+    return {name: _value(name, fields[name].type, value) for name, value in data.items()}
+
+
+def _value(name: str, kind: Any, value: Any) -> Any:
+    """A field's value if it is of the kind that its annotation says."""
+    if kind == "str" and isinstance(value, str):
+        return value
+    if kind == "int" and isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if kind == "float" and isinstance(value, int | float) and not isinstance(value, bool):
+        if math.isfinite(value) and (value > 0 if name in _ABOVE_ZERO else value >= 0):
+            return value
+    elif kind == "dict[str, float]" and isinstance(value, dict):
+        return {key: _value(name, "float", one) for key, one in value.items()}
+    elif kind == "dict[str, LinkRate]" and isinstance(value, dict):
+        return dict(value)
+    above = " above zero" if name in _ABOVE_ZERO else ""
+    raise ValueError(f"{name}={value!r} is no {_KINDS[kind]}{above}")
+
+
+#: Annotations of the fields above, for people.
+_KINDS = {
+    "str": "text",
+    "int": "whole number",
+    "float": "number",
+    "dict[str, float]": "table of numbers",
+    "dict[str, LinkRate]": "table of collectives",
+}
 
 
 def generic(name: str = "generic") -> Hardware:

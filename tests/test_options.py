@@ -17,6 +17,7 @@ from osdp_compile import Plan
 from osdp_compile.options import Options
 from passes.hardware import generic
 from passes.pipeline import default_passes
+from passes.presets import preset
 
 
 def call_with(**options):
@@ -49,6 +50,7 @@ def test_an_unknown_option_lists_all_that_are_known():
         ("plan", 3, "neither a Plan nor a path", "osdp_compile.Plan"),
         ("plan", "no/such/plan.json", "No such file", "the path of one saved"),
         ("hardware", 3, "neither a Hardware nor a path", "osdp_compile.Hardware"),
+        ("hardware", "h300", "No such file", "h100-sxm, h200"),
         ("debug", 3, "neither True, False nor a folder", "a folder"),
         ("passes", ["bucket"], "not a list of passes.pipeline.Pass", "default_passes()"),
         ("passes", default_passes()[2:], "needs", "default_passes()"),
@@ -74,6 +76,14 @@ def test_a_file_that_holds_no_hardware_profile_is_refused(tmp_path, text):
     (tmp_path / "hardware.json").write_text(text)
     with pytest.raises(ValueError, match="option 'hardware'"):
         call_with(hardware=str(tmp_path / "hardware.json"))
+
+
+def test_the_name_of_a_preset_is_a_profile(tmp_path, monkeypatch):
+    assert Options.parse({"hardware": "h100-sxm"}).hardware == preset("h100-sxm")
+    monkeypatch.chdir(tmp_path)
+    generic().save("h200")
+    assert Options.parse({"hardware": "h200"}).hardware == preset("h200")
+    assert Options.parse({"hardware": "./h200"}).hardware == generic()
 
 
 def test_well_formed_options_are_read(tmp_path):

@@ -70,11 +70,42 @@ def without(field):
         {**profile().to_dict(), "more": 1},
         {**profile().to_dict(), "collectives": {"all_gather": {"latency_seconds": 1.0}}},
         {**profile().to_dict(), "collectives": 3},
+        {**profile().to_dict(), "flops_per_second": {"float32": 1e10}},
+        {**profile().to_dict(), "memory_bytes": 1.5},
+        {**profile().to_dict(), "source": None},
+        {**profile().to_dict(), "launch_seconds": float("nan")},
     ],
 )
 def test_what_is_no_profile_is_refused(data):
     with pytest.raises(ValueError, match="not a hardware profile"):
         Hardware.from_dict(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"more": 1}, "unknown: more"),
+        ({"memory_bytes_per_second": 0}, "memory_bytes_per_second=0 is no number above zero"),
+        ({"launch_seconds": "1"}, "launch_seconds='1' is no number"),
+        ({"flops_per_second": {"float32": 1e10}}, "no 'default'"),
+        ({"collectives": {"all_gather": {"latency_seconds": 1}}}, "'all_gather': missing: sec"),
+        ({"collectives": {"all_gather": 3}}, "'all_gather': an object .* not 3"),
+    ],
+)
+def test_the_error_says_what_is_wrong(change, said):
+    with pytest.raises(ValueError, match=said):
+        Hardware.from_dict({**profile().to_dict(), **change})
+
+
+def test_profiles_from_before_sizes_and_sources_load():
+    data = profile().to_dict()
+    for field in ("memory_bytes", "source"):
+        del data[field]
+    for rate in data["collectives"].values():
+        del rate["carried_out"], rate["busy_seconds_per_byte"]
+    loaded = Hardware.from_dict(data)
+    assert loaded == profile()
+    assert (loaded.memory_bytes, loaded.source) == (0, "")
 
 
 def test_a_file_that_holds_no_json_is_refused(tmp_path):
