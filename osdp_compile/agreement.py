@@ -16,7 +16,6 @@ from torch import fx
 from osdp_compile.collectives import backend_of
 from osdp_compile.errors import InfeasibleLimit, OsdpError, PlanMismatch, RanksDiffer
 from osdp_compile.state import ModelParameter
-from passes.decisions import Plan
 
 T = TypeVar("T")
 
@@ -80,28 +79,32 @@ def on_every_rank(make: Callable[[], T], group: dist.ProcessGroup) -> T:
     return made  # type: ignore[return-value]
 
 
-def from_rank_zero(make: Callable[[], Plan], group: dist.ProcessGroup) -> Plan:
-    """Rank 0's plan on every rank; its error too, so that no rank is left waiting. Collective."""
+def from_rank_zero(make: Callable[[], T], group: dist.ProcessGroup) -> T:
+    """What ``make`` returns on rank 0, on every rank. Collective.
+
+    Its error too, so that no rank is left waiting.
+    """
     if _is_fake(group):
         return make()
-    made: list[Any] = [None]
+    sent: list[tuple[T | None, tuple[str, str] | None]] = [(None, None)]
     failure: Exception | None = None
     if dist.get_rank(group) == 0:
         try:
-            made = [make().to_dict()]
+            sent = [(make(), None)]
         except Exception as error:
             failure = error
-            made = [(type(error).__name__, str(error))]
-    dist.broadcast_object_list(made, src=dist.get_global_rank(group, 0), group=group)
+            sent = [(None, (type(error).__name__, str(error)))]
+    dist.broadcast_object_list(sent, src=dist.get_global_rank(group, 0), group=group)
     if failure is not None:
         raise failure
-    if isinstance(made[0], tuple):
-        kind, text = made[0]
+    made, refused = sent[0]
+    if refused is not None:
+        kind, text = refused
         for known in (InfeasibleLimit, PlanMismatch):
             if kind == known.__name__:
                 raise known(text)
         raise OsdpError(f"rank 0: {kind}: {text}")
-    return Plan.from_dict(made[0])
+    return made  # type: ignore[return-value]
 
 
 def _from_all(value: Any, group: dist.ProcessGroup) -> list[Any]:

@@ -14,8 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from osdp_compile.agreement import agree, fingerprint, from_rank_zero, on_every_rank
 from osdp_compile.calibrate import measure_hardware
 from osdp_compile.capture import capture
+from osdp_compile.collectives import backend_of
 from osdp_compile.errors import InfeasibleLimit, PlanMismatch
 from osdp_compile.exchange import by_messages
+from osdp_compile.kernel_times import with_kernel_seconds
 from osdp_compile.lower import static_inputs
 from osdp_compile.optimizer_names import state_bytes_per_element
 from osdp_compile.optimizers import OptimizerIndex
@@ -31,6 +33,7 @@ from osdp_compile.state import (
     shard_in_place,
     synchronize,
 )
+from osdp_compile.update_times import with_update_seconds
 from passes.capture import Captured
 from passes.context import Context, Parameter
 from passes.decisions import Plan
@@ -41,6 +44,7 @@ from passes.predict import state_bytes
 
 log = logging.getLogger("osdp_compile")
 _UNSEEN_BYTES = 1 << 16
+_KERNELS_SECONDS = 2.0
 _measured: dict[str, Hardware] = {}
 
 
@@ -74,26 +78,32 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
         by_exchange=by_messages(group, device),
     )
 
-    def decide() -> Plan:
-        if options.plan is not None:
-            plan = _given(options.plan, context)
-            if plan.prediction is not None:  # saved by an earlier run
-                return plan
-            return complete(plan, captured(), context, passes)
+    def decide() -> tuple[Plan, Hardware]:
+        plan = None if options.plan is None else _given(options.plan, context)
+        if plan is not None and plan.prediction is not None:  # saved by an earlier run
+            return plan, context.hardware
+        step = _captured(gm, inputs, entries, context, passes)
+        local = context
+        if options.hardware is None and backend_of(group, device.type) != "fake":
+            spare = _spare_bytes(entries, options)
+            hardware = with_kernel_seconds(step, context, device, _KERNELS_SECONDS, spare)
+            hardware = with_update_seconds(hardware, group, device, spare)
+            local = context.replace(hardware=hardware)
+        if plan is not None:
+            return complete(plan, step, local, passes), local.hardware
         try:
-            return make_plan(captured(), context, passes)
+            return make_plan(step, local, passes), local.hardware
         except Infeasible as error:
             raise InfeasibleLimit(str(error)) from None
 
-    def captured() -> Captured:
-        return _captured(gm, inputs, entries, context, passes)
-
-    plan = from_rank_zero(decide, group)
+    plan, hardware = from_rank_zero(decide, group)
     synchronize(entries, list(buffers_of(roots)), mesh)
     renewed = shard_in_place(entries, plan, mesh, optimizers)
     state = state_bytes(context, plan)
     context = context.replace(
-        plan=plan, base_bytes=context.base_bytes + state["parameters"] + state["optimizer"]
+        plan=plan,
+        hardware=hardware,
+        base_bytes=context.base_bytes + state["parameters"] + state["optimizer"],
     )
     session = Session(plan, mesh, context, options, passes)
     names = [entry.name for entry in entries]
@@ -177,9 +187,13 @@ def _held_bytes(
 
 
 def _spare_bytes(entries: Sequence[ModelParameter], options: Options) -> int:
-    """What measuring may take beside the whole model without passing the limit of training."""
+    """What measuring may take beside the whole model without passing the peak of training.
+
+    Without a limit that is not known yet, but gradients and optimizer state come on top of the
+    model, and rarely take less than it.
+    """
     held = sum(e.parameter.numel() * e.parameter.element_size() for e in entries)
-    return (options.memory_limit_bytes or held + (1 << 28)) - held
+    return (options.memory_limit_bytes or 2 * held) - held
 
 
 def _hardware(group: dist.ProcessGroup, device: torch.device, scratch_bytes: int) -> Hardware:

@@ -3,11 +3,12 @@
 Needs: ``meta["val"]`` on every node.
 Leaves: ``meta["cost"]`` (:class:`Cost`) on every node; the graph is unchanged.
 
-Formulas: FLOPs come from torch's own registry (``torch.utils.flop_counter``); a kernel
-takes the larger of FLOPs over the device's rate and bytes over its memory bandwidth (the
-roofline), a collective ``latency + wire bytes x inverse bandwidth``. A fused region costs
-the bytes that enter and leave it: each of its nodes is charged for the outside tensors
-that it is the first to read and for what it writes to memory.
+Formulas: FLOPs come from torch's own registry (``torch.utils.flop_counter``). A kernel
+takes the time that the profile has measured for it (``kernel_seconds``), or else the larger
+of FLOPs over the device's rate and bytes over its memory bandwidth (the roofline); a
+collective ``latency + wire bytes x inverse bandwidth``. A fused region costs the bytes that
+enter and leave it: each of its nodes is charged for the outside tensors that it is the
+first to read and for what it writes to memory.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from passes.context import Context
-from passes.fusion import materialized, regions
+from passes.fusion import is_fusible, materialized, regions
 from passes.graph import (
     ALL_REDUCE,
     COLLECTIVES,
     bytes_of,
+    concrete,
     is_alias,
     is_collective,
     is_getitem,
     is_marker,
+    is_packing,
     root_of,
     tensor_inputs,
 )
@@ -82,12 +85,40 @@ def collective_full_bytes(node: fx.Node) -> int:
     return max(bytes_of(node.meta["val"]), bytes_of(source.meta["val"]))
 
 
+def stands_alone(node: fx.Node) -> bool:
+    """Whether a node is a kernel of torch's own: no view, nothing fused, none of our own."""
+    return node.op == "call_function" and not (
+        is_fusible(node)
+        or is_alias(node)
+        or is_marker(node)
+        or is_getitem(node)
+        or is_collective(node)
+        or is_packing(node)
+    )
+
+
+def kernel_key(node: fx.Node) -> str:
+    """What a kernel's time depends on, as text: the operator, shapes, strides and settings."""
+
+    def described(source: fx.Node) -> str:
+        value = source.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            return str(value)
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{dtype}{concrete(value.shape)}@{concrete(value.stride())}"
+
+    args = fx.node.map_arg(node.args, described)
+    kwargs = fx.node.map_arg(node.kwargs, described)
+    return f"{node.target} {args} {kwargs if kwargs else ''}".rstrip()
+
+
 def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Put a :class:`Cost` on every node. See the module's docstring."""
     graph = gm.graph
     region = regions(graph)
     real = materialized(graph, region)
     align = ctx.hardware.allocator_alignment_bytes
+    hardware_seconds = ctx.hardware.kernel_seconds
     entered: set[tuple[int, fx.Node]] = set()
     for node in graph.nodes:
         if node.op == "output":
@@ -124,7 +155,9 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
             flops / ctx.hardware.flops(str(dtype).removeprefix("torch.")),
             (read_bytes + write_bytes) / ctx.hardware.memory_bytes_per_second,
         )
-        if node not in region or node in real:
+        if hardware_seconds and stands_alone(node):
+            seconds = hardware_seconds.get(kernel_key(node), seconds)
+        elif node not in region or node in real:
             seconds += ctx.hardware.launch_seconds
         node.meta["cost"] = Cost(flops, read_bytes, write_bytes, memory_bytes, seconds)
     return gm

@@ -56,6 +56,8 @@ _ALSO_FUSIBLE = {
     _aten.index.Tensor,
     _aten.constant_pad_nd.default,
     _aten.clone.default,
+    _aten.select_scatter.default,
+    _aten.slice_scatter.default,
     _aten.copy.default,
     _aten.arange.start_step,
     torch.ops.prims.iota.default,

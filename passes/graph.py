@@ -82,6 +82,11 @@ def hint(size: Any) -> int:
     return int(value)
 
 
+def concrete(sizes: Iterable[Any]) -> list[int]:
+    """Sizes or strides as numbers, symbolic ones by their hints."""
+    return [hint(size) for size in sizes]
+
+
 def numel_of(value: Any) -> int:
     """Elements of a fake tensor, symbolic sizes by their hints."""
     count = 1

@@ -8,6 +8,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+#: Passes over memory of an optimizer's step where nothing was measured: Adam's, roughly.
+_UPDATE_PASSES = 4.0
+
 
 @dataclasses.dataclass(frozen=True)
 class LinkRate:
@@ -49,6 +52,10 @@ class Hardware:
     ``memory_bytes``: size of the device's memory, which CPU ranks of one machine share;
     0: unknown.
     ``source``: where the figures come from, for people; "" unknown.
+    ``update_seconds_per_byte``: of an optimizer's step, for each byte of parameter, gradient
+    and state (0: four passes over memory); ``update_seconds_per_parameter``: on top of it.
+    ``kernel_seconds``: measured times, by :func:`passes.annotate.kernel_key`; what is not in it
+    is priced by the rates.
     """
 
     name: str
@@ -59,6 +66,9 @@ class Hardware:
     allocator_alignment_bytes: int = 64
     memory_bytes: int = 0
     source: str = ""
+    update_seconds_per_byte: float = 0.0
+    update_seconds_per_parameter: float = 0.0
+    kernel_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def flops(self, dtype: str) -> float:
         """FLOP/s for a dtype name such as ``bfloat16``."""
@@ -80,8 +90,15 @@ class Hardware:
 
     def busy_seconds(self, kind: str, full_bytes: int, world_size: int) -> float:
         """Seconds of computing that a collective of ``full_bytes`` takes away from the step."""
+        if world_size == 1:
+            return 0.0
         rate = self.collectives[kind]
         return wire_bytes(kind, full_bytes, world_size) * rate.busy_seconds_per_byte
+
+    def update_seconds(self, held_bytes: int, parameters: int) -> float:
+        """Seconds of an optimizer's step on so many bytes of parameter, gradient and state."""
+        each = self.update_seconds_per_byte or _UPDATE_PASSES / self.memory_bytes_per_second
+        return each * held_bytes + self.update_seconds_per_parameter * parameters
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

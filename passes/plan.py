@@ -276,7 +276,7 @@ def _choices(parameter: Parameter, ctx: Context) -> list[_Choice]:
         return hardware.collective_seconds(kind, full, world) - (1 - share) * rate.latency_seconds
 
     def update(state: int) -> float:
-        return 4.0 * state / hardware.memory_bytes_per_second
+        return hardware.update_seconds(state, 1)
 
     whole, part = parameter.state_bytes(world, False), parameter.state_bytes(world, True)
     reduce_whole = link("all_reduce") if trained else 0.0

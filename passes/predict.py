@@ -14,9 +14,6 @@ from passes.graph import bytes_of, output_node
 from passes.pipeline import Pass, Stage, run
 from passes.simulate import Simulation, simulate
 
-#: Passes over memory that an optimizer step makes for each byte of parameter, gradient and state.
-_OPTIMIZER_PASSES = 4.0
-
 
 @dataclasses.dataclass(frozen=True)
 class Step:
@@ -61,6 +58,12 @@ def optimizer_temporary_bytes(ctx: Context, plan: Plan) -> int:
     )
 
 
+def optimizer_seconds(ctx: Context, plan: Plan) -> float:
+    """Seconds of an optimizer's step on what one rank holds."""
+    trained = sum(parameter.requires_grad for parameter in ctx.parameters)
+    return ctx.hardware.update_seconds(sum(state_bytes(ctx, plan).values()), trained)
+
+
 def predict(captured: Captured, plan: Plan, ctx: Context, passes: Sequence[Pass]) -> Step:
     """Lower a captured step as the plan says, and simulate it.
 
@@ -83,8 +86,7 @@ def predict(captured: Captured, plan: Plan, ctx: Context, passes: Sequence[Pass]
         lowered.append(gm)
         simulations.append(simulate(gm.graph))
     forward, backward = simulations
-    step_traffic = state["parameters"] + state["gradients"] + state["optimizer"]
-    optimizer_seconds = _OPTIMIZER_PASSES * step_traffic / ctx.hardware.memory_bytes_per_second
+    update_seconds = optimizer_seconds(ctx, plan)
     base = {"parameters": state["parameters"], "optimizer": state["optimizer"]}
     if ctx.base_bytes:
         base["inputs"] = ctx.base_bytes
@@ -99,8 +101,8 @@ def predict(captured: Captured, plan: Plan, ctx: Context, passes: Sequence[Pass]
     ]
     peak = {k: v for k, v in max(peaks, key=lambda kinds: sum(kinds.values())).items() if v}
     prediction = Prediction(
-        step_seconds=forward.step_seconds + backward.step_seconds + optimizer_seconds,
-        compute_seconds=forward.compute_seconds + backward.compute_seconds + optimizer_seconds,
+        step_seconds=forward.step_seconds + backward.step_seconds + update_seconds,
+        compute_seconds=forward.compute_seconds + backward.compute_seconds + update_seconds,
         exposed_seconds=forward.exposed_seconds + backward.exposed_seconds,
         peak_bytes=sum(peak.values()),
         peak=peak,

@@ -1,0 +1,93 @@
+"""Kernel times: what the large operators of a step take, by running each of them once.
+
+FLOPs over a peak rate are a poor price for a thin matrix product, a convolution or an
+attention: on a CPU off by up to ten times. What Inductor will not fuse is a kernel of
+torch's own, so it can be run here with inputs of the same shapes and strides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from typing import Any
+
+import torch
+from torch import fx
+
+from osdp_compile.calibrate import _flops as matmul_rate
+from passes.annotate import annotate, cost_of, kernel_key, stands_alone
+from passes.capture import Captured
+from passes.context import Context
+from passes.graph import bytes_of, concrete
+from passes.hardware import Hardware
+
+log = logging.getLogger("osdp_compile")
+
+_REPEATS = 5
+_LONG_SECONDS = 0.05
+
+
+def with_kernel_seconds(
+    captured: Captured, ctx: Context, device: torch.device, seconds: float, most_bytes: int
+) -> Hardware:
+    """The profile with seconds of the distinct large operators of a step.
+
+    Args:
+        captured: the step; the operators that cost most by formula are measured first.
+        ctx: its profile was measured with all ranks at work. This runs while they wait, so what
+            it finds is scaled by how much slower a matrix product was then.
+        seconds: about how long it may take in all.
+        most_bytes: of the inputs and outputs of one operator; larger ones are left out.
+
+    What is left out, or cannot run on made-up inputs, keeps its price by formula.
+    """
+    hardware = ctx.hardware
+    found: dict[str, fx.Node] = {}
+    for gm in (captured.forward, captured.backward):
+        annotate(gm, ctx)
+        for node in gm.graph.nodes:
+            if stands_alone(node):
+                found.setdefault(kernel_key(node), node)
+    slower = max(1.0, matmul_rate(torch.float32, device, 0.1) / hardware.flops("float32"))
+    measured: dict[str, float] = {}
+    deadline = time.perf_counter() + seconds
+    for key, node in sorted(found.items(), key=lambda item: -cost_of(item[1]).seconds):
+        moved_bytes = sum(bytes_of(n.meta.get("val")) for n in (node, *node.all_input_nodes))
+        if time.perf_counter() > deadline or moved_bytes > most_bytes:
+            continue
+        try:
+            measured[key] = slower * _run(node, device)
+        except (RuntimeError, TypeError, ValueError) as error:
+            log.debug("%s does not run on made-up inputs, priced by formula: %s", key, error)
+    return dataclasses.replace(hardware, kernel_seconds={**hardware.kernel_seconds, **measured})
+
+
+def _run(node: fx.Node, device: torch.device) -> float:
+    """Median seconds of an operator on inputs like its own; a long one runs twice only."""
+    args = fx.node.map_arg(node.args, lambda source: _like(source.meta["val"], device))
+    kwargs = fx.node.map_arg(node.kwargs, lambda source: _like(source.meta["val"], device))
+    assert callable(node.target)
+    times: list[float] = []
+    with torch.no_grad():
+        while len(times) <= _REPEATS:
+            begin = time.perf_counter()
+            node.target(*args, **kwargs)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - begin)
+            if len(times) == 2 and times[-1] > _LONG_SECONDS:
+                break
+    warm = sorted(times[1:])
+    return warm[len(warm) // 2]
+
+
+def _like(value: Any, device: torch.device) -> Any:
+    """A real value like a fake one: small numbers for floats (no denormals), zeros for others."""
+    if isinstance(value, torch.Tensor):
+        shape, stride = concrete(value.shape), concrete(value.stride())
+        made = torch.empty_strided(shape, stride, dtype=value.dtype, device=device)
+        return made.fill_(0.01) if value.dtype.is_floating_point else made.zero_()
+    if isinstance(value, torch.SymInt):
+        return concrete([value])[0]
+    return value
