@@ -1,27 +1,48 @@
 """Calibrate: measure what the planner must know of this machine and its network.
 
-A short form, for the first call: about a second in all. Every rank measures at the same
+:func:`measure_hardware` is the short form, for the first call: about two seconds in all.
+:func:`calibrate` is the long form, for ``osdp calibrate``. Every rank measures at the same
 time, because ranks of one machine share its cores and its links; rank 0's figures, and
 for collectives the slowest rank's, are everyone's.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from osdp_compile.collectives import all_gather_single, backend_of, reduce_scatter_single
-from osdp_compile.exchange import by_messages, start_exchange, start_gather
-from passes.hardware import Hardware, LinkRate, generic
+from osdp_compile.collectives import backend_of
+from osdp_compile.links import (
+    KINDS,
+    Link,
+    agreed,
+    median,
+    quick_link,
+    swept_link,
+    synchronize,
+)
+from passes.hardware import Hardware, generic
 
-_SMALL_BYTES = 1 << 12
-_FIRST_BYTES = 1 << 18
-_MOST_BYTES = 1 << 26
-_IN_FLIGHT = 4
-_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+_LEAST_SCRATCH_BYTES = 1 << 23
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+#: Called with what comes next and the part of the whole that is done, from 0 to 1.
+Progress = Callable[[str, float], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """A profile, and by kind what it was made from; no links without other ranks."""
+
+    hardware: Hardware
+    links: dict[str, Link]
 
 
 def measure_hardware(
@@ -39,62 +60,142 @@ def measure_hardware(
     Returns the same profile on every rank. A fake group measures nothing real: it gets
     :func:`passes.hardware.generic`.
     """
-    backend = backend_of(group, device.type)
-    if backend == "fake":
+    if backend_of(group, device.type) == "fake":
         return generic()
-    budget = seconds / 8
-    flops = {"default": _flops(torch.float32, device, budget)}
-    flops["float32"] = flops["default"]
-    if device.type != "cpu":
-        flops["bfloat16"] = flops["float16"] = _flops(torch.bfloat16, device, budget)
-    scratch_bytes = max(scratch_bytes, 1 << 23)
-    bandwidth = _copy_bandwidth(device, budget, scratch_bytes)
-    launch = _launch_seconds(device)
-    links = {kind: _link(kind, group, device, budget, scratch_bytes) for kind in _KINDS}
-    figures = torch.tensor(
-        [flops["default"], flops.get("bfloat16", 0.0), bandwidth, launch], dtype=torch.float64
-    )
-    figures = figures.to(device) if device.type != "cpu" else figures
-    dist.broadcast(figures, src=dist.get_global_rank(group, 0), group=group)
-    peak, half, bandwidth, launch = figures.tolist()
-    rates = {"default": peak, "float32": peak}
-    if half:
-        rates.update(bfloat16=half, float16=half)
-    return Hardware(
-        name=f"measured {device.type} {backend} x{dist.get_world_size(group)}",
-        flops_per_second=rates,
-        memory_bytes_per_second=bandwidth,
-        launch_seconds=launch,
-        collectives=links,
-        allocator_alignment_bytes=512 if device.type == "cuda" else 64,
-    )
+    dtypes = _DTYPES[:1] if device.type == "cpu" else _DTYPES
+    scratch_bytes = _least(scratch_bytes, group, device)
+    budget = seconds / 14
+    rates = _device_rates(dtypes, device, budget, scratch_bytes)
+    links = {}
+    if dist.get_world_size(group) > 1:
+        links = {k: quick_link(k, group, device, budget, scratch_bytes) for k in KINDS}
+    return _profile(rates, links, group, device)
 
 
-def _synchronize(device: torch.device) -> None:
+def calibrate(
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    seconds: float = 20.0,
+    scratch_bytes: int = 1 << 30,
+    progress: Progress = lambda what, done: None,
+) -> Calibration:
+    """Measure this machine at leisure, all ranks of the group together. Collective.
+
+    Args:
+        group: None for a single process; its profile has no collectives.
+        seconds: about how long it may take.
+        scratch_bytes: the most memory to take (at least 8 MiB).
+        progress: called on every rank.
+    """
+    alone = group is None or dist.get_world_size(group) == 1
+    device_share = 1.0 if alone else 0.2
+    progress(f"{device.type}: matrix products and copies", 0.0)
+    if group is not None:
+        scratch_bytes = _least(scratch_bytes, group, device)
+    scratch_bytes = max(scratch_bytes, _LEAST_SCRATCH_BYTES)
+    rates = _device_rates(_DTYPES, device, device_share * seconds / 5, scratch_bytes)
+    links: dict[str, Link] = {}
+    if group is not None and not alone:
+        share = (1 - device_share) / len(KINDS)
+        for index, kind in enumerate(KINDS):
+            progress(kind, device_share + index * share)
+            links[kind] = swept_link(kind, group, device, share * seconds, scratch_bytes)
+    progress("done", 1.0)
+    return Calibration(_profile(rates, links, group, device), links)
+
+
+def device_name(device: torch.device) -> str:
+    """What a device is called, for people: ``NVIDIA H100 80GB HBM3``, or the CPU's model."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        return torch.cuda.get_device_name(device)
+    try:
+        with open("/proc/cpuinfo") as lines:
+            models = [line.split(":", 1)[1].strip() for line in lines if "model name" in line]
+    except OSError:  # not Linux
+        models = []
+    return models[0] if models else platform.processor() or platform.machine()
 
 
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
+def _least(scratch_bytes: int, group: dist.ProcessGroup, device: torch.device) -> int:
+    """The scratch of the rank that has least, so that all send messages of one size."""
+    return max(-round(agreed(-float(scratch_bytes), group, device)), _LEAST_SCRATCH_BYTES)
+
+
+def _device_rates(
+    dtypes: Sequence[torch.dtype], device: torch.device, budget_seconds: float, scratch_bytes: int
+) -> dict[str, Any]:
+    """Fields of a profile that this rank's device alone decides; each takes one budget."""
+    flops: dict[str, float] = {}
+    for dtype in dtypes:
+        name = str(dtype).removeprefix("torch.")
+        flops[name] = _flops(dtype, device, budget_seconds, scratch_bytes)
+    return {
+        "flops_per_second": {"default": flops["float32"], **flops},
+        "memory_bytes_per_second": _copy_bandwidth(device, budget_seconds, scratch_bytes),
+        "launch_seconds": _launch_seconds(device),
+        "allocator_alignment_bytes": 512 if device.type == "cuda" else 64,
+        "memory_bytes": _memory_bytes(device),
+    }
+
+
+def _profile(
+    rates: dict[str, Any],
+    links: dict[str, Link],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> Hardware:
+    """The profile of what was measured: rank 0's, on every rank."""
+    ranks = 1 if group is None else dist.get_world_size(group)
+    backend = "" if group is None else f" {backend_of(group, device.type)}"
+    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    hardware = Hardware(
+        name=f"measured {device.type}{backend} x{ranks}",
+        collectives={kind: link.rate for kind, link in links.items()},
+        source=f"measured {time.strftime('%Y-%m-%d')} on {device_name(device)}{threads}, "
+        f"torch {torch.__version__}",
+        **rates,
+    )
+    if group is None:
+        return hardware
+    made: list[Any] = [hardware.to_dict()]
+    dist.broadcast_object_list(made, src=dist.get_global_rank(group, 0), group=group)
+    return Hardware.from_dict(made[0])
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """Size of a device's memory; the machine's, for a CPU; 0 where nothing says."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not POSIX
+        return 0
 
 
 def _timed(run: Callable[[], object], device: torch.device, budget_seconds: float) -> float:
     """Median seconds of a call, over as many as fit in the budget (3 to 50), one to warm up."""
     run()
-    _synchronize(device)
+    synchronize(device)
     times: list[float] = []
     end = time.perf_counter() + budget_seconds
     while len(times) < 3 or (time.perf_counter() < end and len(times) < 50):
         start = time.perf_counter()
         run()
-        _synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - start)
-    return _median(times)
+    return median(times)
 
 
-def _flops(dtype: torch.dtype, device: torch.device, budget_seconds: float) -> float:
+def _flops(
+    dtype: torch.dtype,
+    device: torch.device,
+    budget_seconds: float,
+    scratch_bytes: int = 1 << 28,
+) -> float:
+    """FLOP/s of a large matrix product."""
     size = 512 if device.type == "cpu" else 4096
+    while 3 * size * size * dtype.itemsize > scratch_bytes:
+        size //= 2
     a = torch.randn(size, size, device=device).to(dtype)
     b = torch.randn(size, size, device=device).to(dtype)
     return 2 * size**3 / _timed(lambda: a @ b, device, budget_seconds)
@@ -117,80 +218,3 @@ def _launch_seconds(device: torch.device) -> float:
             one.add_(1)
 
     return _timed(run, device, 0.01) / 100
-
-
-def _collective(
-    kind: str, group: dist.ProcessGroup, size_bytes: int, device: torch.device
-) -> tuple[Callable[[], list[dist.Work]], int]:
-    """A call that starts one collective on a tensor of about this size; and its wire bytes."""
-    world = dist.get_world_size(group)
-    numel = max(1, size_bytes // 4 // world) * world
-    whole = torch.zeros(numel, device=device)
-    part = torch.zeros(numel // world, device=device)
-    other = torch.zeros(numel, device=device)
-    if kind in ("all_gather", "all_to_all") and by_messages(group, device):
-        wire_bytes = 4 * numel * (world - 1) // world
-        if kind == "all_gather":
-            return lambda: start_gather(other, part, group), wire_bytes
-        return lambda: start_exchange(other, whole, group), wire_bytes
-    calls: dict[str, Callable[[], dist.Work]] = {
-        "all_gather": lambda: all_gather_single(other, part, group=group, async_op=True),
-        "reduce_scatter": lambda: reduce_scatter_single(part, whole, group=group, async_op=True),
-        "all_reduce": lambda: dist.all_reduce(whole, group=group, async_op=True),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group, async_op=True),
-    }
-    wire_bytes = 4 * numel * (world - 1) // world * (2 if kind == "all_reduce" else 1)
-    return lambda: [calls[kind]()], wire_bytes
-
-
-def _agreed(value: float, group: dist.ProcessGroup, device: torch.device) -> float:
-    """The largest of a figure over the ranks, so that all go on alike."""
-    tensor = torch.tensor([value], dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
-    return float(tensor.item())
-
-
-def _burst(
-    starts: list[Callable[[], list[dist.Work]]], group: dist.ProcessGroup, device: torch.device
-) -> float:
-    """Seconds from starting some collectives at once until all have ended, on the slowest rank."""
-    _synchronize(device)
-    begin = time.perf_counter()
-    for works in [start() for start in starts]:
-        for work in works:
-            work.wait()
-    _synchronize(device)
-    return _agreed(time.perf_counter() - begin, group, device)
-
-
-def _link(
-    kind: str,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    budget_seconds: float,
-    scratch_bytes: int = 1 << 28,
-) -> LinkRate:
-    """Latency and inverse bandwidth of a collective, as a training step meets them.
-
-    Latency: a small one alone. Bandwidth: several in flight at once, as the passes emit
-    them; alone, a large message over TCP can take half as long again, because the window
-    opens anew for each. The size grows until a burst is long enough to tell.
-    """
-    small, _ = _collective(kind, group, _SMALL_BYTES, device)
-    _burst([small], group, device)  # sets up connections
-    latency = min(_burst([small], group, device) for _ in range(5))
-    size_bytes = _FIRST_BYTES
-    # Each has a tensor to send, one to receive, and a part: less than three times its size.
-    most_bytes = min(_MOST_BYTES, scratch_bytes // (3 * _IN_FLIGHT))
-    while True:
-        made = [_collective(kind, group, size_bytes, device) for _ in range(_IN_FLIGHT)]
-        starts = [start for start, _ in made]
-        wire_bytes = made[0][1]
-        elapsed = _burst(starts, group, device)
-        if elapsed >= budget_seconds / 4 or 4 * size_bytes > most_bytes:
-            break
-        size_bytes *= 4
-    if elapsed < budget_seconds / 2:
-        elapsed = min(elapsed, _burst(starts, group, device))
-    rate = max(elapsed / _IN_FLIGHT - latency, 0.1 * elapsed / _IN_FLIGHT) / wire_bytes
-    return LinkRate(latency_seconds=max(latency, 1e-7), seconds_per_byte=rate)

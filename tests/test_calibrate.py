@@ -1,4 +1,4 @@
-"""The short calibration: sane figures, the same everywhere, in time, and right where known."""
+"""Calibration, short and long: sane figures, the same everywhere, in time, and right where known."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from osdp_compile import calibrate
-from osdp_compile.calibrate import measure_hardware
+from osdp_compile import links
+from osdp_compile.calibrate import calibrate, measure_hardware
+from osdp_compile.measure import PeakMemory
 from passes.hardware import Hardware, LinkRate, generic
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
@@ -45,6 +46,19 @@ def test_the_figures_are_those_of_a_machine(measured):
     for rate in hardware.collectives.values():
         assert 1e-7 <= rate.latency_seconds < 0.5
         assert 1e-12 < rate.seconds_per_byte < 1e-6
+        assert 0 <= rate.busy_seconds_per_byte < 1e-6
+    assert hardware.memory_bytes > 1 << 28
+    assert hardware.source.startswith("measured") and torch.__version__ in hardware.source
+
+
+def test_it_says_how_gloo_carries_each_out(measured):
+    collectives = measured[0][0]["collectives"]
+    assert {kind: rate["carried_out"] for kind, rate in collectives.items()} == {
+        "all_gather": "messages",
+        "reduce_scatter": "all_reduce inside",
+        "all_reduce": "ring",
+        "all_to_all": "messages",
+    }
 
 
 def test_it_keeps_to_its_time(measured):
@@ -55,7 +69,11 @@ def test_it_keeps_to_its_time(measured):
 class Wire:
     """A network of known rates that carries one collective at a time, in the order of starting."""
 
-    def __init__(self, latency_seconds: float, seconds_per_byte: float) -> None:
+    def __init__(
+        self, latency_seconds: float, seconds_per_byte: float, starting: float = 0.0
+    ) -> None:
+        """``starting``: seconds of this rank's own core that each byte takes to send."""
+        self.starting = starting
         self.rate = LinkRate(latency_seconds, seconds_per_byte)
         self.free_at = 0.0
         self.carried_bytes = 0
@@ -65,6 +83,9 @@ class Wire:
         wire_bytes = size_bytes * (world_size - 1) // world_size * (1 + (kind == "all_reduce"))
 
         def start():
+            until = time.perf_counter() + wire_bytes * self.starting
+            while time.perf_counter() < until:
+                pass
             takes = self.rate.latency_seconds + wire_bytes * self.rate.seconds_per_byte
             self.free_at = max(time.perf_counter(), self.free_at) + takes
             self.carried_bytes += wire_bytes
@@ -81,14 +102,17 @@ class Sent:
         time.sleep(max(0.0, self.arrives_at - time.perf_counter()))
 
 
-def measure_over(rank, world_size, kind, latency_seconds, seconds_per_byte, budget_seconds):
+def measure_over(
+    rank, world_size, form, kind, latency_seconds, seconds_per_byte, budget_seconds, starting=0.0
+):
     """The rate found for a wire, the seconds it took, and the bytes that were sent."""
-    wire = Wire(latency_seconds, seconds_per_byte)
-    with mock.patch.object(calibrate, "_collective", wire.collective):
+    wire = Wire(latency_seconds, seconds_per_byte, starting)
+    with mock.patch.object(links, "_collective", wire.collective):
         start = time.perf_counter()
-        found = calibrate._link(kind, dist.group.WORLD, torch.device("cpu"), budget_seconds)
+        find = {"quick": links.quick_link, "swept": links.swept_link}[form]
+        found = find(kind, dist.group.WORLD, torch.device("cpu"), budget_seconds, 1 << 28).rate
         took = time.perf_counter() - start
-    return found.latency_seconds, found.seconds_per_byte, took, wire.carried_bytes
+    return found, took, wire.carried_bytes
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "all_reduce"])
@@ -97,27 +121,89 @@ def measure_over(rank, world_size, kind, latency_seconds, seconds_per_byte, budg
     [(1e-3, 2e-8), (2e-2, 8e-8)],
     ids=["400 Mbit/s", "100 Mbit/s, far away"],
 )
-def test_the_rates_of_a_known_wire_are_found(two_ranks, kind, latency_seconds, seconds_per_byte):
-    found = two_ranks.run(measure_over, kind, latency_seconds, seconds_per_byte, 0.2)
-    assert found[0][:2] == found[1][:2]
-    for latency, per_byte, took, _ in found:
-        assert math.isclose(latency, latency_seconds, rel_tol=0.5, abs_tol=3e-3)
-        assert math.isclose(per_byte, seconds_per_byte, rel_tol=0.5)
-        assert took < 3
+@pytest.mark.parametrize(("form", "budget_seconds"), [("quick", 0.15), ("swept", 1.0)])
+def test_the_rates_of_a_known_wire_are_found(
+    two_ranks, form, budget_seconds, kind, latency_seconds, seconds_per_byte
+):
+    found = two_ranks.run(
+        measure_over, form, kind, latency_seconds, seconds_per_byte, budget_seconds
+    )
+    assert found[0][0] == found[1][0]
+    for rate, took, _ in found:
+        assert math.isclose(rate.latency_seconds, latency_seconds, rel_tol=0.5, abs_tol=3e-3)
+        assert math.isclose(rate.seconds_per_byte, seconds_per_byte, rel_tol=0.5)
+        assert took < 3 + 3 * budget_seconds
 
 
 def test_a_slow_wire_gets_fewer_bytes_not_more_time(two_ranks):
-    fast = two_ranks.run(measure_over, "all_gather", 1e-4, 1e-9, 0.2)[0]
-    slow = two_ranks.run(measure_over, "all_gather", 1e-4, 1e-7, 0.2)[0]
-    assert slow[3] < fast[3] / 10
-    assert slow[2] < 3
+    fast = two_ranks.run(measure_over, "quick", "all_gather", 1e-4, 1e-9, 0.2)[0]
+    slow = two_ranks.run(measure_over, "quick", "all_gather", 1e-4, 1e-7, 0.2)[0]
+    assert slow[2] < fast[2] / 10
+    assert slow[1] < 3
+
+
+def test_computing_beside_a_busy_wire_is_found_to_take_longer(two_ranks):
+    # What each collective takes of the computing, for every byte; the wire itself is faster.
+    busy, idle = (
+        two_ranks.run(measure_over, "quick", "all_gather", 1e-3, 2e-8, 0.2, starting)
+        for starting in (1e-8, 0.0)
+    )
+    assert busy[0][0].busy_seconds_per_byte == busy[1][0].busy_seconds_per_byte
+    assert math.isclose(busy[0][0].busy_seconds_per_byte, 1e-8, rel_tol=0.6)
+    assert idle[0][0].busy_seconds_per_byte < 4e-9
+
+
+def calibrate_at_leisure(rank, world_size):
+    said = []
+    start = time.perf_counter()
+    found = calibrate(
+        dist.group.WORLD,
+        torch.device("cpu"),
+        seconds=2.0,
+        scratch_bytes=1 << 24,
+        progress=lambda what, done: said.append((what, done)),
+    )
+    took = time.perf_counter() - start
+    samples = {kind: len(link.samples) for kind, link in found.links.items()}
+    return found.hardware.to_dict(), samples, said, took
+
+
+def test_at_leisure_every_collective_is_swept_and_every_rank_finds_the_same(two_ranks):
+    one, other = two_ranks.run(calibrate_at_leisure)
+    assert one[0] == other[0]
+    hardware, samples, said, took = one
+    assert set(Hardware.from_dict(hardware).flops_per_second) >= {"float32", "bfloat16"}
+    assert set(samples) == set(KINDS) and min(samples.values()) >= 3
+    assert [what for what, _ in said[1:]] == [*KINDS, "done"]
+    assert [done for _, done in said] == sorted(done for _, done in said)
+    assert took < 20
+
+
+def test_one_process_has_no_collectives():
+    found = calibrate(None, torch.device("cpu"), seconds=0.2, scratch_bytes=1 << 23)
+    assert found.links == {} == found.hardware.collectives
+    assert found.hardware.collective_seconds("all_gather", 1 << 20, 1) == 0.0
+    assert found.hardware.busy_seconds("all_gather", 1 << 20, 1) == 0.0
+
+
+def measure_in(rank, world_size, scratch_bytes):
+    """The most bytes that measuring held; the ranks do not have the same to spare."""
+    with PeakMemory() as memory:
+        measure_hardware(
+            dist.group.WORLD, torch.device("cpu"), 0.3, scratch_bytes + rank * (1 << 26)
+        )
+    return memory.peak_bytes
+
+
+def test_measuring_keeps_to_the_scratch_memory_of_the_rank_with_least(two_ranks):
+    assert max(two_ranks.run(measure_in, 1 << 24)) <= 1 << 24
 
 
 def run_collectives(rank, world_size, size_bytes):
     """Run one of each; their wire bytes."""
     wire = {}
     for kind in KINDS:
-        start, wire[kind] = calibrate._collective(
+        start, wire[kind] = links._collective(
             kind, dist.group.WORLD, size_bytes, torch.device("cpu")
         )
         for work in start():

@@ -1,0 +1,8 @@
+"""``python -m osdp_compile``: the command line, for torchrun's ``-m``."""
+
+import sys
+
+from osdp_compile.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

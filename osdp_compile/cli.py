@@ -1,0 +1,207 @@
+"""The command line: ``osdp calibrate``.
+
+    torchrun --nproc-per-node 8 -m osdp_compile calibrate --out profile.json
+
+A command runs on every rank; rank 0 alone prints and writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from osdp_compile.calibrate import Calibration, calibrate
+from passes.hardware import Hardware
+from passes.units import format_bytes, format_seconds, parse_bytes
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="osdp", description="Tools for torch.compile(model, backend='osdp')."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_calibrate(commands.add_parser("calibrate", help="measure this machine and its network"))
+    given = parser.parse_args(arguments)
+    return int(given.run(given))
+
+
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Measure compute, memory and every collective, for options={'hardware': 'FILE'}. "
+        "Start it as training is started: torchrun ... -m osdp_compile calibrate --out FILE. "
+        "Without torchrun one process is measured, and no collectives."
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the JSON profile")
+    parser.add_argument(
+        "--seconds", type=_seconds, default=20.0, help="about how long to measure (default: 20)"
+    )
+    parser.add_argument(
+        "--memory",
+        type=_bytes,
+        default=1 << 30,
+        metavar="BYTES",
+        help="the most memory a rank may take, as 500MB (default: 1GiB, at least 8MiB)",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="what the ranks train on (default: cuda where there is one)",
+    )
+    parser.set_defaults(run=_calibrate)
+
+
+def _calibrate(given: argparse.Namespace) -> int:
+    device = torch.device("cpu")
+    if given.device == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    with _process_group(device) as group:
+        first = group is None or dist.get_rank(group) == 0
+        # The path is tried before the measuring and not after it.
+        failure = _prepare(given.out) if first else ""
+        if group is not None:
+            shared = [failure]
+            dist.broadcast_object_list(shared, src=0, group=group)
+            failure = shared[0]
+        console = Console(stderr=True, quiet=not first)
+        if failure:
+            console.print(f"osdp calibrate: {failure}", style="red", markup=False)
+            return 1
+        found = _measured(group, device, given, console)
+        if first:
+            found.hardware.save(given.out)
+            _print(found, given.out)
+    return 0
+
+
+@contextmanager
+def _process_group(device: torch.device) -> Iterator[dist.ProcessGroup | None]:
+    """The group that torchrun's environment describes; None if it did not start this process."""
+    if "RANK" not in os.environ:
+        yield None
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def _measured(
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    given: argparse.Namespace,
+    console: Console,
+) -> Calibration:
+    columns = (TextColumn("{task.description:40}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        return calibrate(
+            group,
+            device,
+            given.seconds,
+            given.memory,
+            progress=lambda what, done: bar.update(task, description=what, completed=done),
+        )
+
+
+def _print(found: Calibration, out: Path) -> None:
+    """What was found, for people, on standard output."""
+    console = Console(soft_wrap=True, highlight=False)
+    if not console.is_terminal:  # nor are its 80 columns
+        console.width = max(console.width, 120)
+    hardware = found.hardware
+    console.print(_device_table(hardware))
+    if found.links:
+        console.print(_link_table(found))
+        console.print(
+            "Fit: how far latency + bytes / bandwidth is from the times taken, over sizes from "
+            f"{format_bytes(min(_sizes(found)))} to {format_bytes(max(_sizes(found)))} "
+            "that a rank sends.\n"
+            "Busy: how much longer computing takes for each byte sent beside it."
+        )
+    else:
+        console.print(
+            "One process: no collectives were measured, and the profile holds none. "
+            "Start it with torchrun to measure them."
+        )
+    console.print(f"Written to {out}. To use it: options={{'hardware': '{out}'}}", markup=False)
+
+
+def _device_table(hardware: Hardware) -> Table:
+    table = Table(title=hardware.name, title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for dtype, rate in hardware.flops_per_second.items():
+        if dtype != "default":
+            table.add_row(f"{dtype} products", f"{rate / 1e9:,.1f} GFLOP/s")
+    table.add_row("memory bandwidth", f"{format_bytes(hardware.memory_bytes_per_second)}/s")
+    table.add_row("least time of a kernel", format_seconds(hardware.launch_seconds))
+    if hardware.memory_bytes:
+        table.add_row("memory", format_bytes(hardware.memory_bytes))
+    return table
+
+
+def _link_table(found: Calibration) -> Table:
+    table = Table()
+    table.add_column("collective")
+    for title in ("latency", "bandwidth", "busy"):
+        table.add_column(title, justify="right")
+    table.add_column("carried out")
+    for title in ("fit, median", "fit, worst"):
+        table.add_column(title, justify="right")
+    for kind, link in found.links.items():
+        rate = link.rate
+        table.add_row(
+            kind,
+            format_seconds(rate.latency_seconds),
+            f"{format_bytes(1 / rate.seconds_per_byte)}/s",
+            f"{format_seconds(rate.busy_seconds_per_byte * 2**20)}/MiB",
+            rate.carried_out,
+            f"{link.fit.median_error:.0%}",
+            f"{link.fit.worst_error:.0%}",
+        )
+    return table
+
+
+def _sizes(found: Calibration) -> list[int]:
+    return [sample.wire_bytes for link in found.links.values() for sample in link.samples]
+
+
+def _prepare(out: Path) -> str:
+    """Make the folder of a file and see that it can be written; what is wrong, or ""."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.open("a").close()
+    except OSError as error:
+        return f"cannot write {out}: {error.strerror}"
+    return ""
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above zero")
+    return seconds
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,0 +1,299 @@
+"""Links: what collectives cost on a group, measured by running them.
+
+Two forms of one thing: :func:`quick_link` for the first call, from a small and a large
+message, and :func:`swept_link` for ``osdp calibrate``, from a sweep over sizes.
+
+Every function here is collective. How often a rank runs what follows only from times that
+all ranks have agreed on; a rank that decided by its own clock would leave the others waiting.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from osdp_compile.collectives import all_gather_single, backend_of, reduce_scatter_single
+from osdp_compile.exchange import by_messages, start_exchange, start_gather
+from osdp_compile.fit import Fit, Sample, fit_line
+from passes.hardware import LinkRate, wire_bytes
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+
+_SMALL_BYTES = 1 << 12
+_FIRST_BYTES = 1 << 18
+_MOST_BYTES = 1 << 26
+#: Up to this size what counts is latency, and a collective is measured alone.
+_ALONE_BYTES = 1 << 16
+_IN_FLIGHT = 4
+#: A tensor to send, one to receive, and a part: less than three times the size.
+_BUFFERS = 3
+#: What a collective should last at least when computing is timed beside it.
+_BESIDE_SECONDS = 0.01
+
+Start = Callable[[], list[dist.Work]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """What was found out about one kind of collective.
+
+    ``fit``: of the rate to ``samples``; exact where there are only two.
+    """
+
+    rate: LinkRate
+    fit: Fit
+    samples: tuple[Sample, ...]
+
+
+def quick_link(
+    kind: str,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    budget_seconds: float,
+    scratch_bytes: int,
+) -> Link:
+    """Latency and inverse bandwidth from two sizes, in about three times the budget.
+
+    The large size grows until a burst is long enough to tell, so a slow link gets smaller
+    messages and not more time. What is in between is left out: a link that is shaped lets
+    the first bytes pass at once, and a fit would believe them.
+    """
+    small, _ = _sample(kind, _SMALL_BYTES, group, device, budget_seconds / 4, least=3)
+    size_bytes, most_bytes = _FIRST_BYTES, _most_bytes(scratch_bytes)
+    while True:
+        large, _ = _sample(kind, size_bytes, group, device, 0.0)
+        long_enough = _IN_FLIGHT * large.seconds >= budget_seconds / 4
+        if long_enough or 4 * size_bytes > most_bytes:
+            break
+        size_bytes *= 4
+    large, _ = _sample(kind, size_bytes, group, device, budget_seconds / 2)
+    return _link(kind, [small, large], size_bytes, group, device, budget_seconds)
+
+
+def swept_link(
+    kind: str,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    budget_seconds: float,
+    scratch_bytes: int,
+) -> Link:
+    """Latency and inverse bandwidth by least squares over sizes from 4 KiB to 64 MiB.
+
+    Sizes that the budget or the scratch memory does not reach are left out; three remain.
+    """
+    most_bytes = _most_bytes(scratch_bytes)
+    sizes = [_SMALL_BYTES * 4**i for i in range(8) if _SMALL_BYTES * 4**i <= most_bytes]
+    samples: list[Sample] = []
+    left_seconds = 0.7 * budget_seconds
+    for index, size_bytes in enumerate(sizes):
+        # From one size to the next a burst takes four times as long, and runs at least thrice.
+        if len(samples) >= 3 and 4 * 4 * _IN_FLIGHT * samples[-1].seconds > left_seconds:
+            break
+        share_seconds = left_seconds / (len(sizes) - index)
+        sample, spent_seconds = _sample(kind, size_bytes, group, device, share_seconds, least=3)
+        left_seconds -= spent_seconds
+        samples.append(sample)
+    last_bytes = sizes[len(samples) - 1]
+    return _link(kind, samples, last_bytes, group, device, 0.3 * budget_seconds)
+
+
+def carried_out(kind: str, group: dist.ProcessGroup, device: torch.device) -> str:
+    """How a kind of collective is carried out on a group, for people."""
+    backend = backend_of(group, device.type)
+    if backend == "nccl":
+        return "as NCCL chooses"
+    if backend != "gloo":
+        return backend
+    if kind == "reduce_scatter":
+        return "all_reduce inside"  # and drops the rest: gloo has no other
+    if kind == "all_to_all" or (kind == "all_gather" and by_messages(group, device)):
+        return "messages"
+    return "ring"
+
+
+def agreed(value: float, group: dist.ProcessGroup, device: torch.device) -> float:
+    """The largest of a figure over the ranks, so that all go on alike."""
+    tensor = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    return float(tensor.item())
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all that a device was given to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def median(values: list[float]) -> float:
+    """The middle one of some figures."""
+    return sorted(values)[len(values) // 2]
+
+
+def _link(
+    kind: str,
+    samples: list[Sample],
+    size_bytes: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    budget_seconds: float,
+) -> Link:
+    """Fit the samples, and measure computing beside a collective of the last one's size."""
+    fit = fit_line(samples)
+    busy = _busy_seconds_per_byte(
+        kind, size_bytes, samples[-1].seconds, group, device, budget_seconds
+    )
+    how = carried_out(kind, group, device)
+    rate = LinkRate(fit.latency_seconds, fit.seconds_per_byte, busy, how)
+    return Link(rate, fit, tuple(samples))
+
+
+def _most_bytes(scratch_bytes: int) -> int:
+    return min(_MOST_BYTES, scratch_bytes // (_BUFFERS * _IN_FLIGHT))
+
+
+def _in_flight(size_bytes: int) -> int:
+    """How many run at once: small ones alone, large ones several, as the passes emit them.
+
+    Alone, a large message over TCP can take half as long again, because the window opens
+    anew for each.
+    """
+    return 1 if size_bytes <= _ALONE_BYTES else _IN_FLIGHT
+
+
+def _collective(
+    kind: str, group: dist.ProcessGroup, size_bytes: int, device: torch.device
+) -> tuple[Start, int]:
+    """A call that starts one collective on a tensor of about this size; and its wire bytes."""
+    world = dist.get_world_size(group)
+    numel = max(1, size_bytes // 4 // world) * world
+    whole = torch.ones(numel, device=device)
+    part = torch.ones(numel // world, device=device)
+    other = torch.ones(numel, device=device)
+    calls: dict[str, Callable[[], dist.Work]] = {
+        "all_gather": lambda: all_gather_single(other, part, group=group, async_op=True),
+        "reduce_scatter": lambda: reduce_scatter_single(part, whole, group=group, async_op=True),
+        "all_reduce": lambda: dist.all_reduce(whole, group=group, async_op=True),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group, async_op=True),
+    }
+    sent_bytes = round(wire_bytes(kind, 4 * numel, world))
+    if kind == "all_gather" and by_messages(group, device):
+        return lambda: start_gather(other, part, group), sent_bytes
+    if kind == "all_to_all" and by_messages(group, device):
+        return lambda: start_exchange(other, whole, group), sent_bytes
+    return lambda: [calls[kind]()], sent_bytes
+
+
+def _burst_of(
+    kind: str, size_bytes: int, group: dist.ProcessGroup, device: torch.device
+) -> tuple[list[Start], int]:
+    """Calls that start as many collectives as run at once; and the wire bytes of one."""
+    made = [_collective(kind, group, size_bytes, device) for _ in range(_in_flight(size_bytes))]
+    return [start for start, _ in made], made[0][1]
+
+
+def _burst(starts: list[Start], group: dist.ProcessGroup, device: torch.device) -> float:
+    """Seconds from starting some collectives at once until all have ended, on the slowest rank."""
+    synchronize(device)
+    begin = time.perf_counter()
+    for works in [start() for start in starts]:
+        for work in works:
+            work.wait()
+    synchronize(device)
+    return agreed(time.perf_counter() - begin, group, device)
+
+
+def _sample(
+    kind: str,
+    size_bytes: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    budget_seconds: float,
+    least: int = 1,
+) -> tuple[Sample, float]:
+    """The median over ``least`` to 25 bursts, as many as fit, one to warm up; seconds of all."""
+    starts, wire = _burst_of(kind, size_bytes, group, device)
+    warm = _burst(starts, group, device)  # sets up connections
+    times = [_burst(starts, group, device)]
+    repeats = min(25, max(least, int((budget_seconds - warm) / max(times[0], 1e-6))))
+    times += [_burst(starts, group, device) for _ in range(repeats - 1)]
+    return Sample(wire, median(times) / len(starts)), warm + sum(times)
+
+
+def _busy_seconds_per_byte(
+    kind: str,
+    size_bytes: int,
+    seconds: float,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    budget_seconds: float,
+) -> float:
+    """How much longer computing takes beside a collective, for each wire byte; slowest rank.
+
+    ``seconds``: what one collective of ``size_bytes`` takes. Matrix products that take half as
+    long again (a collective is slower beside them, and must end in time to be counted in full)
+    are timed in turns alone and beside it. What every start takes, whatever the size, is left
+    out.
+    """
+    count = min(_IN_FLIGHT, max(1, math.ceil(_BESIDE_SECONDS / seconds)))
+    if carried_out(kind, group, device) == "all_reduce inside":
+        # gloo's own reduce-scatter runs tensor code on its threads, which is not safe with
+        # several in flight beside computing (docs/design.md).
+        count = 1
+    made = [_collective(kind, group, size_bytes, device) for _ in range(count)]
+    sent_bytes = sum(wire for _, wire in made)
+    start_seconds = count * agreed(_start_seconds(kind, group, device), group, device)
+    product = _product(device)
+    one = agreed(median([product(1) for _ in range(5)]), group, device)
+    products = max(1, math.ceil(1.5 * count * seconds / one))
+    # A pair takes 1.5 and about 2.5 times the collectives' seconds.
+    pairs = min(31, max(3, int(budget_seconds / (4 * count * seconds))))
+    longer: list[float] = []
+    for _ in range(pairs):
+        agreed(0.0, group, device)  # all start together
+        alone = product(products)
+        agreed(0.0, group, device)
+        begin = time.perf_counter()
+        started = [start() for start, _ in made]
+        starting = time.perf_counter() - begin
+        beside = starting + product(products)
+        for works in started:
+            for work in works:
+                work.wait()
+        synchronize(device)
+        longer.append(beside - alone - start_seconds)
+    return max(0.0, agreed(median(longer), group, device)) / sent_bytes
+
+
+def _start_seconds(kind: str, group: dist.ProcessGroup, device: torch.device) -> float:
+    """What the call takes that starts a collective of hardly any bytes."""
+    start, _ = _collective(kind, group, _SMALL_BYTES, device)
+    times: list[float] = []
+    for _ in range(7):
+        begin = time.perf_counter()
+        works = start()
+        times.append(time.perf_counter() - begin)
+        for work in works:
+            work.wait()
+    return median(times)
+
+
+def _product(device: torch.device) -> Callable[[int], float]:
+    """A call that multiplies matrices some times over and returns the seconds it took."""
+    size = 256 if device.type == "cpu" else 2048
+    a, b, out = (torch.ones(size, size, device=device) for _ in range(3))
+
+    def run(times: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(times):
+            torch.mm(a, b, out=out)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # not NCCL's stream
+        return time.perf_counter() - begin
+
+    run(1)
+    return run

@@ -1,0 +1,69 @@
+"""The command line: ``osdp calibrate`` on ranks and alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from osdp_compile.cli import main
+from passes.hardware import Hardware
+
+ROOT = Path(__file__).parent.parent
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+
+
+def test_two_ranks_write_one_profile_and_print_one_table(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "osdp_compile", "calibrate"]
+    command += ["--out", "profiles/here.json", "--seconds", "3", "--memory", "32MiB"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        [*command, "--device", "cpu"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ran.returncode == 0, ran.stderr
+    hardware = Hardware.load(tmp_path / "profiles" / "here.json")
+    assert hardware.name == "measured cpu gloo x2"
+    assert set(hardware.collectives) == set(KINDS)
+    for word in (*KINDS, "all_reduce inside", "bandwidth", "median", "worst", "GFLOP/s"):
+        assert word in ran.stdout
+    assert ran.stdout.count("Written to profiles/here.json") == 1
+
+
+def test_one_process_says_that_there_are_no_collectives(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    out = tmp_path / "one.json"
+    given = ["--out", str(out), "--seconds", "0.2", "--memory", "8MiB", "--device", "cpu"]
+    assert main(["calibrate", *given]) == 0
+    assert Hardware.load(out).collectives == {}
+    assert "no collectives were measured" in capsys.readouterr().out
+
+
+def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    out = tmp_path / "file" / "profile.json"
+    assert main(["calibrate", "--out", str(out), "--seconds", "1000", "--device", "cpu"]) == 1
+    assert "cannot write" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--seconds", "soon"], "'soon' is not a number of seconds"),
+        (["--seconds", "-1"], "not a number of seconds above zero"),
+        (["--memory", "8 gallons"], "'8 gallons' is not a size"),
+    ],
+)
+def test_malformed_arguments_are_named(given, said, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["calibrate", "--out", "profile.json", *given])
+    assert stop.value.code == 2
+    assert said in capsys.readouterr().err
