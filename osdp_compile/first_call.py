@@ -12,7 +12,6 @@ from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from osdp_compile.agreement import agree, fingerprint, from_rank_zero, on_every_rank
-from osdp_compile.calibrate import measure_hardware
 from osdp_compile.capture import capture
 from osdp_compile.collectives import backend_of
 from osdp_compile.errors import InfeasibleLimit, PlanMismatch
@@ -22,6 +21,7 @@ from osdp_compile.lower import static_inputs
 from osdp_compile.optimizer_names import state_bytes_per_element
 from osdp_compile.optimizers import OptimizerIndex
 from osdp_compile.options import Options
+from osdp_compile.profiles import hardware_of
 from osdp_compile.report import log_plan
 from osdp_compile.roots import find_roots, plain_parameters
 from osdp_compile.session import Session, remember
@@ -45,7 +45,6 @@ from passes.predict import state_bytes
 log = logging.getLogger("osdp_compile")
 _UNSEEN_BYTES = 1 << 16
 _KERNELS_SECONDS = 2.0
-_measured: dict[str, Hardware] = {}
 
 
 def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Session:
@@ -68,7 +67,7 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
     optimizers = OptimizerIndex(entry.parameter for entry in entries)
     context = Context(
         plan=Plan((), world_size=mesh.size()),
-        hardware=options.hardware or _hardware(group, device, _spare_bytes(entries, options)),
+        hardware=hardware_of(group, device, _spare_bytes(entries, options), options.hardware),
         parameters=tuple(_described(entry, optimizers, options) for entry in entries),
         world_size=mesh.size(),
         rank=mesh.get_local_rank(),
@@ -194,10 +193,3 @@ def _spare_bytes(entries: Sequence[ModelParameter], options: Options) -> int:
     """
     held = sum(e.parameter.numel() * e.parameter.element_size() for e in entries)
     return (options.memory_limit_bytes or 2 * held) - held
-
-
-def _hardware(group: dist.ProcessGroup, device: torch.device, scratch_bytes: int) -> Hardware:
-    key = f"{group.group_name} {device.type}"
-    if key not in _measured:
-        _measured[key] = measure_hardware(group, device, scratch_bytes=min(scratch_bytes, 1 << 28))
-    return _measured[key]

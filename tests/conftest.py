@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from tests.ranks import Ranks
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_kept_profiles() -> Iterator[None]:
+    """Measured profiles are neither taken from this user's cache folder nor left there."""
+    with mock.patch.dict(os.environ, {"OSDP_CACHE_DIR": ""}):
+        yield
 
 
 @pytest.fixture(scope="session")
