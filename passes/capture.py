@@ -139,7 +139,7 @@ def _save(forward: fx.GraphModule, backward: fx.GraphModule, kept: Mapping[str, 
         last = list(backward.graph.find_nodes(op="placeholder"))[-1]
         with backward.graph.inserting_after(last):
             saved = backward.graph.placeholder(f"kept_{len(extra)}")
-        saved.meta.update(val=node.meta["val"], saved=True, gathered=True)
+        saved.meta.update(val=node.meta["val"], saved=True, gathered=name)
         node.replace_all_uses_with(saved)
         backward.graph.erase_node(node)
         extra.append(kept[name])

@@ -265,7 +265,7 @@ def programs(draw: st.DrawFn) -> list[Op]:
     return ops
 
 
-def built(ops: Sequence[Op], returned: Sequence[int]) -> Simulation:
+def build(ops: Sequence[Op], returned: Sequence[int]) -> fx.Graph:
     b = Priced()
     nodes: list[fx.Node] = []
     for index, op in enumerate(ops):
@@ -280,7 +280,7 @@ def built(ops: Sequence[Op], returned: Sequence[int]) -> Simulation:
             nodes.append(b.gather(*sources, seconds=op.seconds, memory_bytes=op.memory_bytes))
         else:
             nodes.append(b.wait(*sources))
-    return b.simulated(*[nodes[i] for i in returned])
+    return b.finish(*[nodes[i] for i in returned]).graph
 
 
 def longest_path_seconds(ops: Sequence[Op]) -> float:
@@ -331,7 +331,7 @@ def alive_bytes(ops: Sequence[Op], returned: Sequence[int]) -> list[int]:
 def test_time_and_memory_are_those_of_a_brute_force_reference(ops: list[Op], data: st.DataObject):
     readable = [index for index, op in enumerate(ops) if op.kind != "start"]
     returned = data.draw(st.lists(st.sampled_from(readable), min_size=1, max_size=2))
-    found = built(ops, returned)
+    found = simulate(build(ops, returned))
     assert found.step_seconds == longest_path_seconds(ops)
     assert found.curve == alive_bytes(ops, returned)
     assert found.peak_bytes == max(found.curve)
