@@ -26,6 +26,9 @@ from torch._functorch import config as functorch_config
 # 2.11.0, 2.13.0: origins of AOTAutograd's inputs and outputs (node.meta["desc"]).
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
 
+# 2.11.0, 2.13.0: which frame Dynamo is compiling.
+from torch._guards import CompileContext
+
 # 2.11.0, 2.13.0: Inductor's front door, with a hook for the compiler of each partition.
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -40,6 +43,7 @@ __all__ = [
     "aot_input_index",
     "compile_fx",
     "compile_fx_inner",
+    "current_frame",
     "evaluate_prefixes",
     "fake_store",
     "gradient_input_index",
@@ -88,6 +92,12 @@ def raise_to_user(error: Exception) -> NoReturn:
     raised.__dict__.update(error.__dict__)
     raised.first_useful_frame = sys._getframe(1)
     raise raised.with_traceback(error.__traceback__) from error.__cause__
+
+
+def current_frame() -> int | None:
+    """The number of the frame being compiled, the same when it is compiled again; None outside."""
+    compiling = CompileContext.current_compile_id()
+    return compiling.frame_id if compiling is not None else None
 
 
 def source_chain(placeholder: fx.Node) -> list[str]:

@@ -14,14 +14,18 @@ from torch.distributed.tensor import DTensor
 import osdp_compile.exchange  # noqa: F401  (what the graphs call)
 from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
+from osdp_compile.observed import CompiledStep, timed
 from osdp_compile.roots import placeholders
-from osdp_compile.session import Session, find
+from osdp_compile.session import Session, base_parts, find
 from passes.capture import mark_inputs
 from passes.check import check
 from passes.context import Context, Phase
+from passes.graph import bytes_of, output_node
+from passes.markers import UNSHARD
 from passes.pipeline import Observer, Pass, Stage, run
 from passes.simulate import simulate
 from passes.text import graph_text
+from passes.timeline import timeline_of
 from passes.units import format_bytes
 
 log = logging.getLogger("osdp_compile")
@@ -88,6 +92,8 @@ def lower(
     static = static_inputs(gm, inputs)
     parameters = frozenset(p.name for p in session.context.parameters)
     watch = _observer(session, observe)
+    step = CompiledStep(_torch.current_frame())
+    session.observed.interrupted()
 
     def partition(
         joint: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -95,6 +101,8 @@ def lower(
         _mark(joint, static, parameters, Phase.FORWARD)
         joint = run(session.passes, Stage.JOINT, joint, session.context, watch)
         forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+        step.returned_bytes = _returned_bytes(forward, kwargs["num_fwd_outputs"])
+        _mark_kept(forward, backward)
         return forward, backward
 
     def inner(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -106,11 +114,11 @@ def lower(
         if phase is Phase.INFERENCE:
             graph = run(session.passes, Stage.JOINT, graph, ctx, watch)
         graph = run(session.passes, Stage.PARTS, graph, ctx, watch)
-        _warn_above_limit(graph, ctx)
+        _look_at(graph, ctx, session, step)
         return (compile_inner or _torch.compile_fx_inner)(graph, example_inputs, **kwargs)
 
     with _torch.without_autograd_cache():
-        return _torch.compile_fx(
+        compiled: Any = _torch.compile_fx(
             gm,
             list(inputs),
             inner_compile=inner,
@@ -119,14 +127,47 @@ def lower(
                 "custom_partitioner_fn": _torch.Partitioner(partition),
             },
         )
+    if Phase.FORWARD in step.timelines:
+        compiled = timed(compiled, session.observed, step.frame)
+    return compiled
 
 
-def _warn_above_limit(gm: fx.GraphModule, ctx: Context) -> None:
-    """Say so where a graph will not keep the limit: a larger batch than was planned on, say."""
-    if ctx.limit_bytes is None:
+def _look_at(gm: fx.GraphModule, ctx: Context, session: Session, step: CompiledStep) -> None:
+    """Simulate a lowered graph as it will run: keep its timeline, compare it with the limit."""
+    if ctx.phase is Phase.INFERENCE:
+        if ctx.limit_bytes is not None:
+            _warn_above_limit(ctx, ctx.base_bytes + simulate(gm.graph).peak_bytes)
         return
-    peak_bytes = ctx.base_bytes + simulate(gm.graph).peak_bytes
-    if peak_bytes > ctx.limit_bytes:
+    base = base_parts(session)
+    if ctx.phase is Phase.BACKWARD:
+        base["returned"] = step.returned_bytes
+    timeline = timeline_of(gm.graph, simulate(gm.graph), phase=ctx.phase.value, base=base)
+    session.observed.compiled(step, ctx.phase, timeline)
+    _warn_above_limit(ctx, timeline.peak_bytes)
+
+
+def _returned_bytes(forward: fx.GraphModule, count: int) -> int:
+    """Bytes of the first outputs, the caller's, that are not among those for the backward."""
+    outputs: Sequence[Any] = output_node(forward.graph).args[0]  # type: ignore[assignment]
+    saved = {node for node in outputs[count:] if isinstance(node, fx.Node)}
+    own = dict.fromkeys(node for node in outputs[:count] if isinstance(node, fx.Node))
+    return sum(bytes_of(node.meta["val"]) for node in own if node not in saved)
+
+
+def _mark_kept(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    """Tell gathered weights that the backward is given from activations, by their names."""
+    gathered = {
+        node.name: node.args[1]
+        for node in forward.graph.find_nodes(op="call_function", target=UNSHARD)
+    }
+    for node in backward.graph.find_nodes(op="placeholder"):
+        if node.name in gathered:
+            node.meta["gathered"] = gathered[node.name]
+
+
+def _warn_above_limit(ctx: Context, peak_bytes: int) -> None:
+    """Say so where a graph will not keep the limit: a larger batch than was planned on, say."""
+    if ctx.limit_bytes is not None and peak_bytes > ctx.limit_bytes:
         log.warning(
             "this %s needs %s, above memory_limit=%s: it is not the graph that was planned on "
             "(a larger batch?). Make the first call with the largest batch, or lower the limit "

@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Sequence
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -65,11 +65,18 @@ def plan_text(plan: Plan, width: int | None = None) -> str:
 
     ``width``: in columns (None: the terminal's, or 120 where there is none).
     """
+    return plain_text(plan_table(plan), *map(Text, prediction_lines(plan)), width=width)
+
+
+def plain_text(*parts: RenderableType, width: int | None = None) -> str:
+    """What rich would print, one below the other, without colours.
+
+    ``width``: in columns (None: the terminal's, or 120 where there is none).
+    """
     columns = width or shutil.get_terminal_size(fallback=(120, 24)).columns
     console = Console(file=io.StringIO(), width=columns, color_system=None)
-    console.print(plan_table(plan))
-    for line in prediction_lines(plan):
-        console.print(line, markup=False)
+    for part in parts:
+        console.print(part)
     output = console.file
     assert isinstance(output, io.StringIO)
     return "\n".join(line.rstrip() for line in output.getvalue().splitlines())

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from osdp_compile.observed import Observed
 from osdp_compile.options import Options
 from passes.context import Context
 from passes.decisions import Plan
 from passes.pipeline import Pass
+from passes.predict import state_bytes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -23,6 +25,7 @@ class Session:
 
     ``context``: with the plan, the hardware, the parameters, and the bytes this rank holds
     between steps as ``base_bytes``.
+    ``observed``: its graphs as they were compiled, and how long its steps take.
     """
 
     plan: Plan
@@ -30,6 +33,14 @@ class Session:
     context: Context
     options: Options
     passes: tuple[Pass, ...]
+    observed: Observed = dataclasses.field(default_factory=Observed)
+
+
+def base_parts(session: Session) -> dict[str, int]:
+    """Bytes this rank holds between steps, by part: the session's ``base_bytes`` taken apart."""
+    state = state_bytes(session.context, session.plan)
+    parts = {"parameters": state["parameters"], "optimizer": state["optimizer"]}
+    return {**parts, "inputs": session.context.base_bytes - sum(parts.values())}
 
 
 _of_parameter: Any = WeakTensorKeyDictionary()
@@ -52,17 +63,26 @@ def find(parameter: Tensor) -> tuple[str, Session] | None:
     return found
 
 
+def session_for(model: nn.Module) -> Session | None:
+    """The session of a model, or None before its first call that needs gradients.
+
+    ``model``: as for :func:`plan_of`.
+    """
+    inner = getattr(model, "_orig_mod", model)
+    if inner in _of_module:
+        return _of_module[inner]
+    for parameter in inner.parameters():
+        found = find(parameter)
+        if found is not None:
+            return found[1]
+    return None
+
+
 def plan_of(model: nn.Module) -> Plan | None:
     """The plan in force for a model, or None before its first call that needs gradients.
 
     ``model``: the module itself or what ``torch.compile`` returned for it, or any module
     that contains or is contained in the one that was planned.
     """
-    inner = getattr(model, "_orig_mod", model)
-    if inner in _of_module:
-        return _of_module[inner].plan
-    for parameter in inner.parameters():
-        found = find(parameter)
-        if found is not None:
-            return found[1].plan
-    return None
+    session = session_for(model)
+    return session.plan if session is not None else None

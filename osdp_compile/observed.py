@@ -1,0 +1,105 @@
+"""What is seen of a model's training: its graphs as they were compiled, and how long steps take.
+
+A step is the time from one start of the compiled forward to the next one, so it holds the
+backward, the optimizer, and whatever else the training loop does. On a GPU these are the
+starts of the launches: as soon as the host runs ahead, they follow each other as fast as
+the steps are done.
+"""
+
+from __future__ import annotations
+
+import collections
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from passes.context import Phase
+from passes.timeline import Timeline
+
+#: How many steps are remembered.
+KEPT_STEPS = 64
+
+
+class CompiledStep:
+    """One compilation of a frame: the timelines of its graphs by phase."""
+
+    def __init__(self, frame: int | None) -> None:
+        self.frame = frame
+        self.timelines: dict[Phase, Timeline] = {}
+        #: Bytes that the forward returns to its caller, who holds them during the backward.
+        self.returned_bytes = 0
+
+
+class Observed:
+    """What is seen of one model. ``frames``: those that are trained (more: graph breaks)."""
+
+    def __init__(self) -> None:
+        self.frames: set[int | None] = set()
+        self._last: CompiledStep | None = None
+        self._steps_seconds: collections.deque[float] = collections.deque(maxlen=KEPT_STEPS)
+        self._started: float | None = None
+        self._leave_out = False  # the step under way
+        self._leave_out_next = False
+
+    @property
+    def timelines(self) -> dict[Phase, Timeline]:
+        """Of the forward and the backward that were compiled last, of one frame."""
+        return self._last.timelines if self._last is not None else {}
+
+    def compiled(self, step: CompiledStep, phase: Phase, timeline: Timeline) -> None:
+        """Keep a graph's timeline. A forward begins anew: its frame's steps are timed from now."""
+        step.timelines[phase] = timeline
+        self.interrupted()
+        if phase is not Phase.FORWARD:
+            return
+        if self._last is None or self._last.frame != step.frame:
+            self._steps_seconds.clear()
+            self._started = None
+        self.frames.add(step.frame)
+        self._last = step
+        # The forward is compiled before its first start: that whole step is still to come.
+        self._leave_out_next = True
+
+    def interrupted(self) -> None:
+        """Something is being compiled: the step under way is no step like others."""
+        self._leave_out = True
+
+    def forward_started(self, frame: int | None) -> None:
+        """A frame's compiled forward begins now."""
+        if self._last is None or self._last.frame != frame:
+            return  # each frame starts once a step: one of them is enough
+        now = time.perf_counter()
+        if self._started is not None and not self._leave_out:
+            self._steps_seconds.append(now - self._started)
+        self._started = now
+        self._leave_out, self._leave_out_next = self._leave_out_next, False
+
+    @property
+    def steps(self) -> int:
+        """How many steps :attr:`step_seconds` rests on."""
+        return len(self._steps_seconds)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The median of the last steps, the first after each compilation left out."""
+        return statistics.median(self._steps_seconds) if self._steps_seconds else None
+
+
+def timed(
+    function: Callable[..., Any], observed: Observed, frame: int | None
+) -> Callable[..., Any]:
+    """The compiled function of a frame that is trained, saying when it starts.
+
+    It goes around everything that AOTAutograd and Inductor made: Inductor looks at the type of
+    what compiles one graph (for CUDA graphs), and a function put around that would hide it.
+    """
+
+    def stamped(*args: Any, **kwargs: Any) -> Any:
+        observed.forward_started(frame)
+        return function(*args, **kwargs)
+
+    # What AOTAutograd left on it for Dynamo. (Not ``functools.wraps``: Dynamo would look
+    # through ``__wrapped__``.)
+    vars(stamped).update(getattr(function, "__dict__", {}))
+    return stamped
