@@ -20,7 +20,6 @@ import torch.distributed as dist
 from gpt import GPT, GPTConfig
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -160,12 +159,10 @@ def main() -> None:
     console.print("a sample:", style="bold")
     console.print(generate(compiled, "def read(self", 300), markup=False, highlight=False)
 
-    table = Table("peak memory of rank 0", "", title_justify="left")
-    if plan is not None and plan.prediction is not None:
-        table.add_row("limit", args.memory_limit or "none")
-        table.add_row("predicted", format_bytes(plan.prediction.peak_bytes))
-    table.add_row("measured", format_bytes(memory.peak_bytes))
-    console.print(table)
+    if plan is None:
+        console.print(f"measured peak memory: {format_bytes(memory.peak_bytes)}")
+    else:
+        console.print(osdp_compile.report(model, peak_bytes=memory.peak_bytes))
     if dist.is_initialized():
         dist.destroy_process_group()
 
