@@ -37,8 +37,9 @@ def fit_line(samples: Sequence[Sample]) -> Fit:
     absolute squares would hear the largest only. Neither term goes below zero, and where noise
     would make bytes free, a byte costs a tenth of what it costs in the best sample.
 
-    >>> fit_line([Sample(0, 0.001), Sample(1_000_000, 0.003)]).seconds_per_byte
-    2e-09
+    >>> fit = fit_line([Sample(1_000, 0.001), Sample(1_001_000, 0.003)])
+    >>> f"{fit.latency_seconds:.6f} s, {fit.seconds_per_byte:.3g} s a byte"
+    '0.000998 s, 2e-09 s a byte'
 
     Raises:
         ValueError: for fewer than two samples.
