@@ -1,4 +1,4 @@
-"""Calibration, short and long: sane figures, the same everywhere, in time, and right where known."""
+"""Calibration, short and long: sane figures, the same everywhere, right where known."""
 
 from __future__ import annotations
 
