@@ -30,9 +30,9 @@ _MOST_BYTES = 1 << 26
 #: Up to this size what counts is latency, and a collective is measured alone.
 _ALONE_BYTES = 1 << 16
 _IN_FLIGHT = 4
-#: A tensor to send, one to receive, and a part: less than three times the size.
-_BUFFERS = 3
-#: What a collective should last at least when computing is timed beside it.
+#: A tensor to send, one to receive, a part, and gloo's own copy: less than four times the size.
+_BUFFERS = 4
+#: What collectives should last, or up to twice that, when computing is timed beside them.
 _BESIDE_SECONDS = 0.01
 
 Start = Callable[[], list[dist.Work]]
@@ -142,11 +142,18 @@ def _link(
     device: torch.device,
     budget_seconds: float,
 ) -> Link:
-    """Fit the samples, and measure computing beside a collective of the last one's size."""
+    """Fit the samples, and measure computing beside a collective of the last one's size.
+
+    Or of a smaller one, if that takes long.
+    """
     fit = fit_line(samples)
-    busy = _busy_seconds_per_byte(
-        kind, size_bytes, samples[-1].seconds, group, device, budget_seconds
-    )
+    last = samples[-1]
+    fixed = min(fit.latency_seconds, last.seconds)
+    seconds = last.seconds
+    while seconds > 2 * _BESIDE_SECONDS and size_bytes > _FIRST_BYTES:
+        size_bytes //= 4
+        seconds = fixed + (seconds - fixed) / 4
+    busy = _busy_seconds_per_byte(kind, size_bytes, seconds, group, device, budget_seconds)
     how = carried_out(kind, group, device)
     rate = LinkRate(fit.latency_seconds, fit.seconds_per_byte, busy, how)
     return Link(rate, fit, tuple(samples))
@@ -236,8 +243,9 @@ def _busy_seconds_per_byte(
 
     ``seconds``: what one collective of ``size_bytes`` takes. Matrix products that take half as
     long again (a collective is slower beside them, and must end in time to be counted in full)
-    are timed in turns alone and beside it. What every start takes, whatever the size, is left
-    out.
+    are timed in turns alone and beside it. Whatever else runs on the machine only adds to
+    either, so the quicker quarter of each counts. What every start takes, whatever the size,
+    is left out.
     """
     count = min(_IN_FLIGHT, max(1, math.ceil(_BESIDE_SECONDS / seconds)))
     if carried_out(kind, group, device) == "all_reduce inside":
@@ -251,22 +259,23 @@ def _busy_seconds_per_byte(
     one = agreed(median([product(1) for _ in range(5)]), group, device)
     products = max(1, math.ceil(1.5 * count * seconds / one))
     # A pair takes 1.5 and about 2.5 times the collectives' seconds.
-    pairs = min(31, max(3, int(budget_seconds / (4 * count * seconds))))
-    longer: list[float] = []
+    pairs = min(31, max(5, int(budget_seconds / (4 * count * seconds))))
+    alone: list[float] = []
+    beside: list[float] = []
     for _ in range(pairs):
         agreed(0.0, group, device)  # all start together
-        alone = product(products)
+        alone.append(product(products))
         agreed(0.0, group, device)
         begin = time.perf_counter()
         started = [start() for start, _ in made]
         starting = time.perf_counter() - begin
-        beside = starting + product(products)
+        beside.append(starting + product(products))
         for works in started:
             for work in works:
                 work.wait()
         synchronize(device)
-        longer.append(beside - alone - start_seconds)
-    return max(0.0, agreed(median(longer), group, device)) / sent_bytes
+    longer = sorted(beside)[pairs // 4] - sorted(alone)[pairs // 4] - start_seconds
+    return max(0.0, agreed(longer, group, device)) / sent_bytes
 
 
 def _start_seconds(kind: str, group: dist.ProcessGroup, device: torch.device) -> float:
