@@ -1,6 +1,6 @@
 """Calibrate: measure what the planner must know of this machine and its network.
 
-:func:`measure_hardware` is the short form, for the first call: about two seconds in all.
+:func:`measure_hardware` is the short form, for the first call: about three seconds in all.
 :func:`calibrate` is the long form, for ``osdp calibrate``. Every rank measures at the same
 time, because ranks of one machine share its cores and its links; rank 0's figures, and
 for collectives the slowest rank's, are everyone's.
@@ -64,7 +64,7 @@ def measure_hardware(
         return generic()
     dtypes = _DTYPES[:1] if device.type == "cpu" else _DTYPES
     scratch_bytes = _least(scratch_bytes, group, device)
-    budget = seconds / 14
+    budget = seconds / 18
     rates = _device_rates(dtypes, device, budget, scratch_bytes)
     links = {}
     if dist.get_world_size(group) > 1:
