@@ -8,9 +8,6 @@ Importing this package changes nothing; ``torch.compile`` finds the backend by i
 from osdp_compile.errors import InfeasibleLimit, OsdpError, PlanMismatch, RanksDiffer
 from osdp_compile.measure import PeakMemory
 from osdp_compile.session import plan_of
-
-# The function `report` and the module of that name (the plan's table): the function's module
-# imports the other one, so that the package's `report` is the function from here on.
 from osdp_compile.step_report import Report, report
 from passes.decisions import Decision, ParameterPlan, Plan, Prediction
 from passes.hardware import Hardware

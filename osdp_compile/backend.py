@@ -20,7 +20,7 @@ from osdp_compile.errors import OsdpError
 from osdp_compile.first_call import first_call
 from osdp_compile.lower import Compiler, lower, session_of
 from osdp_compile.options import Options
-from osdp_compile.report import ensure_visible
+from osdp_compile.plan_table import ensure_visible
 from osdp_compile.roots import plain_parameters
 from passes.pipeline import Observer
 

@@ -21,8 +21,8 @@ from osdp_compile.lower import static_inputs
 from osdp_compile.optimizer_names import state_bytes_per_element
 from osdp_compile.optimizers import OptimizerIndex
 from osdp_compile.options import Options
+from osdp_compile.plan_table import log_plan
 from osdp_compile.profiles import hardware_of
-from osdp_compile.report import log_plan
 from osdp_compile.roots import find_roots, plain_parameters
 from osdp_compile.session import Session, remember
 from osdp_compile.state import (

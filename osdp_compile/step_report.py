@@ -13,7 +13,7 @@ from torch import nn
 
 from osdp_compile.errors import OsdpError
 from osdp_compile.memory_picture import draw_memory
-from osdp_compile.report import plain_text
+from osdp_compile.plan_table import plain_text
 from osdp_compile.session import Session, base_parts, session_for
 from passes.context import Phase
 from passes.step_timeline import StepTimeline, optimizer_timeline

@@ -100,6 +100,7 @@ def _memory(graph: fx.Graph) -> tuple[list[int], fx.Node, dict[str, int], int]:
     alive_bytes = 0
     curve: list[int] = []
     best = 0
+    written_over: dict[int, fx.Node] = {}  # the input that a node's result takes the place of
     for index, node in enumerate(nodes):
         born = _born_bytes(node)
         # Inductor writes a pointwise result over an input of the same size that dies here.
@@ -108,6 +109,7 @@ def _memory(graph: fx.Graph) -> tuple[list[int], fx.Node, dict[str, int], int]:
             for dead in dying[index]:
                 if dead.op == "call_function" and _born_bytes(dead) == born:
                     reused = born
+                    written_over[index] = dead
                     break
         alive_bytes += born
         curve.append(alive_bytes - reused)
@@ -118,7 +120,7 @@ def _memory(graph: fx.Graph) -> tuple[list[int], fx.Node, dict[str, int], int]:
     peak = dict.fromkeys(KINDS, 0)
     returned = {root_of(node) for node in output_nodes(graph)}
     for node, last in death.items():
-        if place[node] <= best <= last:
+        if place[node] <= best <= last and node is not written_over.get(best):
             peak[kind_of(node, node in returned)] += _born_bytes(node)
     kept = sum(_born_bytes(node) for node, last in death.items() if last == len(nodes) - 1)
     return curve, nodes[best], {k: v for k, v in peak.items() if v}, kept

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import importlib
 import json
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import nn
 
-import osdp_compile
 from examples.gpt import GPT, GPTConfig
 from osdp_compile import OsdpError, PeakMemory, Report, plan_of, report
 from osdp_compile.backend import compile_graph
@@ -237,9 +235,3 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ImportError, match=r"osdp-compile\[plots\]"):
         made_by_hand().save_memory_picture(tmp_path / "memory.png")
-
-
-def test_the_function_keeps_its_name_beside_the_module_of_the_plans_table():
-    importlib.import_module("osdp_compile.backend")
-    importlib.import_module("osdp_compile.report")
-    assert osdp_compile.report is report and callable(osdp_compile.report)

@@ -11,7 +11,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from osdp_compile.report import log_plan, plan_table, plan_text, prediction_lines
+from osdp_compile.plan_table import log_plan, plan_table, plan_text, prediction_lines
 from passes.decisions import Decision, ParameterPlan, Plan, Prediction
 
 AGAIN, KEEP, WHOLE = Decision.SHARD_AGAIN, Decision.SHARD_KEEP, Decision.REPLICATE
@@ -153,7 +153,7 @@ def test_the_plan_is_one_record_at_info(caplog):
 
 LOGS_A_PLAN = """
 import logging, sys
-from osdp_compile.report import log_plan
+from osdp_compile.plan_table import log_plan
 from passes.decisions import Decision, ParameterPlan, Plan
 
 plan = Plan((ParameterPlan("w", (4, 4), "float32", Decision.SHARD_AGAIN),), world_size=2)
