@@ -23,6 +23,7 @@ from torch import fx
 from passes.annotate import cost_of
 from passes.fusion import effective_users, is_fusible
 from passes.graph import WAIT, is_alias, is_collective, output_node, output_nodes, root_of
+from passes.packing import UNPACK
 
 #: meta key of a placeholder whose memory is not the graph's: a parameter or a buffer.
 STATIC = "static"
@@ -161,7 +162,9 @@ def deaths(graph: fx.Graph, place: dict[fx.Node, int]) -> dict[fx.Node, int]:
 def kind_of(node: fx.Node, returned: bool) -> str:
     """What a buffer is, for people: one of :data:`KINDS`."""
     purpose = node.meta.get("collective")
-    if node.meta.get("gathered") or (purpose is not None and purpose.gathers):
+    if node.target is UNPACK or node.meta.get("gathered"):
+        return "gathered"
+    if purpose is not None and purpose.gathers:
         return "gathered"
     if node.op == "placeholder":
         return "activations" if node.meta.get("saved") else "inputs"
