@@ -292,7 +292,7 @@ def plan_options(model, plan, recipe: Recipe, world_size: int) -> dict[str, Any]
                 for row in uniform.parameters
             )
         )
-    return {"plan": uniform}
+    return {"plan": uniform, "hardware": SLOW}  # measuring would take longer than training
 
 
 def limit_between(model: nn.Module, share: float, recipe: Recipe) -> int:
