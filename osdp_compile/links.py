@@ -63,7 +63,7 @@ def quick_link(
     messages and not more time. What is in between is left out: a link that is shaped lets
     the first bytes pass at once, and a fit would believe them.
     """
-    small, _ = _sample(kind, _SMALL_BYTES, group, device, budget_seconds / 4, least=3)
+    small, _ = _sample(kind, _SMALL_BYTES, group, device, budget_seconds / 4, least=7)
     size_bytes, most_bytes = _FIRST_BYTES, _most_bytes(scratch_bytes)
     while True:
         large, _ = _sample(kind, size_bytes, group, device, 0.0)
@@ -72,7 +72,7 @@ def quick_link(
             break
         size_bytes *= 4
     large, _ = _sample(kind, size_bytes, group, device, budget_seconds / 2)
-    return _link(kind, [small, large], size_bytes, group, device, budget_seconds)
+    return _link(kind, [small, large], size_bytes, group, device, None)
 
 
 def swept_link(
@@ -140,13 +140,18 @@ def _link(
     size_bytes: int,
     group: dist.ProcessGroup,
     device: torch.device,
-    budget_seconds: float,
+    budget_seconds: float | None,
 ) -> Link:
     """Fit the samples, and measure computing beside a collective of the last one's size.
 
-    Or of a smaller one, if that takes long.
+    Or of a smaller one, if that takes long. ``budget_seconds``: for the latter; None: taken to
+    be nothing, for in a short time noise is larger than what is to be found.
     """
     fit = fit_line(samples)
+    how = carried_out(kind, group, device)
+    if budget_seconds is None:
+        rate = LinkRate(fit.latency_seconds, fit.seconds_per_byte, carried_out=how)
+        return Link(rate, fit, tuple(samples))
     last = samples[-1]
     fixed = min(fit.latency_seconds, last.seconds)
     seconds = last.seconds
@@ -154,7 +159,6 @@ def _link(
         size_bytes //= 4
         seconds = fixed + (seconds - fixed) / 4
     busy = _busy_seconds_per_byte(kind, size_bytes, seconds, group, device, budget_seconds)
-    how = carried_out(kind, group, device)
     rate = LinkRate(fit.latency_seconds, fit.seconds_per_byte, busy, how)
     return Link(rate, fit, tuple(samples))
 
@@ -228,7 +232,9 @@ def _sample(
     times = [_burst(starts, group, device)]
     repeats = min(25, max(least, int((budget_seconds - warm) / max(times[0], 1e-6))))
     times += [_burst(starts, group, device) for _ in range(repeats - 1)]
-    return Sample(wire, median(times) / len(starts)), warm + sum(times)
+    # A small one alone is only ever late: a shaped link still drains what came before it.
+    took = min(times) if len(starts) == 1 else median(times)
+    return Sample(wire, took / len(starts)), warm + sum(times)
 
 
 def _busy_seconds_per_byte(

@@ -146,7 +146,7 @@ def test_computing_beside_a_busy_wire_is_found_to_take_longer(two_ranks):
     # What starting takes of this rank's core for every byte; the wire itself takes none.
     def found(starting):
         rates = two_ranks.run(
-            measure_over, "quick", "all_gather", 1e-3, 2e-8, 0.2, starting=starting
+            measure_over, "swept", "all_gather", 1e-3, 2e-8, 1.0, starting=starting
         )
         assert rates[0][0] == rates[1][0]
         return rates[0][0].busy_seconds_per_byte
