@@ -128,7 +128,7 @@ def _device_rates(
     flops: dict[str, float] = {}
     for dtype in dtypes:
         name = str(dtype).removeprefix("torch.")
-        flops[name] = _flops(dtype, device, budget_seconds, scratch_bytes)
+        flops[name] = matmul_rate(dtype, device, budget_seconds, scratch_bytes)
     return {
         "flops_per_second": {"default": flops["float32"], **flops},
         "memory_bytes_per_second": _copy_bandwidth(device, budget_seconds, scratch_bytes),
@@ -186,7 +186,7 @@ def _timed(run: Callable[[], object], device: torch.device, budget_seconds: floa
     return median(times)
 
 
-def _flops(
+def matmul_rate(
     dtype: torch.dtype,
     device: torch.device,
     budget_seconds: float,

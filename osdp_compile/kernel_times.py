@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from osdp_compile.calibrate import _flops as matmul_rate
+from osdp_compile.calibrate import matmul_rate
 from passes.annotate import annotate, cost_of, kernel_key, stands_alone
 from passes.capture import Captured
 from passes.context import Context
