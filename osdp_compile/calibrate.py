@@ -12,7 +12,7 @@ import dataclasses
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,10 +39,14 @@ Progress = Callable[[str, float], None]
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """A profile, and by kind what it was made from; no links without other ranks."""
+    """A profile, and what it was made from.
+
+    ``links``: by the name of a mesh dimension (``""``: over all ranks), by kind; none without
+    other ranks.
+    """
 
     hardware: Hardware
-    links: dict[str, Link]
+    links: dict[str, dict[str, Link]]
 
 
 def measure_hardware(
@@ -69,7 +73,7 @@ def measure_hardware(
     links = {}
     if dist.get_world_size(group) > 1:
         links = {k: quick_link(k, group, device, budget, scratch_bytes) for k in KINDS}
-    return _profile(rates, links, group, device)
+    return _profile(rates, {"": links}, group, device)
 
 
 def calibrate(
@@ -78,6 +82,7 @@ def calibrate(
     seconds: float = 20.0,
     scratch_bytes: int = 1 << 30,
     progress: Progress = lambda what, done: None,
+    along: Mapping[str, dist.ProcessGroup] | None = None,
 ) -> Calibration:
     """Measure this machine at leisure, all ranks of the group together. Collective.
 
@@ -86,6 +91,8 @@ def calibrate(
         seconds: about how long it may take.
         scratch_bytes: the most memory to take (at least 8 MiB).
         progress: called on every rank.
+        along: this rank's group along each dimension of a mesh, by the dimension's name: they
+            are measured too, all groups of a dimension at the same time.
     """
     alone = group is None or dist.get_world_size(group) == 1
     device_share = 1.0 if alone else 0.2
@@ -94,12 +101,18 @@ def calibrate(
         scratch_bytes = _least(scratch_bytes, group, device)
     scratch_bytes = max(scratch_bytes, _LEAST_SCRATCH_BYTES)
     rates = _device_rates(_DTYPES, device, device_share * seconds / 5, scratch_bytes)
-    links: dict[str, Link] = {}
+    links: dict[str, dict[str, Link]] = {}
     if group is not None and not alone:
-        share = (1 - device_share) / len(KINDS)
-        for index, kind in enumerate(KINDS):
-            progress(kind, device_share + index * share)
-            links[kind] = swept_link(kind, group, device, share * seconds, scratch_bytes)
+        groups = {"": group, **{name: one for name, one in (along or {}).items() if one.size() > 1}}
+        share = (1 - device_share) / (len(groups) * len(KINDS))
+        done = device_share
+        for name, one in groups.items():
+            links[name] = {}
+            for kind in KINDS:
+                progress(f"{kind} along {name}" if name else kind, done)
+                agreed(0.0, group, device)  # groups beside each other start together
+                links[name][kind] = swept_link(kind, one, device, share * seconds, scratch_bytes)
+                done += share
     progress("done", 1.0)
     return Calibration(_profile(rates, links, group, device), links)
 
@@ -140,7 +153,7 @@ def _device_rates(
 
 def _profile(
     rates: dict[str, Any],
-    links: dict[str, Link],
+    links: dict[str, dict[str, Link]],
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> Hardware:
@@ -148,9 +161,13 @@ def _profile(
     ranks = 1 if group is None else dist.get_world_size(group)
     backend = "" if group is None else f" {backend_of(group, device.type)}"
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    collectives = {
+        name: {kind: link.rate for kind, link in kinds.items()} for name, kinds in links.items()
+    }
     hardware = Hardware(
         name=f"measured {device.type}{backend} x{ranks}",
-        collectives={kind: link.rate for kind, link in links.items()},
+        collectives=collectives.pop("", {}),
+        dimensions=collectives,
         source=f"measured {time.strftime('%Y-%m-%d')} on {device_name(device)}{threads}, "
         f"torch {torch.__version__}",
         **rates,

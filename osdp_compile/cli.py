@@ -8,6 +8,7 @@ A command runs on every rank; rank 0 alone prints and writes.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from torch.distributed.device_mesh import init_device_mesh
 
 from osdp_compile.calibrate import Calibration, calibrate
 from passes.hardware import Hardware
@@ -58,6 +60,14 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
         default="cuda" if torch.cuda.is_available() else "cpu",
         help="what the ranks train on (default: cuda where there is one)",
     )
+    parser.add_argument(
+        "--mesh",
+        type=_mesh_sizes,
+        default={},
+        metavar="NAME=RANKS,...",
+        help="measure also along each dimension of a device mesh, outermost first, such as "
+        "host=2,gpu=8; options={'mesh': mesh['host']} then finds its own rates",
+    )
     parser.set_defaults(run=_calibrate)
 
 
@@ -69,7 +79,7 @@ def _calibrate(given: argparse.Namespace) -> int:
     with _process_group(device) as group:
         first = group is None or dist.get_rank(group) == 0
         # The path is tried before the measuring and not after it.
-        failure = _prepare(given.out) if first else ""
+        failure = _unfit_mesh(given.mesh, group) or (_prepare(given.out) if first else "")
         if group is not None:
             shared = [failure]
             dist.broadcast_object_list(shared, src=0, group=group)
@@ -105,6 +115,11 @@ def _measured(
     given: argparse.Namespace,
     console: Console,
 ) -> Calibration:
+    along: dict[str, dist.ProcessGroup] = {}
+    if given.mesh:
+        names = tuple(given.mesh)
+        mesh = init_device_mesh(device.type, tuple(given.mesh.values()), mesh_dim_names=names)
+        along = {name: mesh.get_group(name) for name in names}
     columns = (TextColumn("{task.description:40}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=1.0)
@@ -114,6 +129,7 @@ def _measured(
             given.seconds,
             given.memory,
             progress=lambda what, done: bar.update(task, description=what, completed=done),
+            along=along,
         )
 
 
@@ -156,15 +172,19 @@ def _device_table(hardware: Hardware) -> Table:
 
 def _link_table(found: Calibration) -> Table:
     table = Table()
+    if len(found.links) > 1:
+        table.add_column("along")
     table.add_column("collective")
     for title in ("latency", "bandwidth", "busy"):
         table.add_column(title, justify="right")
     table.add_column("carried out")
     for title in ("fit, median", "fit, worst"):
         table.add_column(title, justify="right")
-    for kind, link in found.links.items():
+    rows = [(name, *item) for name, kinds in found.links.items() for item in kinds.items()]
+    for name, kind, link in rows:
         rate = link.rate
         table.add_row(
+            *([name or "all ranks"] if len(found.links) > 1 else []),
             kind,
             format_seconds(rate.latency_seconds),
             f"{format_bytes(1 / rate.seconds_per_byte)}/s",
@@ -177,7 +197,17 @@ def _link_table(found: Calibration) -> Table:
 
 
 def _sizes(found: Calibration) -> list[int]:
-    return [sample.wire_bytes for link in found.links.values() for sample in link.samples]
+    links = [link for kinds in found.links.values() for link in kinds.values()]
+    return [sample.wire_bytes for link in links for sample in link.samples]
+
+
+def _unfit_mesh(sizes: dict[str, int], group: dist.ProcessGroup | None) -> str:
+    """Why the ranks do not make such a mesh, or ""."""
+    ranks = 1 if group is None else dist.get_world_size(group)
+    if sizes and math.prod(sizes.values()) != ranks:
+        asked = " x ".join(str(size) for size in sizes.values())
+        return f"--mesh is {asked} ranks, and there are {ranks}"
+    return ""
 
 
 def _prepare(out: Path) -> str:
@@ -188,6 +218,17 @@ def _prepare(out: Path) -> str:
     except OSError as error:
         return f"cannot write {out}: {error.strerror}"
     return ""
+
+
+def _mesh_sizes(text: str) -> dict[str, int]:
+    """Ranks by dimension, from ``host=2,gpu=8``."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = part.partition("=")
+        if not (name.isidentifier() and equals and size.isdigit() and int(size)) or name in sizes:
+            raise argparse.ArgumentTypeError(f"{text!r} is not like host=2,gpu=8")
+        sizes[name] = int(size)
+    return sizes
 
 
 def _seconds(text: str) -> float:

@@ -67,7 +67,13 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
     optimizers = OptimizerIndex(entry.parameter for entry in entries)
     context = Context(
         plan=Plan((), world_size=mesh.size()),
-        hardware=hardware_of(group, device, _spare_bytes(entries, options), options.hardware),
+        hardware=hardware_of(
+            group,
+            device,
+            _spare_bytes(entries, options),
+            options.hardware,
+            mesh.mesh_dim_names[0] if mesh.mesh_dim_names else None,
+        ),
         parameters=tuple(_described(entry, optimizers, options) for entry in entries),
         world_size=mesh.size(),
         rank=mesh.get_local_rank(),

@@ -19,6 +19,7 @@ from passes.timeline import Timeline
 
 #: How many steps are remembered.
 KEPT_STEPS = 64
+_MOST_FRAMES = 256  # in a step; should the last one never run again, no more are kept
 
 
 class CompiledStep:
@@ -32,20 +33,26 @@ class CompiledStep:
 
 
 class Observed:
-    """What is seen of one model. ``frames``: those that are trained (more: graph breaks)."""
+    """What is seen of one model.
+
+    ``in_step``: the frames that one step runs with gradients, in that order (more than one: graph
+    breaks), each as often as it runs.
+    """
 
     def __init__(self) -> None:
-        self.frames: set[int | None] = set()
+        self.in_step: tuple[int | None, ...] = ()
+        self._compiled: dict[int | None, CompiledStep] = {}
         self._last: CompiledStep | None = None
+        self._under_way: collections.deque[int | None] = collections.deque(maxlen=_MOST_FRAMES)
         self._steps_seconds: collections.deque[float] = collections.deque(maxlen=KEPT_STEPS)
         self._started: float | None = None
         self._leave_out = False  # the step under way
         self._leave_out_next = False
 
     @property
-    def timelines(self) -> dict[Phase, Timeline]:
-        """Of the forward and the backward that were compiled last, of one frame."""
-        return self._last.timelines if self._last is not None else {}
+    def graphs(self) -> list[CompiledStep]:
+        """The frames of :attr:`in_step` as they were compiled last; before the first step, all."""
+        return [self._compiled[frame] for frame in self.in_step or self._compiled]
 
     def compiled(self, step: CompiledStep, phase: Phase, timeline: Timeline) -> None:
         """Keep a graph's timeline. A forward begins anew: its frame's steps are timed from now."""
@@ -56,8 +63,9 @@ class Observed:
         if self._last is None or self._last.frame != step.frame:
             self._steps_seconds.clear()
             self._started = None
-        self.frames.add(step.frame)
-        self._last = step
+        if step.frame not in self._compiled:  # it goes on where the last one stopped
+            self._under_way.extendleft(reversed(self.in_step))
+        self._compiled[step.frame] = self._last = step
         # The forward is compiled before its first start: that whole step is still to come.
         self._leave_out_next = True
 
@@ -67,8 +75,11 @@ class Observed:
 
     def forward_started(self, frame: int | None) -> None:
         """A frame's compiled forward begins now."""
+        self._under_way.append(frame)
         if self._last is None or self._last.frame != frame:
             return  # each frame starts once a step: one of them is enough
+        self.in_step = tuple(self._under_way)
+        self._under_way.clear()
         now = time.perf_counter()
         if self._started is not None and not self._leave_out:
             self._steps_seconds.append(now - self._started)

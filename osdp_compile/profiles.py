@@ -46,6 +46,7 @@ def hardware_of(
     device: torch.device,
     scratch_bytes: int,
     given: Hardware | None = None,
+    dimension: str | None = None,
 ) -> Hardware:
     """The profile of a group: as given, found earlier in this process, kept on disk, or measured.
 
@@ -55,12 +56,15 @@ def hardware_of(
     Args:
         scratch_bytes: the most memory that measuring may take.
         given: what the user's options say.
+        dimension: the name of the mesh dimension that the group is: what is given may have
+            rates of its own for it.
 
     Raises:
         OsdpError: on every rank, if what is given lacks a collective that the group needs.
     """
     if given is not None:
-        return on_every_rank(lambda: _complete(given, group, device), group)
+        chosen = given.along(dimension)
+        return on_every_rank(lambda: _complete(chosen, group, device), group)
     known = f"{group.group_name} {device.type}"
     if known not in _in_process:
         _in_process[known] = _kept_or_measured(group, device, scratch_bytes)

@@ -1,26 +1,26 @@
 """Annotate: what every node costs.
 
 Needs: ``meta["val"]`` on every node.
-Leaves: ``meta["cost"]`` (:class:`Cost`) on every node; the graph is unchanged.
+Leaves: ``meta["cost"]`` (:class:`Cost`) and ``meta["phase"]`` (forward or backward) on every
+node; the graph is unchanged.
 
-Formulas: FLOPs come from torch's own registry (``torch.utils.flop_counter``). A kernel
-takes the time that the profile has measured for it (``kernel_seconds``), or else the larger
-of FLOPs over the device's rate and bytes over its memory bandwidth (the roofline); a
-collective ``latency + wire bytes x inverse bandwidth``. A fused region costs the bytes that
-enter and leave it: each of its nodes is charged for the outside tensors that it is the
-first to read and for what it writes to memory.
+Formulas: FLOPs are in ``passes/flops.py``. A kernel takes the time that the profile has
+measured for it (``kernel_seconds``), or else the larger of FLOPs over the device's rate and
+bytes over its memory bandwidth (the roofline); a collective ``latency + wire bytes x inverse
+bandwidth``. A fused region costs the bytes that enter and leave it: each of its nodes is
+charged for the outside tensors that it is the first to read and for what it writes to
+memory. A node without a formula is priced by its bytes, and named once at debug level.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 from passes.context import Context
+from passes.flops import flops_of
 from passes.fusion import is_fusible, materialized, regions
 from passes.graph import (
     ALL_REDUCE,
@@ -35,8 +35,7 @@ from passes.graph import (
     root_of,
     tensor_inputs,
 )
-
-log = logging.getLogger("passes")
+from passes.serves import serves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +45,7 @@ class Cost:
     ``memory_bytes``: what its output takes while alive (0: a view, or inside a fused kernel).
     ``seconds``: on the compute stream, or on the network for a collective.
     ``busy_seconds``: of the compute stream, that a collective takes from what runs beside it.
+    ``serves``: the parameters it is there for (``passes/serves.py``).
     """
 
     flops: int = 0
@@ -54,6 +54,7 @@ class Cost:
     memory_bytes: int = 0
     seconds: float = 0.0
     busy_seconds: float = 0.0
+    serves: tuple[str, ...] = ()
 
 
 def cost_of(node: fx.Node) -> Cost:
@@ -62,20 +63,6 @@ def cost_of(node: fx.Node) -> Cost:
 
 
 _NOTHING = Cost()
-
-
-def _flops(node: fx.Node) -> int:
-    packet = getattr(node.target, "overloadpacket", None)
-    formula = flop_registry.get(packet)
-    if formula is None:
-        return 0
-    args = fx.node.map_arg(node.args, lambda source: source.meta["val"])
-    kwargs = fx.node.map_arg(node.kwargs, lambda source: source.meta["val"])
-    try:
-        return int(formula(*args, **kwargs, out_val=node.meta["val"]))
-    except (TypeError, ValueError, AssertionError) as error:
-        log.debug("%s (%s) has no FLOP count, priced by its bytes: %s", node, node.target, error)
-        return 0
 
 
 def collective_full_bytes(node: fx.Node) -> int:
@@ -112,18 +99,28 @@ def kernel_key(node: fx.Node) -> str:
     return f"{node.target} {args} {kwargs if kwargs else ''}".rstrip()
 
 
+def _dtype_of(value: object) -> str:
+    """The dtype's name of a result, of the first of several; ``float32`` where there is none."""
+    if isinstance(value, list | tuple):
+        value = next((item for item in value if isinstance(item, torch.Tensor)), None)
+    return str(value.dtype if isinstance(value, torch.Tensor) else torch.float32)[len("torch.") :]
+
+
 def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Put a :class:`Cost` on every node. See the module's docstring."""
     graph = gm.graph
     region = regions(graph)
     real = materialized(graph, region)
     align = ctx.hardware.allocator_alignment_bytes
-    hardware_seconds = ctx.hardware.kernel_seconds
+    measured_seconds = ctx.hardware.kernel_seconds
+    served = serves(graph)
     entered: set[tuple[int, fx.Node]] = set()
     for node in graph.nodes:
         if node.op == "output":
             continue
+        node.meta["phase"] = ctx.phase.value
         value = node.meta.get("val")
+        names = served.get(node, ())
         own_bytes = 0 if isinstance(value, list | tuple) else bytes_of(value)
         memory_bytes = -(-own_bytes // align) * align if node in real else 0
         if is_collective(node):
@@ -132,10 +129,11 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
                 memory_bytes=0 if node.target is ALL_REDUCE else memory_bytes,
                 seconds=ctx.hardware.collective_seconds(*what),
                 busy_seconds=ctx.hardware.busy_seconds(*what),
+                serves=names,
             )
             continue
         if node.op != "call_function" or is_alias(node) or is_marker(node) or is_getitem(node):
-            node.meta["cost"] = Cost(memory_bytes=memory_bytes)
+            node.meta["cost"] = Cost(memory_bytes=memory_bytes, serves=names)
             continue
         read_bytes = 0
         for source in tensor_inputs(node):
@@ -149,15 +147,17 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
             else:
                 read_bytes += bytes_of(source.meta["val"])
         write_bytes = bytes_of(value) if node in real else 0
-        flops = 0 if node in region else _flops(node)
-        dtype = value.dtype if isinstance(value, torch.Tensor) else torch.float32
+        alone = stands_alone(node)
+        flops = flops_of(node) if alone else 0
         seconds = max(
-            flops / ctx.hardware.flops(str(dtype).removeprefix("torch.")),
+            flops / ctx.hardware.flops(_dtype_of(value)),
             (read_bytes + write_bytes) / ctx.hardware.memory_bytes_per_second,
         )
-        if hardware_seconds and stands_alone(node):
-            seconds = hardware_seconds.get(kernel_key(node), seconds)
-        elif node not in region or node in real:
+        if node not in region or node in real:
             seconds += ctx.hardware.launch_seconds
-        node.meta["cost"] = Cost(flops, read_bytes, write_bytes, memory_bytes, seconds)
+        if alone and measured_seconds:
+            seconds = measured_seconds.get(kernel_key(node), seconds)
+        node.meta["cost"] = Cost(
+            flops, read_bytes, write_bytes, memory_bytes, seconds, serves=names
+        )
     return gm

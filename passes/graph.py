@@ -54,6 +54,11 @@ def is_collective(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in COLLECTIVES
 
 
+def group_of(node: fx.Node) -> str:
+    """The name of the process group that a collective runs on: its last argument, for all."""
+    return str(node.args[-1])
+
+
 def is_marker(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in (UNSHARD, REDUCE_GRAD)
 

@@ -47,7 +47,9 @@ class Hardware:
     ``flops_per_second``: by dtype name (``float32``); ``default`` for the rest.
     ``launch_seconds``: the least time a kernel takes.
     ``collectives``: :class:`LinkRate` by kind: ``all_gather``, ``reduce_scatter``,
-    ``all_reduce``, ``all_to_all``.
+    ``all_reduce``, ``all_to_all``. Over all ranks.
+    ``dimensions``: the same by the name of a mesh dimension, over the ranks along it, where
+    the machine is described as a mesh (:meth:`along`).
     ``allocator_alignment_bytes``: sizes of device tensors are rounded up to this.
     ``memory_bytes``: size of the device's memory, which CPU ranks of one machine share;
     0: unknown.
@@ -63,12 +65,19 @@ class Hardware:
     memory_bytes_per_second: float
     launch_seconds: float
     collectives: dict[str, LinkRate]
+    dimensions: dict[str, dict[str, LinkRate]] = dataclasses.field(default_factory=dict)
     allocator_alignment_bytes: int = 64
     memory_bytes: int = 0
     source: str = ""
     update_seconds_per_byte: float = 0.0
     update_seconds_per_parameter: float = 0.0
     kernel_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def along(self, dimension: str | None) -> Hardware:
+        """The profile for collectives along a mesh dimension; itself if it does not know it."""
+        if dimension is None or dimension not in self.dimensions:
+            return self
+        return dataclasses.replace(self, collectives=self.dimensions[dimension])
 
     def flops(self, dtype: str) -> float:
         """FLOP/s for a dtype name such as ``bfloat16``."""
@@ -108,8 +117,10 @@ class Hardware:
         """Raises ValueError if a field is missing, unknown or of a wrong kind, saying which."""
         try:
             fields = _checked(cls, data)
-            fields["collectives"] = {
-                kind: _link(kind, rate) for kind, rate in fields["collectives"].items()
+            fields["collectives"] = _links("", fields["collectives"])
+            fields["dimensions"] = {
+                dimension: _links(f" along {dimension!r}", kinds)
+                for dimension, kinds in fields.get("dimensions", {}).items()
             }
             if "default" not in fields["flops_per_second"]:
                 raise ValueError("flops_per_second has no 'default'")
@@ -130,11 +141,17 @@ class Hardware:
             raise ValueError(f"{path} holds no hardware profile: {error}") from error
 
 
-def _link(kind: str, rate: Any) -> LinkRate:
-    try:
-        return LinkRate.from_dict(rate)
-    except ValueError as error:
-        raise ValueError(f"collective {kind!r}: {error}") from error
+def _links(where: str, kinds: Any) -> dict[str, LinkRate]:
+    """Rates by kind from JSON; ``where``: which they are, for people."""
+    if not isinstance(kinds, dict):
+        raise ValueError(f"collectives{where}: {kinds!r} is no table of collectives")
+    found = {}
+    for kind, rate in kinds.items():
+        try:
+            found[kind] = LinkRate.from_dict(rate)
+        except ValueError as error:
+            raise ValueError(f"collective {kind!r}{where}: {error}") from error
+    return found
 
 
 #: What is divided by.
@@ -172,11 +189,14 @@ def _value(name: str, kind: Any, value: Any) -> Any:
             return value
     elif kind == "dict[str, float]" and isinstance(value, dict):
         return {key: _value(name, "float", one) for key, one in value.items()}
-    elif kind == "dict[str, LinkRate]" and isinstance(value, dict):
+    elif kind in _NESTED and isinstance(value, dict):
         return dict(value)
     above = " above zero" if name in _ABOVE_ZERO else ""
     raise ValueError(f"{name}={value!r} is no {_KINDS[kind]}{above}")
 
+
+#: Read further by whoever asked.
+_NESTED = ("dict[str, LinkRate]", "dict[str, dict[str, LinkRate]]")
 
 #: Annotations of the fields above, for people.
 _KINDS = {
@@ -185,6 +205,7 @@ _KINDS = {
     "float": "number",
     "dict[str, float]": "table of numbers",
     "dict[str, LinkRate]": "table of collectives",
+    "dict[str, dict[str, LinkRate]]": "table of mesh dimensions",
 }
 
 

@@ -1,9 +1,10 @@
 """The simulator: time and memory of an annotated, ordered graph. The only estimate there is.
 
-One compute stream runs the nodes in order; one network stream runs the collectives in the
-order they are started. A wait stalls the compute stream until its collective has ended:
-that stall is *exposed* communication. What a collective takes of the processor itself is
-added to the compute stream where it starts.
+One compute stream runs the nodes in order; one network stream for each process group runs
+its collectives in the order they are started, as NCCL's streams and gloo's queues do. A
+wait stalls the compute stream until its collective has ended: that stall is *exposed*
+communication. What a collective takes of the processor itself is added to the compute
+stream where it starts.
 
 Memory: a tensor is born at the node that writes it and dies after the last kernel that
 reads it, views and in-place updates counted once. What lives only inside a fused kernel
@@ -22,7 +23,15 @@ from torch import fx
 
 from passes.annotate import cost_of
 from passes.fusion import effective_users, is_fusible
-from passes.graph import WAIT, is_alias, is_collective, output_node, output_nodes, root_of
+from passes.graph import (
+    WAIT,
+    group_of,
+    is_alias,
+    is_collective,
+    output_node,
+    output_nodes,
+    root_of,
+)
 from passes.packing import UNPACK
 
 #: meta key of a placeholder whose memory is not the graph's: a parameter or a buffer.
@@ -36,6 +45,7 @@ class Simulation:
     """One run of a graph on one rank.
 
     ``start``, ``end``: seconds by node (collectives on the network stream).
+    ``exposed``: by collective, for how long its waits stall the compute stream.
     ``curve``: bytes alive while each node runs, in the order of the graph.
     ``peak``: bytes alive at ``peak_node`` by kind, the base left out.
     ``kept``: bytes still alive at the end (the graph's outputs).
@@ -59,29 +69,33 @@ def simulate(graph: fx.Graph) -> Simulation:
     start: dict[fx.Node, float] = {}
     end: dict[fx.Node, float] = {}
     exposed: dict[fx.Node, float] = {}
-    now = network_free = compute = 0.0
+    now = compute = 0.0
+    network_free: dict[str, float] = {}  # by group: when all that was started has ended
     for node in graph.nodes:
         seconds = cost_of(node).seconds
         if is_collective(node):
-            start[node] = max(now, network_free)
-            end[node] = network_free = start[node] + seconds
+            group = group_of(node)
+            start[node] = max(now, network_free.get(group, 0.0))
+            end[node] = network_free[group] = start[node] + seconds
+            exposed[node] = 0.0
             now += cost_of(node).busy_seconds
             compute += cost_of(node).busy_seconds
             continue
         if node.target is WAIT and isinstance(node.args[0], fx.Node) and node.args[0] in end:
-            exposed[node.args[0]] = max(0.0, end[node.args[0]] - now)
+            exposed[node.args[0]] += max(0.0, end[node.args[0]] - now)
             now = max(now, end[node.args[0]])
         start[node] = now
         now += seconds
         compute += seconds
         end[node] = now
+    step_seconds = max(now, *network_free.values()) if network_free else now
     curve, peak_node, peak, kept_bytes = _memory(graph)
     return Simulation(
         start=start,
         end=end,
-        step_seconds=max(now, network_free),
+        step_seconds=step_seconds,
         compute_seconds=compute,
-        exposed_seconds=max(now, network_free) - compute,
+        exposed_seconds=step_seconds - compute,
         exposed=exposed,
         curve=curve,
         peak_bytes=max(curve, default=0),

@@ -17,7 +17,7 @@ from passes.decisions import Plan
 from passes.predict import optimizer_temporary_bytes, state_bytes
 from passes.timeline import COMPUTE, NETWORK, Event, Timeline, largest_first, part_buffers
 
-_THREADS = {"phases": 0, COMPUTE: 1, NETWORK: 2}
+_FIRST_THREADS = ("phases", COMPUTE, NETWORK)
 _PROCESS = 0
 
 
@@ -54,11 +54,14 @@ class StepTimeline:
 
     def to_chrome_trace(self) -> dict[str, Any]:
         """The step as a trace: what ``json.dump`` writes, a viewer opens."""
-        events = _metadata(self.world_size)
+        streams = [event.stream for phase in self.phases for event in phase.events]
+        names = dict.fromkeys([*_FIRST_THREADS, *streams])
+        threads = {name: number for number, name in enumerate(names)}
+        events = _metadata(self.world_size, threads)
         for start_seconds, phase in self.placed():
             events.append(
                 _complete(
-                    "phases",
+                    threads["phases"],
                     phase.phase,
                     phase.phase,
                     start_seconds,
@@ -66,7 +69,7 @@ class StepTimeline:
                     {"peak_bytes": phase.peak_bytes},
                 )
             )
-            events.extend(_phase_events(phase, start_seconds))
+            events.extend(_phase_events(phase, start_seconds, threads))
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def save(self, path: str | Path) -> None:
@@ -103,20 +106,26 @@ def optimizer_timeline(ctx: Context, plan: Plan, base: Mapping[str, int]) -> Tim
     )
 
 
-def _phase_events(phase: Timeline, at: float) -> Iterator[dict[str, Any]]:
+def _phase_events(
+    phase: Timeline, at: float, threads: Mapping[str, int]
+) -> Iterator[dict[str, Any]]:
     """One phase, which starts at this second; each thread's events in the order they start."""
     spans = []
     for event in phase.events:
         about: dict[str, Any] = {"node": event.name}
-        if event.stream == NETWORK:
+        if event.serves:
+            about["serves"] = list(event.serves)
+        if event.stream != COMPUTE:
             about["exposed_us"] = _microseconds(event.exposed_seconds)
-        spans.append((event.stream, event.label, event.start_seconds, event.end_seconds, about))
+        spans.append(
+            (threads[event.stream], event.label, event.start_seconds, event.end_seconds, about)
+        )
     for stall in phase.stalls:
         about = {"waits_for": stall.waits_for}
         label = f"idle: {stall.label}"
-        spans.append((COMPUTE, label, stall.start_seconds, stall.end_seconds, about))
-    for stream, label, start, end, about in sorted(spans, key=lambda s: (_THREADS[s[0]], s[2])):
-        yield _complete(stream, label, phase.phase, at + start, at + end, about)
+        spans.append((threads[COMPUTE], label, stall.start_seconds, stall.end_seconds, about))
+    for thread, label, start, end, about in sorted(spans, key=lambda span: (span[0], span[2])):
+        yield _complete(thread, label, phase.phase, at + start, at + end, about)
     # Of several changes at one moment a viewer draws the last: the highest goes first, or a
     # peak that lasts no time would be lost.
     for seconds, size_bytes in highest_of_each_moment(phase.memory):
@@ -146,10 +155,10 @@ def highest_of_each_moment(
         index = end
 
 
-def _metadata(world_size: int) -> list[dict[str, Any]]:
+def _metadata(world_size: int, threads: Mapping[str, int]) -> list[dict[str, Any]]:
     process = f"predicted training step (each of {world_size} ranks)"
     events = [_named("process_name", process, 0)]
-    for thread, number in _THREADS.items():
+    for thread, number in threads.items():
         events.append(_named("thread_name", thread, number))
         order = _named("thread_sort_index", "", number)
         order["args"] = {"sort_index": number}
@@ -162,7 +171,7 @@ def _named(what: str, name: str, thread: int) -> dict[str, Any]:
 
 
 def _complete(
-    thread: str, name: str, category: str, start: float, end: float, about: dict[str, Any]
+    thread: int, name: str, category: str, start: float, end: float, about: dict[str, Any]
 ) -> dict[str, Any]:
     """An event from ``start`` to ``end`` (seconds)."""
     # Both ends are rounded, not the duration, so that neighbours still touch.
@@ -172,7 +181,7 @@ def _complete(
         "name": name,
         "cat": category,
         "pid": _PROCESS,
-        "tid": _THREADS[thread],
+        "tid": thread,
         "ts": begins,
         "dur": round(ends - begins, 3),
         "args": about,

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from torch import fx
 
 from passes.annotate import cost_of
-from passes.graph import WAIT, is_collective, output_nodes, root_of
+from passes.graph import WAIT, group_of, is_collective, output_nodes, root_of
 from passes.simulate import STATIC, Simulation, deaths, kind_of
 
 COMPUTE = "compute"
@@ -30,7 +30,10 @@ class Event:
 
     ``name``: the node's. ``label``: the operator and the module it came from, or what a
     collective is for.
+    ``stream``: :data:`COMPUTE`; or :data:`NETWORK`, and ``network 2`` and so on for the
+    collectives of further process groups.
     ``exposed_seconds``: for how long the compute stream stood still for it.
+    ``serves``: the parameters that it reads, gathers, or makes the gradients of.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Event:
     start_seconds: float
     end_seconds: float
     exposed_seconds: float = 0.0
+    serves: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -118,6 +122,27 @@ class Timeline:
     def base_bytes(self) -> int:
         return sum(self.base.values())
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of its own that a graph leaves alive: what it returns and saves."""
+        return self.memory[-1][1] - self.base_bytes
+
+    def beside(self, held: Mapping[str, int]) -> Timeline:
+        """The same graph while more is held beside it, bytes by part."""
+        held = {part: size_bytes for part, size_bytes in held.items() if size_bytes}
+        more_bytes = sum(held.values())
+        base = {part: self.base.get(part, 0) + held.get(part, 0) for part in {**self.base, **held}}
+        own = [
+            buffer for buffer in self.peak_buffers if not (buffer.is_part and buffer.name in base)
+        ]
+        return dataclasses.replace(
+            self,
+            base=base,
+            memory=tuple((seconds, alive + more_bytes) for seconds, alive in self.memory),
+            peak_bytes=self.peak_bytes + more_bytes,
+            peak_buffers=largest_first([*part_buffers(base), *own]),
+        )
+
 
 def timeline_of(
     graph: fx.Graph, simulation: Simulation, *, phase: str, base: Mapping[str, int] | None = None
@@ -138,6 +163,7 @@ def timeline_of(
     exposed: dict[str, float] = {}
     now = 0.0  # on the compute stream, as in ``simulate``
     last: fx.Node | None = None  # the collective that ends last
+    streams: dict[str, str] = {}  # by process group
     peak_seconds = 0.0
     for node, alive_bytes in zip(graph.nodes, simulation.curve, strict=True):
         if node is simulation.peak_node:
@@ -148,9 +174,17 @@ def timeline_of(
             memory.append((now, base_bytes + alive_bytes))
         start, end = simulation.start[node], simulation.end[node]
         if is_collective(node):
-            last = node
+            last = node if last is None or end >= simulation.end[last] else last
+            number = len(streams) + 1
+            stream = streams.setdefault(
+                group_of(node), NETWORK if number == 1 else f"{NETWORK} {number}"
+            )
             if end > start:
-                events.append(Event(node.name, label_of(node), NETWORK, start, end))
+                events.append(
+                    Event(
+                        node.name, label_of(node), stream, start, end, serves=cost_of(node).serves
+                    )
+                )
             busy_seconds = cost_of(node).busy_seconds
             if busy_seconds > 0:
                 label = f"processor's share of {label_of(node)}"
@@ -163,7 +197,9 @@ def timeline_of(
             stalls.append(Stall(source.name, label_of(source), now, start))
             exposed[source.name] = exposed.get(source.name, 0.0) + start - now
         if end > start:
-            events.append(Event(node.name, label_of(node), COMPUTE, start, end))
+            events.append(
+                Event(node.name, label_of(node), COMPUTE, start, end, serves=cost_of(node).serves)
+            )
         now = end
     if last is not None and simulation.step_seconds > now:
         stalls.append(Stall(last.name, label_of(last), now, simulation.step_seconds))
@@ -176,7 +212,7 @@ def timeline_of(
         step_seconds=simulation.step_seconds,
         events=tuple(
             dataclasses.replace(event, exposed_seconds=exposed[event.name])
-            if event.stream == NETWORK and event.name in exposed
+            if event.stream != COMPUTE and event.name in exposed
             else event
             for event in events
         ),

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from osdp_compile import links
@@ -167,7 +168,7 @@ def calibrate_at_leisure(rank, world_size):
         progress=lambda what, done: said.append((what, done)),
     )
     took = time.perf_counter() - start
-    samples = {kind: len(link.samples) for kind, link in found.links.items()}
+    samples = {kind: len(link.samples) for kind, link in found.links[""].items()}
     return found.hardware.to_dict(), samples, said, took
 
 
@@ -180,6 +181,28 @@ def test_at_leisure_every_collective_is_swept_and_every_rank_finds_the_same(two_
     assert [what for what, _ in said[1:]] == [*KINDS, "done"]
     assert [done for _, done in said] == sorted(done for _, done in said)
     assert took < 20
+
+
+def calibrate_a_mesh(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "core"))
+    found = calibrate(
+        dist.group.WORLD,
+        torch.device("cpu"),
+        seconds=2.0,
+        scratch_bytes=1 << 23,
+        along={name: mesh.get_group(name) for name in ("host", "core")},
+    )
+    return found.hardware.to_dict()
+
+
+def test_every_dimension_of_a_mesh_has_its_own_rates(four_ranks):
+    found = four_ranks.run(calibrate_a_mesh)
+    assert all(one == found[0] for one in found)
+    hardware = Hardware.from_dict(found[0])
+    assert set(hardware.dimensions) == {"host", "core"}
+    for kinds in (hardware.collectives, *hardware.dimensions.values()):
+        assert set(kinds) == set(KINDS)
+    assert hardware.along("core").collectives == hardware.dimensions["core"]
 
 
 def test_one_process_has_no_collectives():

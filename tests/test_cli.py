@@ -20,6 +20,7 @@ def test_two_ranks_write_one_profile_and_print_one_table(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "osdp_compile", "calibrate"]
     command += ["--out", "profiles/here.json", "--seconds", "3", "--memory", "32MiB"]
+    command += ["--mesh", "host=2,core=1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(
         [*command, "--device", "cpu"],
@@ -33,6 +34,7 @@ def test_two_ranks_write_one_profile_and_print_one_table(tmp_path):
     hardware = Hardware.load(tmp_path / "profiles" / "here.json")
     assert hardware.name == "measured cpu gloo x2"
     assert set(hardware.collectives) == set(KINDS)
+    assert set(hardware.dimensions) == {"host"}  # one rank alone has nothing to measure
     for word in (*KINDS, "all_reduce inside", "bandwidth", "median", "worst", "GFLOP/s"):
         assert word in ran.stdout
     assert ran.stdout.count("Written to profiles/here.json") == 1
@@ -54,12 +56,22 @@ def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(tmp_p
     assert "cannot write" in capsys.readouterr().err
 
 
+def test_a_mesh_of_other_ranks_is_said_before_anything_is_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    out = tmp_path / "one.json"
+    assert main(["calibrate", "--out", str(out), "--device", "cpu", "--mesh", "a=2,b=4"]) == 1
+    assert "--mesh is 2 x 4 ranks, and there are 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         (["--seconds", "soon"], "'soon' is not a number of seconds"),
         (["--seconds", "-1"], "not a number of seconds above zero"),
         (["--memory", "8 gallons"], "'8 gallons' is not a size"),
+        (["--mesh", "2x8"], "'2x8' is not like host=2,gpu=8"),
+        (["--mesh", "a=2,a=2"], "'a=2,a=2' is not like host=2,gpu=8"),
+        (["--mesh", "a=0"], "'a=0' is not like host=2,gpu=8"),
     ],
 )
 def test_malformed_arguments_are_named(given, said, capsys):

@@ -96,7 +96,19 @@ def test_with_graph_breaks_a_step_is_not_counted_for_every_graph(clock):
             seen.forward_started(frame)
             clock.now += 1.0
     assert (seen.steps, seen.step_seconds) == (3, 2.0)
-    assert len(seen.frames) == 2
+    assert seen.in_step == (0, 1)
+    assert [graph.frame for graph in seen.graphs] == [0, 1]
+
+
+def test_a_graph_that_runs_several_times_a_step_is_there_as_often(clock):
+    seen = Observed()
+    for frame in (0, 1, 2):
+        compiled(seen, frame)
+        seen.forward_started(frame)
+    assert seen.in_step == (0, 1, 2)
+    for frame in (0, 1, 1, 2):
+        seen.forward_started(frame)
+    assert [graph.frame for graph in seen.graphs] == [0, 1, 1, 2]
 
 
 def test_only_the_last_steps_are_remembered(clock):
@@ -111,8 +123,8 @@ def test_the_last_compilation_is_the_one_that_is_kept():
     compiled(seen)
     second = compiled(seen)
     seen.compiled(second, Phase.BACKWARD, timeline("backward"))
-    assert seen.timelines is second.timelines
-    assert set(seen.timelines) == {Phase.FORWARD, Phase.BACKWARD}
+    assert seen.graphs == [second]
+    assert set(second.timelines) == {Phase.FORWARD, Phase.BACKWARD}
 
 
 def test_the_timed_function_is_the_function_and_what_was_left_on_it(clock):

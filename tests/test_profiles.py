@@ -16,7 +16,7 @@ import torch.distributed as dist
 from osdp_compile import profiles
 from osdp_compile.errors import OsdpError
 from osdp_compile.profiles import cache_folder, hardware_of
-from passes.hardware import Hardware, generic
+from passes.hardware import Hardware, LinkRate, generic
 
 CPU = torch.device("cpu")
 
@@ -136,6 +136,20 @@ def test_what_is_given_is_taken_if_it_prices_what_the_group_needs(two_ranks):
     one, other = two_ranks.run(given, {})
     assert one == other
     assert "'mine' has no all_gather, all_to_all, all_reduce" in one and "torchrun" in one
+
+
+def along(rank, world_size, dimension):
+    slow = LinkRate(latency_seconds=1.0, seconds_per_byte=1.0)
+    rates = dict.fromkeys(generic().collectives, slow)
+    hardware = dataclasses.replace(generic("mine"), dimensions={"dp": rates})
+    found = hardware_of(dist.group.WORLD, CPU, 1 << 24, hardware, dimension)
+    return found.collectives["all_gather"].latency_seconds
+
+
+def test_a_mesh_dimension_has_its_own_rates_where_the_profile_has_them(two_ranks):
+    assert two_ranks.run(along, "dp") == [1.0, 1.0]
+    everywhere = generic().collectives["all_gather"].latency_seconds
+    assert two_ranks.run(along, "tp") == two_ranks.run(along, None) == [everywhere] * 2
 
 
 def measured_for_real(rank, world_size, folder):

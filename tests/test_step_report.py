@@ -100,7 +100,8 @@ def test_a_forward_alone_is_no_step():
         torch.compile(model, backend=backend)(tokens(), tokens())
     torch.compiler.reset()
     # Versions of torch differ in whether the backward is compiled at once or when it is called.
-    session_for(model).observed.timelines.pop(Phase.BACKWARD, None)
+    for graph in session_for(model).observed.graphs:
+        graph.timelines.pop(Phase.BACKWARD, None)
     with pytest.raises(OsdpError, match="the backward of this model has not been compiled yet"):
         report(model)
 
@@ -133,7 +134,7 @@ class Broken(nn.Module):
         return self.second(x).sum()
 
 
-def test_graph_breaks_are_said():
+def test_with_graph_breaks_the_step_is_all_graphs():
     torch.compiler.reset()
     model = Broken()
     compiled = torch.compile(model, backend=backend)
@@ -145,6 +146,13 @@ def test_graph_breaks_are_said():
     assert found.trained_graphs == 2
     assert found.measured_steps == 4
     assert "2 compiled graphs (graph breaks)" in str(found)
+    phases = found.timeline.phases
+    assert [p.phase for p in phases] == ["forward"] * 2 + ["backward"] * 2 + ["optimizer"]
+    # The second graph runs beside what the first one saved, the first one's backward beside
+    # the gradients that the second has made.
+    assert "saved by other graphs" in phases[1].base and "saved by other graphs" in phases[2].base
+    assert phases[3].base["gradients"] == phases[2].kept_bytes > 0
+    assert "saved by other graphs" not in phases[0].base | phases[3].base
 
 
 def made_by_hand(**changes) -> Report:

@@ -90,6 +90,9 @@ def test_what_is_no_profile_is_refused(data):
         ({"flops_per_second": {"float32": 1e10}}, "no 'default'"),
         ({"collectives": {"all_gather": {"latency_seconds": 1}}}, "'all_gather': missing: sec"),
         ({"collectives": {"all_gather": 3}}, "'all_gather': an object .* not 3"),
+        ({"dimensions": 3}, "dimensions=3 is no table of mesh dimensions"),
+        ({"dimensions": {"dp": 3}}, "collectives along 'dp': 3 is no table"),
+        ({"dimensions": {"dp": {"all_gather": 3}}}, "'all_gather' along 'dp': an object"),
     ],
 )
 def test_the_error_says_what_is_wrong(change, said):
@@ -106,6 +109,17 @@ def test_profiles_from_before_sizes_and_sources_load():
     loaded = Hardware.from_dict(data)
     assert loaded == profile()
     assert (loaded.memory_bytes, loaded.source) == (0, "")
+
+
+def test_a_dimension_of_the_mesh_has_rates_of_its_own(tmp_path):
+    slow = LinkRate(latency_seconds=1.0, seconds_per_byte=1.0)
+    rates = dict.fromkeys(profile().collectives, slow)
+    hardware = dataclasses.replace(profile(), dimensions={"host": rates})
+    hardware.save(tmp_path / "hardware.json")
+    assert Hardware.load(tmp_path / "hardware.json") == hardware
+    assert hardware.along("host").collectives == rates
+    assert hardware.along("host").flops_per_second == hardware.flops_per_second
+    assert hardware.along("gpu") == hardware.along(None) == hardware
 
 
 def test_a_file_that_holds_no_json_is_refused(tmp_path):

@@ -38,8 +38,10 @@ class Priced(GraphBuilder):
     def pointwise(self, source: fx.Node, memory_bytes: int = 0) -> fx.Node:
         return price(self.call(aten.sin.default, source), 0.0, memory_bytes)
 
-    def gather(self, source: fx.Node, seconds: float = 0.0, memory_bytes: int = 0) -> fx.Node:
-        node = price(self.call(ALL_GATHER, source, 1, GROUP), seconds, memory_bytes)
+    def gather(
+        self, source: fx.Node, seconds: float = 0.0, memory_bytes: int = 0, group: str = GROUP
+    ) -> fx.Node:
+        node = price(self.call(ALL_GATHER, source, 1, group), seconds, memory_bytes)
         node.meta["collective"] = Collective(("w",), gathers=True)
         return node
 
@@ -105,6 +107,27 @@ def test_collectives_queue_on_one_network():
     assert (found.start[first], found.end[first]) == (0.0, 3.0)
     assert (found.start[second], found.end[second]) == (3.0, 5.0)
     assert found.exposed == {first: 3.0, second: 2.0}
+
+
+def test_each_process_group_has_a_stream_of_its_own():
+    b = Priced()
+    x = b.tensor("x")
+    first, other = b.gather(x, seconds=3.0), b.gather(x, seconds=2.0, group="another")
+    last = b.gather(x, seconds=2.0, group="another")
+    found = b.simulated(b.kernel(b.wait(first), b.wait(other), seconds=1.0), b.wait(last))
+    assert (found.start[first], found.end[first]) == (0.0, 3.0)
+    assert (found.start[other], found.end[other]) == (0.0, 2.0)
+    assert (found.start[last], found.end[last]) == (2.0, 4.0)
+    assert found.exposed == {first: 3.0, other: 0.0, last: 0.0}
+
+
+def test_a_collective_that_is_waited_for_twice_stalls_once():
+    b = Priced()
+    x = b.tensor("x")
+    start = b.gather(x, seconds=3.0)
+    found = b.simulated(b.kernel(b.wait(start), b.wait(start), seconds=1.0))
+    assert found.exposed == {start: 3.0}
+    assert found.step_seconds == 4.0
 
 
 def test_a_collective_starts_no_earlier_than_the_kernel_before_it_ends():

@@ -41,6 +41,27 @@ def test_kernels_and_collectives_are_events_on_their_streams_and_waiting_is_a_st
     assert (found.step_seconds, found.compute_seconds, found.exposed_seconds) == (11.0, 5.0, 6.0)
 
 
+def test_every_further_process_group_is_a_stream():
+    b = Priced()
+    x = b.tensor("x")
+    gathers = [b.gather(x, seconds=1.0, group=group) for group in ("a", "b", "a", "c")]
+    found = timeline(b, *[b.wait(gather) for gather in gathers])
+    streams = [event.stream for event in found.events]
+    assert streams == ["network", "network 2", "network", "network 3"]
+
+
+def test_beside_what_others_hold_the_same_graph_needs_more():
+    b = Priced()
+    first = b.kernel(b.tensor("x"), memory_bytes=100)
+    alone = timeline(b, b.kernel(first, memory_bytes=10), parameters=1000)
+    found = alone.beside({"parameters": 5, "saved": 300, "nothing": 0})
+    assert found.base == {"parameters": 1005, "saved": 300}
+    assert found.peak_bytes == alone.peak_bytes + 305
+    assert sum(buffer.size_bytes for buffer in found.peak_buffers) == found.peak_bytes
+    assert found.kept_bytes == alone.kept_bytes == 10
+    assert max(alive for _, alive in found.memory) == found.peak_bytes
+
+
 def test_hidden_communication_stalls_nothing():
     b = Priced()
     x = b.tensor("x")
