@@ -27,6 +27,7 @@ from osdp_compile.links import (
     quick_link,
     swept_link,
     synchronize,
+    with_busy,
 )
 from passes.hardware import Hardware, generic
 
@@ -73,6 +74,7 @@ def measure_hardware(
     links = {}
     if dist.get_world_size(group) > 1:
         links = {k: quick_link(k, group, device, budget, scratch_bytes) for k in KINDS}
+        links = with_busy(links, group, device, seconds / 2)
     return _profile(rates, {"": links}, group, device)
 
 

@@ -16,13 +16,12 @@ from osdp_compile.capture import capture
 from osdp_compile.collectives import backend_of
 from osdp_compile.errors import InfeasibleLimit, PlanMismatch
 from osdp_compile.exchange import by_messages
-from osdp_compile.kernel_times import with_kernel_seconds
 from osdp_compile.lower import static_inputs
 from osdp_compile.optimizer_names import state_bytes_per_element
 from osdp_compile.optimizers import OptimizerIndex
 from osdp_compile.options import Options
 from osdp_compile.plan_table import log_plan
-from osdp_compile.profiles import hardware_of
+from osdp_compile.profiles import hardware_of, keep
 from osdp_compile.roots import find_roots, plain_parameters
 from osdp_compile.session import Session, remember
 from osdp_compile.state import (
@@ -33,7 +32,7 @@ from osdp_compile.state import (
     shard_in_place,
     synchronize,
 )
-from osdp_compile.update_times import with_update_seconds
+from osdp_compile.step_times import with_step_seconds
 from passes.capture import Captured
 from passes.context import Context, Parameter
 from passes.decisions import Plan
@@ -44,7 +43,6 @@ from passes.predict import state_bytes
 
 log = logging.getLogger("osdp_compile")
 _UNSEEN_BYTES = 1 << 16
-_KERNELS_SECONDS = 2.0
 
 
 def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Session:
@@ -83,25 +81,36 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
         by_exchange=by_messages(group, device),
     )
 
+    captured: list[Captured] = []  # on rank 0
+    given: list[Plan] = []
+
+    def prepare() -> bool:
+        """Whether operators are to be measured: without a profile and a plan that has figures."""
+        if options.plan is not None:
+            given.append(_given(options.plan, context))
+            if given[0].prediction is not None:  # saved by an earlier run
+                return False
+        captured.append(_captured(gm, inputs, entries, context, passes))
+        return options.hardware is None and backend_of(group, device.type) != "fake"
+
     def decide() -> tuple[Plan, Hardware]:
-        plan = None if options.plan is None else _given(options.plan, context)
-        if plan is not None and plan.prediction is not None:  # saved by an earlier run
-            return plan, context.hardware
-        step = _captured(gm, inputs, entries, context, passes)
-        local = context
-        if options.hardware is None and backend_of(group, device.type) != "fake":
-            spare = _spare_bytes(entries, options)
-            hardware = with_kernel_seconds(step, context, device, _KERNELS_SECONDS, spare)
-            hardware = with_update_seconds(hardware, group, device, spare)
-            local = context.replace(hardware=hardware)
-        if plan is not None:
-            return complete(plan, step, local, passes), local.hardware
+        if not captured:
+            return given[0], context.hardware
+        if given:
+            return complete(given[0], captured[0], context, passes), context.hardware
         try:
-            return make_plan(step, local, passes), local.hardware
+            return make_plan(captured[0], context, passes), context.hardware
         except Infeasible as error:
             raise InfeasibleLimit(str(error)) from None
 
+    measures = from_rank_zero(prepare, group)
+    if measures:
+        spare = _spare_bytes(entries, options)
+        step = captured[0] if captured else None
+        context = context.replace(hardware=with_step_seconds(step, context, group, device, spare))
     plan, hardware = from_rank_zero(decide, group)
+    if measures:
+        keep(hardware, group, device)
     synchronize(entries, list(buffers_of(roots)), mesh)
     renewed = shard_in_place(entries, plan, mesh, optimizers)
     state = state_bytes(context, plan)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from osdp_compile.calibrate import matmul_rate
+from osdp_compile.links import median, synchronize
 from passes.annotate import annotate, cost_of, kernel_key, stands_alone
 from passes.capture import Captured
 from passes.context import Context
@@ -24,8 +24,7 @@ from passes.hardware import Hardware
 
 log = logging.getLogger("osdp_compile")
 
-_REPEATS = 5
-_LONG_SECONDS = 0.05
+_ROUNDS = 5
 
 
 def with_kernel_seconds(
@@ -35,51 +34,52 @@ def with_kernel_seconds(
 
     Args:
         captured: the step; the operators that cost most by formula are measured first.
-        ctx: its profile was measured with all ranks at work. This runs while they wait, so what
-            it finds is scaled by how much slower a matrix product was then.
         seconds: about how long it may take in all.
         most_bytes: of the inputs and outputs of one operator; larger ones are left out.
 
-    What is left out, or cannot run on made-up inputs, keeps its price by formula.
+    Each is run in several rounds over all of them and the median counts: a machine that others
+    use too has slow moments. What the profile has is not measured again. What is left out, or
+    cannot run on made-up inputs, keeps its price by formula.
     """
     hardware = ctx.hardware
     found: dict[str, fx.Node] = {}
     for gm in (captured.forward, captured.backward):
         annotate(gm, ctx)
         for node in gm.graph.nodes:
-            if stands_alone(node):
+            if stands_alone(node) and kernel_key(node) not in hardware.kernel_seconds:
                 found.setdefault(kernel_key(node), node)
-    slower = max(1.0, matmul_rate(torch.float32, device, 0.1) / hardware.flops("float32"))
-    measured: dict[str, float] = {}
+    wanted = sorted(found.items(), key=lambda item: -cost_of(item[1]).seconds)
+    taken: dict[str, list[float]] = {}
     deadline = time.perf_counter() + seconds
-    for key, node in sorted(found.items(), key=lambda item: -cost_of(item[1]).seconds):
-        moved_bytes = sum(bytes_of(n.meta.get("val")) for n in (node, *node.all_input_nodes))
-        if time.perf_counter() > deadline or moved_bytes > most_bytes:
-            continue
-        try:
-            measured[key] = slower * _run(node, device)
-        except (RuntimeError, TypeError, ValueError) as error:
-            log.debug("%s does not run on made-up inputs, priced by formula: %s", key, error)
+    for number in range(_ROUNDS):
+        for key, node in wanted:
+            moved_bytes = sum(bytes_of(n.meta.get("val")) for n in (node, *node.all_input_nodes))
+            if time.perf_counter() > deadline or moved_bytes > most_bytes:
+                continue
+            if number and key not in taken:  # it cannot be run, or was not reached
+                continue
+            try:
+                spent_seconds = _run(node, device)
+            except (RuntimeError, TypeError, ValueError) as error:
+                log.debug("%s does not run on made-up inputs, priced by formula: %s", key, error)
+                continue
+            taken.setdefault(key, []).append(spent_seconds)
+    measured = {key: median(times) for key, times in taken.items()}
     return dataclasses.replace(hardware, kernel_seconds={**hardware.kernel_seconds, **measured})
 
 
 def _run(node: fx.Node, device: torch.device) -> float:
-    """Median seconds of an operator on inputs like its own; a long one runs twice only."""
+    """Seconds of an operator on inputs like its own, run once before."""
     args = fx.node.map_arg(node.args, lambda source: _like(source.meta["val"], device))
     kwargs = fx.node.map_arg(node.kwargs, lambda source: _like(source.meta["val"], device))
     assert callable(node.target)
-    times: list[float] = []
     with torch.no_grad():
-        while len(times) <= _REPEATS:
-            begin = time.perf_counter()
-            node.target(*args, **kwargs)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - begin)
-            if len(times) == 2 and times[-1] > _LONG_SECONDS:
-                break
-    warm = sorted(times[1:])
-    return warm[len(warm) // 2]
+        node.target(*args, **kwargs)
+        synchronize(device)
+        begin = time.perf_counter()
+        node.target(*args, **kwargs)
+        synchronize(device)
+        return time.perf_counter() - begin
 
 
 def _like(value: Any, device: torch.device) -> Any:

@@ -9,6 +9,7 @@ all ranks have agreed on; a rank that decided by its own clock would leave the o
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import time
@@ -61,7 +62,8 @@ def quick_link(
 
     The large size grows until a burst is long enough to tell, so a slow link gets smaller
     messages and not more time. What is in between is left out: a link that is shaped lets
-    the first bytes pass at once, and a fit would believe them.
+    the first bytes pass at once, and a fit would believe them. For the same reason the large
+    size is sent without a pause.
     """
     small, _ = _sample(kind, _SMALL_BYTES, group, device, budget_seconds / 4, least=7)
     size_bytes, most_bytes = _FIRST_BYTES, _most_bytes(scratch_bytes)
@@ -71,8 +73,40 @@ def quick_link(
         if long_enough or 4 * size_bytes > most_bytes:
             break
         size_bytes *= 4
-    large, _ = _sample(kind, size_bytes, group, device, budget_seconds / 2)
-    return _link(kind, [small, large], size_bytes, group, device, None)
+    large, _ = _sample(kind, size_bytes, group, device, 2 * budget_seconds)
+    fit = fit_line([small, large])
+    how = carried_out(kind, group, device)
+    return Link(
+        LinkRate(fit.latency_seconds, fit.seconds_per_byte, carried_out=how), fit, (small, large)
+    )
+
+
+def with_busy(
+    links: dict[str, Link], group: dist.ProcessGroup, device: torch.device, budget_seconds: float
+) -> dict[str, Link]:
+    """The links with what a byte takes of the computing beside it, measured on one for all.
+
+    It is a byte's way through the operating system's network stack (on a GPU, through the
+    communication library's own kernels), and the kinds differ by less than the noise.
+    """
+    kind = "all_to_all" if by_messages(group, device) else "all_gather"
+    last = links[kind].samples[-1]
+    world = dist.get_world_size(group)
+    busy = _busy_seconds_per_byte(
+        kind,
+        round(last.wire_bytes * world / (world - 1)),
+        last.seconds,
+        links[kind].fit,
+        group,
+        device,
+        budget_seconds,
+    )
+    return {
+        name: dataclasses.replace(
+            link, rate=dataclasses.replace(link.rate, busy_seconds_per_byte=busy)
+        )
+        for name, link in links.items()
+    }
 
 
 def swept_link(
@@ -99,7 +133,14 @@ def swept_link(
         left_seconds -= spent_seconds
         samples.append(sample)
     last_bytes = sizes[len(samples) - 1]
-    return _link(kind, samples, last_bytes, group, device, 0.3 * budget_seconds)
+    fit = fit_line(samples)
+    busy = _busy_seconds_per_byte(
+        kind, last_bytes, samples[-1].seconds, fit, group, device, 0.3 * budget_seconds
+    )
+    rate = LinkRate(
+        fit.latency_seconds, fit.seconds_per_byte, busy, carried_out(kind, group, device)
+    )
+    return Link(rate, fit, tuple(samples))
 
 
 def carried_out(kind: str, group: dist.ProcessGroup, device: torch.device) -> str:
@@ -132,35 +173,6 @@ def synchronize(device: torch.device) -> None:
 def median(values: list[float]) -> float:
     """The middle one of some figures."""
     return sorted(values)[len(values) // 2]
-
-
-def _link(
-    kind: str,
-    samples: list[Sample],
-    size_bytes: int,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    budget_seconds: float | None,
-) -> Link:
-    """Fit the samples, and measure computing beside a collective of the last one's size.
-
-    Or of a smaller one, if that takes long. ``budget_seconds``: for the latter; None: taken to
-    be nothing, for in a short time noise is larger than what is to be found.
-    """
-    fit = fit_line(samples)
-    how = carried_out(kind, group, device)
-    if budget_seconds is None:
-        rate = LinkRate(fit.latency_seconds, fit.seconds_per_byte, carried_out=how)
-        return Link(rate, fit, tuple(samples))
-    last = samples[-1]
-    fixed = min(fit.latency_seconds, last.seconds)
-    seconds = last.seconds
-    while seconds > 2 * _BESIDE_SECONDS and size_bytes > _FIRST_BYTES:
-        size_bytes //= 4
-        seconds = fixed + (seconds - fixed) / 4
-    busy = _busy_seconds_per_byte(kind, size_bytes, seconds, group, device, budget_seconds)
-    rate = LinkRate(fit.latency_seconds, fit.seconds_per_byte, busy, how)
-    return Link(rate, fit, tuple(samples))
 
 
 def _most_bytes(scratch_bytes: int) -> int:
@@ -226,33 +238,68 @@ def _sample(
     budget_seconds: float,
     least: int = 1,
 ) -> tuple[Sample, float]:
-    """The median over ``least`` to 25 bursts, as many as fit, one to warm up; seconds of all."""
+    """What one collective takes, from as many as fit in the budget; seconds of all.
+
+    ``least``: bursts, of at most 25. Small collectives run alone, each from a start that ranks
+    agree on, and the quickest counts: a small one is only ever late. Large ones follow each
+    other without a pause, several in flight, and the mean counts: after a pause a shaped link
+    is faster than its rate.
+    """
     starts, wire = _burst_of(kind, size_bytes, group, device)
     warm = _burst(starts, group, device)  # sets up connections
-    times = [_burst(starts, group, device)]
-    repeats = min(25, max(least, int((budget_seconds - warm) / max(times[0], 1e-6))))
-    times += [_burst(starts, group, device) for _ in range(repeats - 1)]
-    # A small one alone is only ever late: a shaped link still drains what came before it.
-    took = min(times) if len(starts) == 1 else median(times)
-    return Sample(wire, took / len(starts)), warm + sum(times)
+    first = _burst(starts, group, device)
+    repeats = min(25, max(least, int((budget_seconds - warm) / max(first, 1e-6))))
+    if len(starts) == 1:
+        times = [first, *(_burst(starts, group, device) for _ in range(repeats - 1))]
+        return Sample(wire, min(times)), warm + sum(times)
+    if repeats == 1:
+        return Sample(wire, first / len(starts)), warm + first
+    took = _stream(starts, repeats, group, device)
+    return Sample(wire, took / (repeats * len(starts))), warm + first + took
+
+
+def _stream(
+    starts: list[Start], rounds: int, group: dist.ProcessGroup, device: torch.device
+) -> float:
+    """Seconds of all collectives ``rounds`` times over, each started when it is free again."""
+    synchronize(device)
+    begin = time.perf_counter()
+    flying: collections.deque[list[dist.Work]] = collections.deque()
+    for _ in range(rounds):
+        for start in starts:
+            if len(flying) == len(starts):
+                for work in flying.popleft():
+                    work.wait()
+            flying.append(start())
+    for works in flying:
+        for work in works:
+            work.wait()
+    synchronize(device)
+    return agreed(time.perf_counter() - begin, group, device)
 
 
 def _busy_seconds_per_byte(
     kind: str,
     size_bytes: int,
     seconds: float,
+    fit: Fit,
     group: dist.ProcessGroup,
     device: torch.device,
     budget_seconds: float,
 ) -> float:
     """How much longer computing takes beside a collective, for each wire byte; slowest rank.
 
-    ``seconds``: what one collective of ``size_bytes`` takes. Matrix products that take half as
+    ``seconds``: what one collective of ``size_bytes`` takes; if that is long, smaller ones are
+    used, which take what ``fit`` says. Matrix products that take half as
     long again (a collective is slower beside them, and must end in time to be counted in full)
     are timed in turns alone and beside it. Whatever else runs on the machine only adds to
     either, so the quicker quarter of each counts. What every start takes, whatever the size,
     is left out.
     """
+    fixed = min(fit.latency_seconds, seconds)
+    while seconds > 2 * _BESIDE_SECONDS and size_bytes > _FIRST_BYTES:
+        size_bytes //= 4
+        seconds = fixed + (seconds - fixed) / 4
     count = min(_IN_FLIGHT, max(1, math.ceil(_BESIDE_SECONDS / seconds)))
     if carried_out(kind, group, device) == "all_reduce inside":
         # gloo's own reduce-scatter runs tensor code on its threads, which is not safe with

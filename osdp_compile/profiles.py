@@ -4,7 +4,8 @@ Measuring takes seconds at every first call, and its noise makes plans differ be
 of one script. So a profile is kept in a folder, in a file whose name is a hash of what the
 figures depend on: the ranks' machines, devices, threads, the address each has in the
 network, the backend, torch. What the key cannot see (a link that was given another rate)
-needs a fresh measurement: delete the file, or turn the cache off.
+needs a fresh measurement: delete the file, or turn the cache off. The times of a model's
+operators are added when it is first trained.
 
 The folder is ``$OSDP_CACHE_DIR``, else ``$XDG_CACHE_HOME/osdp_compile``, else
 ``~/.cache/osdp_compile``. With ``OSDP_CACHE_DIR=""`` nothing is read or written.
@@ -36,9 +37,10 @@ from passes.hardware import Hardware
 log = logging.getLogger("osdp_compile")
 
 #: Counted up when measuring changes, so that older files are not found.
-_FORMAT = 1
+_FORMAT = 2
 _MOST_SCRATCH_BYTES = 1 << 28
 _in_process: dict[str, Hardware] = {}
+_files: dict[str, Path] = {}  # where those are kept, on the rank that writes
 
 
 def hardware_of(
@@ -65,10 +67,27 @@ def hardware_of(
     if given is not None:
         chosen = given.along(dimension)
         return on_every_rank(lambda: _complete(chosen, group, device), group)
-    known = f"{group.group_name} {device.type}"
+    known = _known(group, device)
     if known not in _in_process:
         _in_process[known] = _kept_or_measured(group, device, scratch_bytes)
     return _in_process[known]
+
+
+def keep(hardware: Hardware, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Keep a group's profile to which times of operators were added, for the next model or run.
+
+    Every rank calls it with the same profile; who wrote the file writes it anew.
+    """
+    known = _known(group, device)
+    if _in_process.get(known) == hardware:
+        return
+    _in_process[known] = hardware
+    if known in _files:
+        _write(hardware, _files[known])
+
+
+def _known(group: dist.ProcessGroup, device: torch.device) -> str:
+    return f"{group.group_name} {device.type}"
 
 
 def cache_folder() -> Path | None:
@@ -108,6 +127,9 @@ def _kept_or_measured(
     dist.all_gather_object(ranks, _this_rank(device, scratch_bytes), group=group)
     writes = dist.get_rank(group) == 0
     path = _path(ranks, group, device) if writes else None
+    _files.pop(_known(group, device), None)
+    if path is not None:
+        _files[_known(group, device)] = path
     if writes:
         ensure_visible(log)
     # Rank 0 decides for all: a rank that did not find the file would measure alone for ever.
@@ -116,8 +138,8 @@ def _kept_or_measured(
     if found[0] is not None:
         return Hardware.from_dict(found[0])
     hardware = measure_hardware(group, device, scratch_bytes=scratch_bytes)
-    if path is not None:
-        _write(hardware, path)
+    if path is not None and _write(hardware, path):
+        log.info("hardware measured, and kept in %s. To measure anew, delete it", path)
     return hardware
 
 
@@ -190,7 +212,7 @@ def _read(path: Path | None) -> dict[str, Any] | None:
     return hardware.to_dict()
 
 
-def _write(hardware: Hardware, path: Path) -> None:
+def _write(hardware: Hardware, path: Path) -> bool:
     """Keep a profile. A folder that cannot be written costs time at the next run, no more."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -205,5 +227,5 @@ def _write(hardware: Hardware, path: Path) -> None:
             raise
     except OSError as error:
         log.info("the measured hardware profile is not kept: %s", error)
-        return
-    log.info("hardware measured, and kept in %s. To measure anew, delete it", path)
+        return False
+    return True

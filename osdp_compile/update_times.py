@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from osdp_compile.links import agreed
 from passes.hardware import Hardware
 
 _MOST_NUMEL = 1 << 21  # 48 MiB with gradient, state and temporaries: beyond the caches
@@ -30,10 +31,12 @@ def with_update_seconds(
 ) -> Hardware:
     """The profile with AdamW's step: seconds for each byte it holds, and for each parameter.
 
-    The parameters are DTensors, as the sharded model's are. No communication.
+    The parameters are DTensors, as the sharded model's are. Collective: ranks of one machine
+    share its memory's bandwidth, so all measure at once. Each returns its own figures.
     """
     numel = min(_MOST_NUMEL, max(_LEAST_NUMEL, most_bytes // (4 * _TENSORS)))
     mesh = DeviceMesh.from_group(group, device.type)
+    agreed(0.0, group, device)
     small = _step_seconds(mesh, 1, _PARAMETERS, device) / _PARAMETERS
     large = _step_seconds(mesh, numel, 1, device)
     held_bytes = 4 * 4 * numel

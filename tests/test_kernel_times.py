@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from osdp_compile import Plan
 from osdp_compile.kernel_times import with_kernel_seconds
+from osdp_compile.step_times import with_step_seconds
 from osdp_compile.update_times import with_update_seconds
 from passes.annotate import cost_of, kernel_key, stands_alone
 from passes.pipeline import default_passes
@@ -61,11 +63,22 @@ def test_every_large_operator_is_run_once_and_its_time_is_the_nodes_price(step):
         assert cost_of(node).seconds == hardware.kernel_seconds[key]
 
 
+def test_what_the_profile_has_is_not_measured_again(step):
+    captured, ctx = step
+    known = dict.fromkeys(kernels(captured), 42.0)
+    hardware = dataclasses.replace(ctx.hardware, kernel_seconds=known)
+    again = ctx.replace(hardware=hardware)
+    assert with_kernel_seconds(captured, again, CPU, 10.0, 1 << 30) == hardware
+    first, *_ = known
+    del known[first]
+    found = with_kernel_seconds(captured, again, CPU, 10.0, 1 << 30).kernel_seconds
+    assert found.pop(first) < 42.0
+    assert found == known
+
+
 def test_a_measured_time_is_what_the_operator_takes():
     rows = torch.randn(64, 1500)
     captured, ctx = capture_step(nn.Linear(1500, 1500), rows)
-    fast = dataclasses.replace(ctx.hardware, flops_per_second={"default": 1e15})
-    ctx = ctx.replace(hardware=fast)  # nothing is slower beside other ranks
     hardware = with_kernel_seconds(captured, ctx, CPU, seconds=10.0, most_bytes=1 << 30)
     (found,) = (s for key, s in hardware.kernel_seconds.items() if "addmm" in key)
     weight, bias = torch.randn(1500, 1500), torch.randn(1500)
@@ -84,22 +97,22 @@ def test_no_time_and_no_memory_leave_the_formula(step):
         assert hardware.kernel_seconds == {}
 
 
-def test_what_is_slower_beside_other_ranks_is_scaled(step):
-    captured, ctx = step
-    free = ctx.hardware
-    rates = {key: {"default": rate} for key, rate in (("alone", 1e15), ("contended", 1e6))}
-    found = {
-        key: with_kernel_seconds(
-            captured,
-            ctx.replace(hardware=dataclasses.replace(free, flops_per_second=rate)),
-            CPU,
-            seconds=10.0,
-            most_bytes=1 << 30,
-        ).kernel_seconds
-        for key, rate in rates.items()
-    }
-    # A product at 1 MFLOP/s when all work: this machine alone is more than 100 times faster.
-    assert all(found["contended"][key] > 10 * found["alone"][key] for key in found["alone"])
+def measured_together(rank, world_size):
+    """What rank 0 finds, and how many products the others did meanwhile."""
+    captured, ctx = capture_step(Model(), torch.randn(16, 3, 8, 8))
+    done = []
+    with mock.patch.object(torch, "mm", lambda *args, **kwargs: done.append(1)):
+        hardware = with_step_seconds(
+            captured if rank == 0 else None, ctx, dist.group.WORLD, CPU, 1 << 28
+        )
+    return sorted(hardware.kernel_seconds), hardware.update_seconds_per_byte, len(done)
+
+
+def test_while_rank_0_times_operators_the_others_work(two_ranks, step):
+    (kernels_found, update, products), other = two_ranks.run(measured_together)
+    assert kernels_found == sorted(kernels(step[0])) and products == 0
+    assert other[0] == [] and other[2] > 10
+    assert update > 0 and other[1] > 0
 
 
 def test_the_optimizers_step_is_measured(step):

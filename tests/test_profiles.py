@@ -138,6 +138,31 @@ def test_what_is_given_is_taken_if_it_prices_what_the_group_needs(two_ranks):
     assert "'mine' has no all_gather, all_to_all, all_reduce" in one and "torchrun" in one
 
 
+def with_a_kernel(rank, world_size, folder):
+    """What is found after a kernel's time was added: in this process, and in the next one."""
+    found = []
+    with (
+        mock.patch.dict(os.environ, {"OSDP_CACHE_DIR": folder}),
+        mock.patch.object(profiles, "measure_hardware", lambda *_, **__: generic()),
+    ):
+        with mock.patch.dict(profiles._in_process, clear=True):
+            hardware = hardware_of(dist.group.WORLD, CPU, 1 << 24)
+            more = dataclasses.replace(hardware, kernel_seconds={"aten.mm": 1.0})
+            profiles.keep(more, dist.group.WORLD, CPU)
+            found.append(hardware_of(dist.group.WORLD, CPU, 1 << 24).kernel_seconds)
+        with mock.patch.dict(profiles._in_process, clear=True):
+            found.append(hardware_of(dist.group.WORLD, CPU, 1 << 24).kernel_seconds)
+    return found
+
+
+def test_the_times_of_operators_are_kept_too(two_ranks, tmp_path):
+    kernel = {"aten.mm": 1.0}
+    assert two_ranks.run(with_a_kernel, str(tmp_path)) == [[kernel, kernel]] * 2
+    assert len(files(tmp_path)) == 1
+    # Where nothing is kept on disk it holds for the process.
+    assert two_ranks.run(with_a_kernel, "") == [[kernel, {}]] * 2
+
+
 def along(rank, world_size, dimension):
     slow = LinkRate(latency_seconds=1.0, seconds_per_byte=1.0)
     rates = dict.fromkeys(generic().collectives, slow)

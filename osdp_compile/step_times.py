@@ -1,0 +1,66 @@
+"""Step times: what the operators and the optimizer of a step take while all ranks are at work.
+
+Ranks of one machine share its memory, its caches and its clock: an operator that is timed
+while the others sit idle is too fast. So all ranks time the optimizer's step together, and
+while rank 0 times the operators the others multiply matrices.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from osdp_compile.kernel_times import with_kernel_seconds
+from osdp_compile.update_times import with_update_seconds
+from passes.capture import Captured
+from passes.context import Context
+from passes.hardware import Hardware
+
+_KERNELS_SECONDS = 1.5
+_BUSY_SIZE = 256
+
+
+def with_step_seconds(
+    captured: Captured | None,
+    ctx: Context,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    most_bytes: int,
+) -> Hardware:
+    """The context's profile with times of this step's operators and of the optimizer. Collective.
+
+    Args:
+        captured: the step, on rank 0; None on the others.
+        most_bytes: that measuring may take.
+
+    Returns the profile on rank 0; the others' are without operators.
+    """
+    hardware = ctx.hardware
+    if not hardware.update_seconds_per_byte:
+        hardware = with_update_seconds(hardware, group, device, most_bytes)
+    if captured is None:
+        _work_until_told(group, device)
+        return hardware
+    try:
+        ctx = ctx.replace(hardware=hardware)
+        return with_kernel_seconds(captured, ctx, device, _KERNELS_SECONDS, most_bytes)
+    finally:
+        _told(group, device).wait()
+
+
+def _told(group: dist.ProcessGroup, device: torch.device) -> dist.Work:
+    """Rank 0 tells the others that it is done."""
+    source = dist.get_global_rank(group, 0)
+    work = dist.broadcast(torch.zeros(1, device=device), src=source, group=group, async_op=True)
+    assert work is not None  # this rank is in the group
+    return work
+
+
+def _work_until_told(group: dist.ProcessGroup, device: torch.device) -> None:
+    done = _told(group, device)
+    if device.type == "cpu":  # a GPU is nobody else's
+        a = torch.ones(_BUSY_SIZE, _BUSY_SIZE)
+        out = torch.empty_like(a)
+        while not done.is_completed():
+            torch.mm(a, a, out=out)
+    done.wait()
