@@ -54,12 +54,15 @@ __all__ = [
     "without_autograd_cache",
 ]
 
-#: Inductor settings under which it keeps the order of the graph it is given.
+#: Inductor settings under which it keeps the order of the graph it is given, and adds no
+#: tensors: its layout optimization copies every convolution's weight to channels-last in the
+#: forward and saves the copy for the backward, gathered weights too.
 KEEP_ORDER: dict[str, Any] = {
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
     "reorder_for_compute_comm_overlap": False,
     "allow_buffer_reuse": False,
+    "layout_optimization": False,
 }
 
 E = TypeVar("E", bound=Exception)

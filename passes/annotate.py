@@ -36,6 +36,7 @@ from passes.graph import (
     tensor_inputs,
 )
 from passes.serves import serves
+from passes.workspace import workspace_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Cost:
     """The price of one node.
 
     ``memory_bytes``: what its output takes while alive (0: a view, or inside a fused kernel).
+    ``workspace_bytes``: what it takes besides, only while it runs (``passes/workspace.py``).
     ``seconds``: on the compute stream, or on the network for a collective.
     ``busy_seconds``: of the compute stream, that a collective takes from what runs beside it.
     ``serves``: the parameters it is there for (``passes/serves.py``).
@@ -55,6 +57,7 @@ class Cost:
     seconds: float = 0.0
     busy_seconds: float = 0.0
     serves: tuple[str, ...] = ()
+    workspace_bytes: int = 0
 
 
 def cost_of(node: fx.Node) -> Cost:
@@ -158,6 +161,12 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         if alone and measured_seconds:
             seconds = measured_seconds.get(kernel_key(node), seconds)
         node.meta["cost"] = Cost(
-            flops, read_bytes, write_bytes, memory_bytes, seconds, serves=names
+            flops,
+            read_bytes,
+            write_bytes,
+            memory_bytes,
+            seconds,
+            serves=names,
+            workspace_bytes=workspace_bytes(node),
         )
     return gm

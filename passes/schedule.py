@@ -15,9 +15,6 @@ from passes.decisions import Collective
 
 #: A gather is urgent once the time left before its use is below this many times its own.
 _URGENT = 1.5
-#: Of the graph's compute: for how long there should always be communication in line, so that
-#: the network does not run dry where a kernel or another rank is late. The cap comes first.
-_LEAD = 0.1
 
 
 @dataclasses.dataclass(eq=False)
@@ -80,7 +77,6 @@ class Scheduler:
         for node in self.compute:
             self.stall_free[node] = self.finish_seconds
             self.finish_seconds += seconds(node)
-        self.lead = _LEAD * self.finish_seconds
 
         self.result = [n for n in original if n.op == "placeholder"]
         self.placed: set[fx.Node] = set()
@@ -106,7 +102,7 @@ class Scheduler:
                 self.start_now(job)
                 self.wait_for(job)
             until = self.now + self.seconds(node)
-            while self.network_free <= until + self.lead:  # keep the network busy meanwhile
+            while self.network_free <= until:  # keep the network busy while this node runs
                 if not (self.start_best(until) if self.sequence is None else self.start_next()):
                     break
             self.result.append(node)

@@ -9,7 +9,8 @@ stream where it starts.
 Memory: a tensor is born at the node that writes it and dies after the last kernel that
 reads it, views and in-place updates counted once. What lives only inside a fused kernel
 takes none; what a fused kernel reads lives until that kernel runs, which is at its first
-output that exists in memory. A collective's input lives until its wait. Parameters and
+output that exists in memory. What a kernel allocates for itself is there while it runs. A
+collective's input lives until its wait. Parameters and
 everything else that the graph does not allocate are the caller's ``base_bytes``.
 
 Needs: ``annotate``. Changes nothing.
@@ -37,7 +38,7 @@ from passes.packing import UNPACK
 #: meta key of a placeholder whose memory is not the graph's: a parameter or a buffer.
 STATIC = "static"
 
-KINDS = ("activations", "gathered", "gradients", "communication", "inputs")
+KINDS = ("activations", "gathered", "gradients", "communication", "inputs", "workspace")
 
 
 @dataclasses.dataclass
@@ -127,7 +128,7 @@ def _memory(graph: fx.Graph) -> tuple[list[int], fx.Node, dict[str, int], int]:
                     written_over[index] = dead
                     break
         alive_bytes += born
-        curve.append(alive_bytes - reused)
+        curve.append(alive_bytes - reused + cost_of(node).workspace_bytes)
         for dead in dying[index]:
             alive_bytes -= _born_bytes(dead)
         if curve[-1] > curve[best]:
@@ -137,6 +138,7 @@ def _memory(graph: fx.Graph) -> tuple[list[int], fx.Node, dict[str, int], int]:
     for node, last in death.items():
         if place[node] <= best <= last and node is not written_over.get(best):
             peak[kind_of(node, node in returned)] += _born_bytes(node)
+    peak["workspace"] = cost_of(nodes[best]).workspace_bytes
     kept = sum(_born_bytes(node) for node, last in death.items() if last == len(nodes) - 1)
     return curve, nodes[best], {k: v for k, v in peak.items() if v}, kept
 

@@ -239,7 +239,9 @@ def _alive(graph: fx.Graph, simulation: Simulation) -> list[Buffer]:
     ]
     # The result of a pointwise kernel that is written over one of its inputs takes no more
     # memory: the input is left out.
-    surplus_bytes = sum(cost_of(node).memory_bytes for node in alive) - simulation.peak_bytes
+    own_bytes = cost_of(simulation.peak_node).workspace_bytes
+    alive_bytes = sum(cost_of(node).memory_bytes for node in alive)
+    surplus_bytes = alive_bytes + own_bytes - simulation.peak_bytes
     if surplus_bytes:
         over = next(
             node
@@ -249,12 +251,17 @@ def _alive(graph: fx.Graph, simulation: Simulation) -> list[Buffer]:
             and cost_of(node).memory_bytes == surplus_bytes
         )
         alive.remove(over)
-    return [
+    buffers = [
         Buffer(
             node.name, label_of(node), kind_of(node, node in returned), cost_of(node).memory_bytes
         )
         for node in alive
     ]
+    if own_bytes:
+        runs = simulation.peak_node
+        label = f"workspace of {label_of(runs)}"
+        buffers.append(Buffer(f"{runs.name} workspace", label, "workspace", own_bytes))
+    return buffers
 
 
 def largest_first(buffers: Iterable[Buffer]) -> tuple[Buffer, ...]:
