@@ -222,7 +222,8 @@ def matmul_rate(
 
 def _copy_bandwidth(device: torch.device, budget_seconds: float, scratch_bytes: int) -> float:
     """Bytes read and written a second by a copy too large for the caches, if memory allows."""
-    numel = min((1 << 23) if device.type == "cpu" else (1 << 28), scratch_bytes // 8)
+    # A little is left: small tensors of what went before may be freed a moment late.
+    numel = min((1 << 23) if device.type == "cpu" else (1 << 28), (scratch_bytes - 4096) // 8)
     source = torch.ones(numel, device=device)
     target = torch.empty_like(source)
     return 2 * 4 * numel / _timed(lambda: target.copy_(source), device, budget_seconds)

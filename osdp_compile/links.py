@@ -9,7 +9,6 @@ all ranks have agreed on; a rank that decided by its own clock would leave the o
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 import time
@@ -28,13 +27,15 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 _SMALL_BYTES = 1 << 12
 _FIRST_BYTES = 1 << 18
 _MOST_BYTES = 1 << 26
-#: Up to this size what counts is latency, and a collective is measured alone.
-_ALONE_BYTES = 1 << 16
+#: Up to this size what counts is latency.
+_SMALL_ENOUGH_BYTES = 1 << 16
 _IN_FLIGHT = 4
 #: A tensor to send, one to receive, a part, and gloo's own copy: less than four times the size.
 _BUFFERS = 4
 #: What collectives should last, or up to twice that, when computing is timed beside them.
 _BESIDE_SECONDS = 0.02
+#: A core moves 200 MB/s over TCP at the very least; what is found above that is noise.
+_MOST_BUSY_SECONDS_PER_BYTE = 5e-9
 
 Start = Callable[[], list[dist.Work]]
 
@@ -60,8 +61,8 @@ def quick_link(
 ) -> Link:
     """Latency and inverse bandwidth from two sizes, in about three times the budget.
 
-    The large size grows until a burst is long enough to tell, so a slow link gets smaller
-    messages and not more time. What is in between is left out: a link that is shaped lets
+    The large size grows until one is long enough to tell, so a slow link gets smaller
+    messages and hardly more time. What is in between is left out: a link that is shaped lets
     the first bytes pass at once, and a fit would believe them. For the same reason the large
     size is sent without a pause.
     """
@@ -69,11 +70,10 @@ def quick_link(
     size_bytes, most_bytes = _FIRST_BYTES, _most_bytes(scratch_bytes)
     while True:
         large, _ = _sample(kind, size_bytes, group, device, 0.0)
-        long_enough = _IN_FLIGHT * large.seconds >= budget_seconds / 4
-        if long_enough or 4 * size_bytes > most_bytes:
+        if large.seconds >= budget_seconds / 2 or 4 * size_bytes > most_bytes:
             break
         size_bytes *= 4
-    large, _ = _sample(kind, size_bytes, group, device, 2 * budget_seconds)
+    large, _ = _sample(kind, size_bytes, group, device, 2 * budget_seconds, least=5)
     fit = fit_line([small, large])
     how = carried_out(kind, group, device)
     return Link(
@@ -125,8 +125,8 @@ def swept_link(
     samples: list[Sample] = []
     left_seconds = 0.7 * budget_seconds
     for index, size_bytes in enumerate(sizes):
-        # From one size to the next a burst takes four times as long, and runs at least thrice.
-        if len(samples) >= 3 and 4 * 4 * _IN_FLIGHT * samples[-1].seconds > left_seconds:
+        # From one size to the next it takes four times as long, and runs at least six times.
+        if len(samples) >= 3 and 4 * 6 * samples[-1].seconds > left_seconds:
             break
         share_seconds = left_seconds / (len(sizes) - index)
         sample, spent_seconds = _sample(kind, size_bytes, group, device, share_seconds, least=3)
@@ -179,15 +179,6 @@ def _most_bytes(scratch_bytes: int) -> int:
     return min(_MOST_BYTES, scratch_bytes // (_BUFFERS * _IN_FLIGHT))
 
 
-def _in_flight(size_bytes: int) -> int:
-    """How many run at once: small ones alone, large ones several, as the passes emit them.
-
-    Alone, a large message over TCP can take half as long again, because the window opens
-    anew for each.
-    """
-    return 1 if size_bytes <= _ALONE_BYTES else _IN_FLIGHT
-
-
 def _collective(
     kind: str, group: dist.ProcessGroup, size_bytes: int, device: torch.device
 ) -> tuple[Start, int]:
@@ -211,14 +202,6 @@ def _collective(
     return lambda: [calls[kind]()], sent_bytes
 
 
-def _burst_of(
-    kind: str, size_bytes: int, group: dist.ProcessGroup, device: torch.device
-) -> tuple[list[Start], int]:
-    """Calls that start as many collectives as run at once; and the wire bytes of one."""
-    made = [_collective(kind, group, size_bytes, device) for _ in range(_in_flight(size_bytes))]
-    return [start for start, _ in made], made[0][1]
-
-
 def _burst(starts: list[Start], group: dist.ProcessGroup, device: torch.device) -> float:
     """Seconds from starting some collectives at once until all have ended, on the slowest rank."""
     synchronize(device)
@@ -240,42 +223,34 @@ def _sample(
 ) -> tuple[Sample, float]:
     """What one collective takes, from as many as fit in the budget; seconds of all.
 
-    ``least``: bursts, of at most 25. Small collectives run alone, each from a start that ranks
-    agree on, and the quickest counts: a small one is only ever late. Large ones follow each
-    other without a pause, several in flight, and the mean counts: after a pause a shaped link
-    is faster than its rate.
+    ``least``: how many at least; at most 25. Small ones run each from a start that ranks agree
+    on, and the quickest counts: a small one is only ever late. Large ones follow each other
+    without a pause, for after one a shaped link is faster than its rate; the median counts. One
+    at a time, as in a schedule that starts the next when the network is free.
     """
-    starts, wire = _burst_of(kind, size_bytes, group, device)
-    warm = _burst(starts, group, device)  # sets up connections
-    first = _burst(starts, group, device)
+    start, wire = _collective(kind, group, size_bytes, device)
+    warm = _burst([start], group, device)  # sets up connections
+    first = _burst([start], group, device)
     repeats = min(25, max(least, int((budget_seconds - warm) / max(first, 1e-6))))
-    if len(starts) == 1:
-        times = [first, *(_burst(starts, group, device) for _ in range(repeats - 1))]
+    if size_bytes <= _SMALL_ENOUGH_BYTES:
+        times = [first, *(_burst([start], group, device) for _ in range(repeats - 1))]
         return Sample(wire, min(times)), warm + sum(times)
     if repeats == 1:
-        return Sample(wire, first / len(starts)), warm + first
-    took = _stream(starts, repeats, group, device)
-    return Sample(wire, took / (repeats * len(starts))), warm + first + took
+        return Sample(wire, first), warm + first
+    took = _stream(start, repeats, group, device)
+    return Sample(wire, took), warm + first + (repeats + 1) * took
 
 
-def _stream(
-    starts: list[Start], rounds: int, group: dist.ProcessGroup, device: torch.device
-) -> float:
-    """Seconds of all collectives ``rounds`` times over, each started when it is free again."""
-    synchronize(device)
-    begin = time.perf_counter()
-    flying: collections.deque[list[dist.Work]] = collections.deque()
-    for _ in range(rounds):
-        for start in starts:
-            if len(flying) == len(starts):
-                for work in flying.popleft():
-                    work.wait()
-            flying.append(start())
-    for works in flying:
-        for work in works:
+def _stream(start: Start, count: int, group: dist.ProcessGroup, device: torch.device) -> float:
+    """Median seconds of one collective of ``count`` that follow each other, after a first one."""
+    times: list[float] = []
+    for _ in range(count + 1):
+        begin = time.perf_counter()
+        for work in start():
             work.wait()
-    synchronize(device)
-    return agreed(time.perf_counter() - begin, group, device)
+        synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return agreed(median(times[1:]), group, device)
 
 
 def _busy_seconds_per_byte(
@@ -328,7 +303,8 @@ def _busy_seconds_per_byte(
                 work.wait()
         synchronize(device)
     longer = sorted(beside)[pairs // 4] - sorted(alone)[pairs // 4] - start_seconds
-    return max(0.0, agreed(longer, group, device)) / sent_bytes
+    each = max(0.0, agreed(longer, group, device)) / sent_bytes
+    return min(each, _MOST_BUSY_SECONDS_PER_BYTE)
 
 
 def _start_seconds(kind: str, group: dist.ProcessGroup, device: torch.device) -> float:

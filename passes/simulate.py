@@ -29,6 +29,7 @@ from passes.graph import (
     group_of,
     is_alias,
     is_collective,
+    is_getitem,
     output_node,
     output_nodes,
     root_of,
@@ -109,16 +110,18 @@ def simulate(graph: fx.Graph) -> Simulation:
 def _memory(graph: fx.Graph) -> tuple[list[int], fx.Node, dict[str, int], int]:
     nodes = list(graph.nodes)
     place = {node: index for index, node in enumerate(nodes)}
-    death = deaths(graph, place)
+    death, birth = deaths(graph, place), births(place)
     dying: list[list[fx.Node]] = [[] for _ in nodes]
+    born_at = [0] * len(nodes)  # bytes
     for node, last in death.items():
         dying[last].append(node)
+        born_at[birth[node]] += _born_bytes(node)
     alive_bytes = 0
     curve: list[int] = []
     best = 0
     written_over: dict[int, fx.Node] = {}  # the input that a node's result takes the place of
     for index, node in enumerate(nodes):
-        born = _born_bytes(node)
+        born = born_at[index]
         # Inductor writes a pointwise result over an input of the same size that dies here.
         reused = 0
         if born and is_fusible(node):
@@ -136,7 +139,7 @@ def _memory(graph: fx.Graph) -> tuple[list[int], fx.Node, dict[str, int], int]:
     peak = dict.fromkeys(KINDS, 0)
     returned = {root_of(node) for node in output_nodes(graph)}
     for node, last in death.items():
-        if place[node] <= best <= last and node is not written_over.get(best):
+        if birth[node] <= best <= last and node is not written_over.get(best):
             peak[kind_of(node, node in returned)] += _born_bytes(node)
     peak["workspace"] = cost_of(nodes[best]).workspace_bytes
     kept = sum(_born_bytes(node) for node, last in death.items() if last == len(nodes) - 1)
@@ -145,6 +148,16 @@ def _memory(graph: fx.Graph) -> tuple[list[int], fx.Node, dict[str, int], int]:
 
 def _born_bytes(node: fx.Node) -> int:
     return 0 if node.meta.get(STATIC) else cost_of(node).memory_bytes
+
+
+def births(place: dict[fx.Node, int]) -> dict[fx.Node, int]:
+    """For every node: the place of the kernel that allocates it; all results of one are there."""
+    return {
+        node: place[node.args[0]]  # type: ignore[index]
+        if is_getitem(node) and not is_fusible(node)
+        else index
+        for node, index in place.items()
+    }
 
 
 def deaths(graph: fx.Graph, place: dict[fx.Node, int]) -> dict[fx.Node, int]:

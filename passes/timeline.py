@@ -18,7 +18,7 @@ from torch import fx
 
 from passes.annotate import cost_of
 from passes.graph import WAIT, group_of, is_collective, output_nodes, root_of
-from passes.simulate import STATIC, Simulation, deaths, kind_of
+from passes.simulate import STATIC, Simulation, births, deaths, kind_of
 
 COMPUTE = "compute"
 NETWORK = "network"
@@ -231,11 +231,11 @@ def _alive(graph: fx.Graph, simulation: Simulation) -> list[Buffer]:
     place = {node: index for index, node in enumerate(graph.nodes)}
     now = place[simulation.peak_node]
     returned = {root_of(node) for node in output_nodes(graph)}
-    death = deaths(graph, place)
+    death, birth = deaths(graph, place), births(place)
     alive = [
         node
         for node, last in death.items()
-        if place[node] <= now <= last and not node.meta.get(STATIC) and cost_of(node).memory_bytes
+        if birth[node] <= now <= last and not node.meta.get(STATIC) and cost_of(node).memory_bytes
     ]
     # The result of a pointwise kernel that is written over one of its inputs takes no more
     # memory: the input is left out.

@@ -1,0 +1,82 @@
+"""Workspace: what a convolution takes beside its result, against what it really takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from osdp_compile import PeakMemory
+from passes.annotate import annotate, cost_of
+from passes.simulate import simulate
+from passes.timeline import timeline_of
+from passes.workspace import workspace_bytes
+from tests.passes.graphs import GraphBuilder, context
+
+aten = torch.ops.aten
+PLACE = ([2, 2], [1, 1], [1, 1], False, [0, 0], 1)
+
+#: Rows, channels in and out, height and width: large weights, large inputs, large results.
+SHAPES = [(16, 256, 512, 4), (16, 64, 128, 32), (4, 8, 256, 64)]
+
+
+def convolution(rows, channels, out, size):
+    b = GraphBuilder()
+    x = b.input("x", [rows, channels, size, size])
+    weight = b.input("w", [out, channels, 3, 3])
+    forward = b.call(aten.convolution.default, x, weight, None, *PLACE)
+    gradient = b.input("g", list(forward.meta["val"].shape))
+    backward = b.call(
+        aten.convolution_backward.default, gradient, x, weight, None, *PLACE, [True, True, False]
+    )
+    return b, forward, backward
+
+
+def run(node):
+    """The most bytes the operator really holds at once, its inputs left out."""
+    made = {n: torch.ones(n.meta["val"].shape) for n in node.all_input_nodes}
+    args = torch.fx.node.map_arg(node.args, lambda source: made[source])
+    node.target(*args)
+    with PeakMemory() as memory:
+        node.target(*args)
+    return memory.peak_bytes
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_convolution_takes_what_is_predicted(shape):
+    torch.set_num_threads(1)
+    _, forward, backward = convolution(*shape)
+    for node in (forward, backward):
+        value = node.meta["val"]
+        results = [
+            v for v in (value if isinstance(value, tuple | list) else [value]) if v is not None
+        ]
+        inputs_bytes = sum(n.meta["val"].nbytes for n in node.all_input_nodes)
+        predicted_bytes = sum(v.nbytes for v in results) + workspace_bytes(node)
+        # Of all that is alive then: the inputs are too.
+        assert run(node) + inputs_bytes == pytest.approx(predicted_bytes + inputs_bytes, rel=0.1)
+
+
+def test_other_operators_take_none():
+    b = GraphBuilder()
+    assert workspace_bytes(b.call(aten.mm.default, b.input("x", [4, 4]), b.input("y", [4, 4]))) == 0
+
+
+def test_the_peak_holds_it_while_the_kernel_runs_and_not_after():
+    b, forward, _ = convolution(*SHAPES[0])
+    b.graph.erase_node(
+        next(n for n in b.graph.nodes if n.target is aten.convolution_backward.default)
+    )
+    b.graph.erase_node(next(n for n in b.graph.nodes if n.name == "g"))
+    after = b.call(aten.mm.default, b.input("p", [4, 4]), b.input("q", [4, 4]))
+    graph = annotate(b.finish(forward, after), context()).graph
+    found = simulate(graph)
+    own_bytes = cost_of(forward).workspace_bytes
+    assert own_bytes > 0 and found.peak_node is forward
+    assert found.peak["workspace"] == own_bytes
+    assert sum(found.peak.values()) == found.peak_bytes
+    place = list(graph.nodes).index(forward)
+    assert found.curve[place + 1] < found.curve[place] - own_bytes // 2
+    buffers = timeline_of(graph, found, phase="forward").peak_buffers
+    assert sum(buffer.size_bytes for buffer in buffers) == found.peak_bytes
+    assert [b.size_bytes for b in buffers if b.kind == "workspace"] == [own_bytes]
