@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from osdp_compile.links import agreed
-from passes.hardware import Hardware
+from passes.hardware import UPDATE_PASSES, Hardware
 
 _MOST_NUMEL = 1 << 21  # 48 MiB with gradient, state and temporaries: beyond the caches
 _LEAST_NUMEL = 1 << 14
@@ -42,7 +42,10 @@ def with_update_seconds(
     held_bytes = 4 * 4 * numel
     return dataclasses.replace(
         hardware,
-        update_seconds_per_byte=max(0.0, large - small) / held_bytes,
+        # What is small enough to be measured here may stay in a cache; in training it does not.
+        update_seconds_per_byte=max(
+            (large - small) / held_bytes, UPDATE_PASSES / hardware.memory_bytes_per_second
+        ),
         update_seconds_per_parameter=small,
     )
 

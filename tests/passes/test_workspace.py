@@ -54,7 +54,7 @@ def test_a_convolution_takes_what_is_predicted(shape):
         inputs_bytes = sum(n.meta["val"].nbytes for n in node.all_input_nodes)
         predicted_bytes = sum(v.nbytes for v in results) + workspace_bytes(node)
         # Of all that is alive then: the inputs are too.
-        assert run(node) + inputs_bytes == pytest.approx(predicted_bytes + inputs_bytes, rel=0.1)
+        assert run(node) + inputs_bytes == pytest.approx(predicted_bytes + inputs_bytes, rel=0.15)
 
 
 def test_other_operators_take_none():
