@@ -1,6 +1,6 @@
 """Calibrate: measure what the planner must know of this machine and its network.
 
-:func:`measure_hardware` is the short form, for the first call: about three seconds in all.
+:func:`measure_hardware` is the short form, for the first call: about two seconds in all.
 :func:`calibrate` is the long form, for ``osdp calibrate``. Every rank measures at the same
 time, because ranks of one machine share its cores and its links; rank 0's figures, and
 for collectives the slowest rank's, are everyone's.
@@ -143,7 +143,7 @@ def _device_rates(
     flops: dict[str, float] = {}
     for dtype in dtypes:
         name = str(dtype).removeprefix("torch.")
-        flops[name] = matmul_rate(dtype, device, budget_seconds, scratch_bytes)
+        flops[name] = _matmul_rate(dtype, device, budget_seconds, scratch_bytes)
     return {
         "flops_per_second": {"default": flops["float32"], **flops},
         "memory_bytes_per_second": _copy_bandwidth(device, budget_seconds, scratch_bytes),
@@ -205,7 +205,7 @@ def _timed(run: Callable[[], object], device: torch.device, budget_seconds: floa
     return median(times)
 
 
-def matmul_rate(
+def _matmul_rate(
     dtype: torch.dtype,
     device: torch.device,
     budget_seconds: float,

@@ -48,23 +48,23 @@ def with_kernel_seconds(
         for node in gm.graph.nodes:
             if stands_alone(node) and kernel_key(node) not in hardware.kernel_seconds:
                 found.setdefault(kernel_key(node), node)
-    wanted = sorted(found.items(), key=lambda item: -cost_of(item[1]).seconds)
+    wanted = [
+        (key, node)
+        for key, node in sorted(found.items(), key=lambda item: -cost_of(item[1]).seconds)
+        if sum(bytes_of(n.meta.get("val")) for n in (node, *node.all_input_nodes)) <= most_bytes
+    ]
     taken: dict[str, list[float]] = {}
     deadline = time.perf_counter() + seconds
-    for number in range(_ROUNDS):
-        for key, node in wanted:
-            moved_bytes = sum(bytes_of(n.meta.get("val")) for n in (node, *node.all_input_nodes))
-            if time.perf_counter() > deadline or moved_bytes > most_bytes:
-                continue
-            if number and key not in taken:  # it cannot be run, or was not reached
-                continue
+    for _ in range(_ROUNDS):
+        for key, node in list(wanted):
+            if time.perf_counter() > deadline:
+                break
             try:
-                spent_seconds = _run(node, device)
+                taken.setdefault(key, []).append(_run(node, device))
             except (RuntimeError, TypeError, ValueError) as error:
                 log.debug("%s does not run on made-up inputs, priced by formula: %s", key, error)
-                continue
-            taken.setdefault(key, []).append(spent_seconds)
-    measured = {key: median(times) for key, times in taken.items()}
+                wanted.remove((key, node))
+    measured = {key: median(times) for key, times in taken.items() if times}
     return dataclasses.replace(hardware, kernel_seconds={**hardware.kernel_seconds, **measured})
 
 
