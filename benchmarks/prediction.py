@@ -4,16 +4,16 @@
     sudo python -m benchmarks.prediction --only GPT        # one model's
 
 Models of four kinds, plans of four kinds, networks of three rates, 2 and 4 hosts (network
-namespaces on this machine, one thread a rank). Each configuration trains in fresh
-processes, first for time and then for memory (the profiler that counts bytes slows steps
-down); what is predicted is what the backend says at the first call of the same process,
-from a network that it measured itself. Saves a table as JSON and a scatter plot.
+namespaces on this machine, one thread a rank). The plans of one model on the same hosts train
+in turns, a few steps each, in the same processes: the machine is not always equally fast. Each
+then trains in fresh processes for memory (the profiler that counts bytes slows steps down).
+What is predicted is what the backend says at the first call, from machine and network that it
+measured itself, once for all plans of a model. Saves a table as JSON and a scatter plot.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import logging
@@ -21,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,9 @@ from osdp_compile import Decision, Plan
 from passes.decisions import shardable
 from passes.units import format_bytes, format_seconds
 
-WARMUP_STEPS, TIMED_STEPS, MEMORY_STEPS = 3, 9, 2
+WARMUP_STEPS, MEMORY_STEPS = 3, 2
+#: Turns of the plans of one model, and steps in each; the first of a turn is not counted.
+TURNS, STEPS = 4, 4
 #: How well the median step of one configuration repeats here from run to run.
 REPEATABLE = 0.03
 UNLIMITED = "10gbit"  # more than one core can send
@@ -109,8 +112,16 @@ def plan_for(model: nn.Module, kind: str, world_size: int) -> Plan:
     return plan.replace(parameters=tuple(rows))
 
 
-def train(configuration: Configuration, steps: int) -> tuple[list[float], osdp_compile.Prediction]:
-    """Seconds of each step on this rank, and what was predicted."""
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A configuration in training on this rank. ``step``: takes one and says its seconds."""
+
+    step: Callable[[], float]
+    prediction: osdp_compile.Prediction
+
+
+def begin(configuration: Configuration, steps: int) -> Run:
+    """Compile and train for so many steps."""
     task = TASKS[configuration.task]
     torch.manual_seed(0)
     model = task.model()
@@ -118,34 +129,46 @@ def train(configuration: Configuration, steps: int) -> tuple[list[float], osdp_c
     plan = plan_for(model, configuration.plan, dist.get_world_size())
     compiled = torch.compile(model, backend="osdp", options={"plan": plan})
     generator = torch.Generator().manual_seed(dist.get_rank())
-    seconds = []
-    for _ in range(steps):
+
+    def step() -> float:
         batch = task.batch(generator)
         begin = time.perf_counter()
         compiled(*batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-        seconds.append(time.perf_counter() - begin)
+        return time.perf_counter() - begin
+
+    for _ in range(steps):
+        step()
     in_force = osdp_compile.plan_of(model)
     assert in_force is not None and in_force.prediction is not None
-    return seconds, in_force.prediction
+    return Run(step, in_force.prediction)
 
 
-def measure(configuration: Configuration, phase: str) -> dict[str, Any]:
-    """One phase on this rank and all others; the figures of the slowest and the largest."""
-    memory = osdp_compile.PeakMemory() if phase == "memory" else None
-    steps = MEMORY_STEPS if memory else WARMUP_STEPS + TIMED_STEPS
-    with memory or contextlib.nullcontext():
-        seconds, prediction = train(configuration, steps)
-    if memory is not None:
-        peak_bytes = int(over_ranks(memory.peak_bytes, dist.ReduceOp.MAX))
-        return {"measured_bytes": peak_bytes, "predicted_bytes": prediction.peak_bytes}
-    median = statistics.median(seconds[WARMUP_STEPS:])
-    return {
-        "measured_seconds": over_ranks(median, dist.ReduceOp.MAX),
-        "predicted_seconds": prediction.step_seconds,
-        "compute_seconds": prediction.compute_seconds,
-    }
+def measure_seconds(configurations: list[Configuration]) -> list[dict[str, float]]:
+    """Step times of plans that take turns: on this rank and all others, the slowest's."""
+    runs = []
+    for configuration in configurations:
+        runs.append(begin(configuration, WARMUP_STEPS))
+    seconds: list[list[float]] = [[] for _ in runs]
+    for _ in range(TURNS):
+        for run, mine in zip(runs, seconds, strict=True):
+            mine += [run.step() for _ in range(STEPS)][1:]
+    return [
+        {
+            "measured_seconds": over_ranks(statistics.median(mine), dist.ReduceOp.MAX),
+            "predicted_seconds": run.prediction.step_seconds,
+        }
+        for run, mine in zip(runs, seconds, strict=True)
+    ]
+
+
+def measure_bytes(configuration: Configuration) -> dict[str, int]:
+    """Peak memory on this rank and all others, the largest."""
+    with osdp_compile.PeakMemory() as memory:
+        run = begin(configuration, MEMORY_STEPS)
+    peak_bytes = int(over_ranks(memory.peak_bytes, dist.ReduceOp.MAX))
+    return {"measured_bytes": peak_bytes, "predicted_bytes": run.prediction.peak_bytes}
 
 
 def run(configurations: list[Configuration], console: Console) -> list[Outcome]:
@@ -153,27 +176,29 @@ def run(configurations: list[Configuration], console: Console) -> list[Outcome]:
     outcomes: dict[Configuration, Outcome] = {}
     places = dict.fromkeys((c.hosts, c.rate) for c in configurations)
     with tempfile.TemporaryDirectory(prefix="osdp-bench") as name:
-        folder = Path(name)
         for count, rate in places:
             with Hosts(count, rate) as hosts:
-                for configuration in configurations:
-                    if (configuration.hosts, configuration.rate) != (count, rate):
-                        continue
-                    found = {}
-                    for phase in ("time", "memory"):
-                        found.update(_on(hosts, configuration, phase, folder))
-                    found.pop("compute_seconds")
-                    outcomes[configuration] = Outcome(configuration, **found)
-                    console.print(f"[dim]{configuration}: {_said(outcomes[configuration])}[/dim]")
+                here = [c for c in configurations if (c.hosts, c.rate) == (count, rate)]
+                for task in dict.fromkeys(c.task for c in here):
+                    folder = Path(name) / f"{task} {count} {rate}".replace(" ", "-")
+                    plans = [c for c in here if c.task == task]
+                    times = _on(hosts, plans, folder)
+                    for one, found in zip(plans, times, strict=True):
+                        (peak,) = _on(hosts, [one], folder, "--memory")
+                        outcomes[one] = Outcome(one, **found, **peak)
+                        console.print(f"[dim]{one}: {_said(outcomes[one])}[/dim]")
     return [outcomes[configuration] for configuration in configurations]
 
 
-def _on(hosts: Hosts, configuration: Configuration, phase: str, folder: Path) -> dict[str, Any]:
+def _on(hosts: Hosts, plans: list[Configuration], folder: Path, *options: str) -> list[Any]:
     out = folder / "result.json"
-    arguments = ["--rank-of", json.dumps(dataclasses.asdict(configuration)), "--phase", phase]
+    folder.mkdir(exist_ok=True)
+    arguments = ["--rank-of", json.dumps([dataclasses.asdict(plan) for plan in plans]), *options]
     command = [sys.executable, "-m", "benchmarks.prediction", *arguments, "--out", str(out)]
-    hosts.run(command, environment(folder / "cache"))
-    result: dict[str, Any] = json.loads(out.read_text())
+    # The profile is kept from one run to the next, as it is for a user.
+    kept = {**environment(folder / "cache"), "OSDP_CACHE_DIR": str(folder / "profiles")}
+    hosts.run(command, kept)
+    result: list[Any] = json.loads(out.read_text())
     return result
 
 
@@ -289,10 +314,10 @@ def main() -> None:
     parser.add_argument("--only", choices=list(TASKS), help="this model only")
     parser.add_argument("--out", type=Path, default=Path("prediction.json"))
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
-    parser.add_argument("--phase", choices=["time", "memory"], help=argparse.SUPPRESS)
+    parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank_of:
-        _rank(Configuration(**json.loads(given.rank_of)), given.phase, given.out)
+        _rank([Configuration(**one) for one in json.loads(given.rank_of)], given.memory, given.out)
         return
     console = Console()
     if not console.is_terminal:
@@ -312,13 +337,17 @@ def main() -> None:
     console.print(f"[dim]saved {given.out} and {given.out.with_suffix('.png')}[/dim]")
 
 
-def _rank(configuration: Configuration, phase: str, out: Path) -> None:
+def _rank(configurations: list[Configuration], memory: bool, out: Path) -> None:
     torch.set_num_threads(1)
     logging.getLogger("osdp_compile").setLevel(logging.WARNING)
     dist.init_process_group("gloo")
-    result = measure(configuration, phase)
+    found: list[Any]
+    if memory:
+        found = [measure_bytes(configuration) for configuration in configurations]
+    else:
+        found = list(measure_seconds(configurations))
     if dist.get_rank() == 0:
-        out.write_text(json.dumps(result))
+        out.write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 

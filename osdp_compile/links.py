@@ -34,6 +34,10 @@ _IN_FLIGHT = 4
 _BUFFERS = 4
 #: What collectives should last, or up to twice that, when computing is timed beside them.
 _BESIDE_SECONDS = 0.02
+#: A large message of a training step, and how often its end beside computing is timed.
+_WAKE_BYTES, _WAKE_REPEATS = 1 << 22, 11
+#: A wait for what is there already takes no longer.
+_THERE_SECONDS = 2e-4
 #: A core moves 200 MB/s over TCP at the very least; what is found above that is noise.
 _MOST_BUSY_SECONDS_PER_BYTE = 5e-9
 
@@ -84,7 +88,7 @@ def quick_link(
 def with_busy(
     links: dict[str, Link], group: dist.ProcessGroup, device: torch.device, budget_seconds: float
 ) -> dict[str, Link]:
-    """The links with what a byte takes of the computing beside it, measured on one for all.
+    """The links with what computing and they do to each other, measured on one for all.
 
     It is a byte's way through the operating system's network stack (on a GPU, through the
     communication library's own kernels), and the kinds differ by less than the noise.
@@ -101,9 +105,11 @@ def with_busy(
         device,
         budget_seconds,
     )
+    wake = _wake_seconds(kind, links[kind].fit, group, device)
     return {
         name: dataclasses.replace(
-            link, rate=dataclasses.replace(link.rate, busy_seconds_per_byte=busy)
+            link,
+            rate=dataclasses.replace(link.rate, busy_seconds_per_byte=busy, wake_seconds=wake),
         )
         for name, link in links.items()
     }
@@ -137,8 +143,9 @@ def swept_link(
     busy = _busy_seconds_per_byte(
         kind, last_bytes, samples[-1].seconds, fit, group, device, 0.3 * budget_seconds
     )
+    wake = _wake_seconds(kind, fit, group, device)
     rate = LinkRate(
-        fit.latency_seconds, fit.seconds_per_byte, busy, carried_out(kind, group, device)
+        fit.latency_seconds, fit.seconds_per_byte, busy, wake, carried_out(kind, group, device)
     )
     return Link(rate, fit, tuple(samples))
 
@@ -305,6 +312,39 @@ def _busy_seconds_per_byte(
     longer = sorted(beside)[pairs // 4] - sorted(alone)[pairs // 4] - start_seconds
     each = max(0.0, agreed(longer, group, device)) / sent_bytes
     return min(each, _MOST_BUSY_SECONDS_PER_BYTE)
+
+
+def _wake_seconds(kind: str, fit: Fit, group: dist.ProcessGroup, device: torch.device) -> float:
+    """How much later a collective ends beside computing than alone; median, slowest rank.
+
+    Matrix products as long as it would take alone, then what is left to wait.
+    """
+    size_bytes = _WAKE_BYTES
+    world = dist.get_world_size(group)
+
+    def alone(size_bytes: int) -> float:
+        sent_bytes = wire_bytes(kind, size_bytes, world)
+        return fit.latency_seconds + sent_bytes * fit.seconds_per_byte
+
+    while alone(size_bytes) > _BESIDE_SECONDS and size_bytes > _FIRST_BYTES:
+        size_bytes //= 4
+    start, _ = _collective(kind, group, size_bytes, device)
+    product = _product(device)
+    one = agreed(median([product(1) for _ in range(5)]), group, device)
+    late: list[float] = []
+    for _ in range(_WAKE_REPEATS):
+        agreed(0.0, group, device)  # all start together
+        begin = time.perf_counter()
+        works = start()
+        product(max(1, int(alone(size_bytes) / one)))
+        computed = time.perf_counter()
+        for work in works:
+            work.wait()
+        synchronize(device)
+        ended = time.perf_counter()
+        there = ended - computed < _THERE_SECONDS
+        late.append(0.0 if there else max(0.0, ended - begin - alone(size_bytes)))
+    return agreed(median(late), group, device)
 
 
 def _start_seconds(kind: str, group: dist.ProcessGroup, device: torch.device) -> float:

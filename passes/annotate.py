@@ -1,8 +1,8 @@
 """Annotate: what every node costs.
 
 Needs: ``meta["val"]`` on every node.
-Leaves: ``meta["cost"]`` (:class:`Cost`) and ``meta["phase"]`` (forward or backward) on every
-node; the graph is unchanged.
+Leaves: ``meta["cost"]`` (:class:`Cost`), ``meta["phase"]`` (forward or backward) and
+``meta["region"]`` (of fused nodes, else None) on every node; the graph is unchanged.
 
 Formulas: FLOPs are in ``passes/flops.py``. A kernel takes the time that the profile has
 measured for it (``kernel_seconds``), or else the larger of FLOPs over the device's rate and
@@ -47,6 +47,7 @@ class Cost:
     ``workspace_bytes``: what it takes besides, only while it runs (``passes/workspace.py``).
     ``seconds``: on the compute stream, or on the network for a collective.
     ``busy_seconds``: of the compute stream, that a collective takes from what runs beside it.
+    ``wake_seconds``: that a collective ends later if nothing was in flight as it was started.
     ``serves``: the parameters it is there for (``passes/serves.py``).
     """
 
@@ -56,6 +57,7 @@ class Cost:
     memory_bytes: int = 0
     seconds: float = 0.0
     busy_seconds: float = 0.0
+    wake_seconds: float = 0.0
     serves: tuple[str, ...] = ()
     workspace_bytes: int = 0
 
@@ -66,6 +68,11 @@ def cost_of(node: fx.Node) -> Cost:
 
 
 _NOTHING = Cost()
+
+
+def region_of(node: fx.Node) -> int | None:
+    """The fused region of an annotated node (``passes/fusion.py``); None if it has none."""
+    return node.meta.get("region")
 
 
 def collective_full_bytes(node: fx.Node) -> int:
@@ -122,6 +129,7 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         if node.op == "output":
             continue
         node.meta["phase"] = ctx.phase.value
+        node.meta["region"] = region.get(node)
         value = node.meta.get("val")
         names = served.get(node, ())
         own_bytes = 0 if isinstance(value, list | tuple) else bytes_of(value)
@@ -132,6 +140,7 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
                 memory_bytes=0 if node.target is ALL_REDUCE else memory_bytes,
                 seconds=ctx.hardware.collective_seconds(*what),
                 busy_seconds=ctx.hardware.busy_seconds(*what),
+                wake_seconds=ctx.hardware.wake_seconds(COLLECTIVES[node.target], ctx.world_size),
                 serves=names,
             )
             continue

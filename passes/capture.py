@@ -17,7 +17,7 @@ from passes.context import Context, Phase
 from passes.decisions import Decision, Plan
 from passes.graph import copy_module, fake_mode_of, output_node
 from passes.markers import REDUCE_GRAD, UNSHARD
-from passes.simulate import STATIC
+from passes.memory import STATIC
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,15 +28,8 @@ from passes.graph import (
 )
 
 _aten = torch.ops.aten
-# Pointwise and reductions by tag are fusible; these lack the tag, and Inductor fuses them too.
-_ALSO_FUSIBLE = {
-    _aten.cat.default,
-    _aten.full.default,
-    _aten.full_like.default,
-    _aten.zeros_like.default,
-    _aten.ones_like.default,
-    _aten.empty_like.default,
-    _aten.scalar_tensor.default,
+#: Reductions that lack the tag.
+REDUCTIONS = {
     _aten.sum.dim_IntList,
     _aten.sum.default,
     _aten.mean.dim,
@@ -50,6 +43,16 @@ _ALSO_FUSIBLE = {
     _aten.any.dim,
     _aten.all.default,
     _aten.argmax.default,
+}
+# Pointwise and reductions by tag are fusible; these lack the tag, and Inductor fuses them too.
+_ALSO_FUSIBLE = REDUCTIONS | {
+    _aten.cat.default,
+    _aten.full.default,
+    _aten.full_like.default,
+    _aten.zeros_like.default,
+    _aten.ones_like.default,
+    _aten.empty_like.default,
+    _aten.scalar_tensor.default,
     _aten.argmin.default,
     _aten.embedding.default,
     _aten.gather.default,

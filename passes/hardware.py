@@ -21,12 +21,15 @@ class LinkRate:
     all-gather, a reduce-scatter or an all-to-all, twice that for an all-reduce.
     ``busy_seconds_per_byte``: for each wire byte, how much longer the computing beside it
     takes: a CPU's core copies and checksums what gloo sends, NCCL occupies some of a GPU.
+    ``wake_seconds``: how much later one ends that is started beside computing, while the network
+    is idle (``passes/network.py``).
     ``carried_out``: how, for people: ``ring``, ``messages``, ``all_reduce inside``; "" unknown.
     """
 
     latency_seconds: float
     seconds_per_byte: float
     busy_seconds_per_byte: float = 0.0
+    wake_seconds: float = 0.0
     carried_out: str = ""
 
     @classmethod
@@ -104,6 +107,10 @@ class Hardware:
             return 0.0
         rate = self.collectives[kind]
         return wire_bytes(kind, full_bytes, world_size) * rate.busy_seconds_per_byte
+
+    def wake_seconds(self, kind: str, world_size: int) -> float:
+        """Seconds that a collective ends later beside computing."""
+        return 0.0 if world_size == 1 else self.collectives[kind].wake_seconds
 
     def update_seconds(self, held_bytes: int, parameters: int) -> float:
         """Seconds of an optimizer's step on so many bytes of parameter, gradient and state."""

@@ -91,8 +91,8 @@ def predict(captured: Captured, plan: Plan, ctx: Context, passes: Sequence[Pass]
     if ctx.base_bytes:
         base["inputs"] = ctx.base_bytes
     peaks = [
-        _sum(base, forward.peak),
-        _sum(base, backward.peak, {"returned": returned}),
+        _sum(base, forward.memory.peak),
+        _sum(base, backward.memory.peak, {"returned": returned}),
         {
             **base,
             "gradients": state["gradients"],

@@ -129,10 +129,10 @@ def _cpu() -> Hardware:
     flops = MATMUL_EFFICIENCY * 2 * 2 * 8 * 3e9
     seconds_per_byte = 1 / (LINK_EFFICIENCY * 10e9 / 8)
     # A core copies and checksums about 4 GB of TCP a second.
-    messages = LinkRate(2e-4, seconds_per_byte, 2.5e-10, "messages")
-    ring = LinkRate(3e-4, seconds_per_byte, 2.5e-10, "ring")
+    messages = LinkRate(2e-4, seconds_per_byte, 2.5e-10, carried_out="messages")
+    ring = LinkRate(3e-4, seconds_per_byte, 2.5e-10, carried_out="ring")
     # Twice the bytes of a reduce-scatter: gloo reduces everything to all and drops the rest.
-    inside = LinkRate(4e-4, 2 * seconds_per_byte, 5e-10, "all_reduce inside")
+    inside = LinkRate(4e-4, 2 * seconds_per_byte, 5e-10, carried_out="all_reduce inside")
     return Hardware(
         name="cpu-gloo",
         flops_per_second={"default": flops, "float32": flops},

@@ -78,7 +78,7 @@ def _sequence(original: list[fx.Node], jobs: list[Job], ctx: Context) -> list[Jo
         return [by_purpose[purpose] for purpose in planned]
     # As much computing as communication, evenly spread over what is no fused kernel.
     kernels = {n for n in original if n.op == "call_function" and not is_fusible(n)}
-    each = sum(job.seconds for job in jobs) / max(1, len(kernels))
+    each = sum(cost_of(job.start).seconds for job in jobs) / max(1, len(kernels))
     total = sum(job.bytes for job in jobs)
     bound = ctx.plan.in_flight_bytes
     order = Scheduler(
@@ -111,7 +111,6 @@ def _jobs(graph: fx.Graph) -> list[Job]:
                 wait,
                 after,
                 gathers,
-                cost_of(start).seconds,
                 collective_full_bytes(start),
                 first_use,
             )

@@ -10,11 +10,15 @@ from collections.abc import Callable, Iterable
 
 from torch import fx
 
+from passes.annotate import cost_of
 from passes.check import InvalidGraph
 from passes.decisions import Collective
+from passes.network import Network
 
 #: A gather is urgent once the time left before its use is below this many times its own.
 _URGENT = 1.5
+#: All collectives of a graph are on one group.
+_QUEUE = ""
 
 
 @dataclasses.dataclass(eq=False)
@@ -26,7 +30,6 @@ class Job:
     wait: fx.Node
     after: list[fx.Node]
     gathers: bool
-    seconds: float
     bytes: int
     first_use: fx.Node
 
@@ -80,10 +83,9 @@ class Scheduler:
 
         self.result = [n for n in original if n.op == "placeholder"]
         self.placed: set[fx.Node] = set()
-        self.now = 0.0
+        self.network = Network()
+        self.started: set[Job] = set()
         self.stalled = 0.0  # in all, so far
-        self.network_free = 0.0  # when the network has done everything started so far
-        self.ends: dict[Job, float] = {}
         self.ahead: dict[Job, None] = {}  # gathers started and not waited for
         self.flying: list[Job] = []  # reductions started and not waited for
         self.pending = list(self.ready_at.get(None, ()))  # reductions that may start
@@ -101,12 +103,12 @@ class Scheduler:
             for job in self.used_at.get(node, ()):
                 self.start_now(job)
                 self.wait_for(job)
-            until = self.now + self.seconds(node)
-            while self.network_free <= until:  # keep the network busy while this node runs
-                if not (self.start_best(until) if self.sequence is None else self.start_next()):
+            # Keep the network busy while this node runs.
+            while self.network.free_seconds(_QUEUE) <= self.network.now + self.seconds(node):
+                if not (self.start_best() if self.sequence is None else self.start_next()):
                     break
             self.result.append(node)
-            self.now = until
+            self.network.compute(self.seconds(node))
             self.after(node)
         for job in self.sequence or [*self.gathers, *self.pending]:
             self.start_now(job)
@@ -127,7 +129,7 @@ class Scheduler:
             job, self.head = self.head, next(self.in_line, None)
             self.begin(job)
             self.wait_for(job)
-        while self.flying and self.ends[self.flying[0]] <= self.now:
+        while self.flying and self.flying[0].start in self.network.ends:
             self.wait_for(self.flying[0])
         # Gradients that wait in line take memory too: above the cap, stall for the oldest.
         while self.flying and _bytes(self.flying) + _bytes(self.pending) > self.cap_bytes:
@@ -138,8 +140,10 @@ class Scheduler:
         self.result.extend(node for node in job.before if node not in self.placed)
         self.placed.update(job.before)
         self.result.append(job.start)
-        self.network_free = max(self.network_free, self.now) + job.seconds
-        self.ends[job] = self.network_free
+        self.started.add(job)
+        cost = cost_of(job.start)
+        self.network.start(job.start, _QUEUE, cost.seconds, cost.wake_seconds)
+        self.network.compute(cost.busy_seconds)
         if job.gathers:
             self.next_gather += 1
             self.ahead[job] = None
@@ -151,9 +155,7 @@ class Scheduler:
         """Wait for a collective, unless that was done already."""
         if job not in self.ahead and job not in self.flying:
             return
-        stall = max(0.0, self.ends[job] - self.now)
-        self.now += stall
-        self.stalled += stall
+        self.stalled += self.network.wait(job.start)
         self.result.append(job.wait)
         self.result.extend(job.after)
         if job.gathers:
@@ -166,13 +168,14 @@ class Scheduler:
         beside = self.ahead if job.gathers else self.flying
         return not beside or _bytes(beside) + job.bytes <= self.cap_bytes
 
-    def start_best(self, until: float) -> bool:
+    def start_best(self) -> bool:
         """Start what is best now: an urgent gather, a gradient, a gather further ahead."""
         gather = self.gathers[self.next_gather] if self.next_gather < len(self.gathers) else None
         room = gather is not None and self.has_room(gather)
         if gather is not None and room:
             used = self.stall_free.get(gather.first_use, self.finish_seconds) + self.stalled
-            if used - max(self.network_free, self.now) <= _URGENT * gather.seconds:
+            free = self.network.free_seconds(_QUEUE)
+            if used - free <= _URGENT * cost_of(gather.start).seconds:
                 self.begin(gather)
                 return True
         if self.pending and self.has_room(self.pending[0]):
@@ -196,7 +199,7 @@ class Scheduler:
 
     def start_now(self, job: Job) -> None:
         """Start a collective that must start now, and all that are before it in line."""
-        while job not in self.ends:
+        while job not in self.started:
             if self.sequence is None:
                 first = self.gathers[self.next_gather] if job.gathers else self.pending[0]
             else:

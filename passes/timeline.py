@@ -17,8 +17,9 @@ from collections.abc import Iterable, Mapping
 from torch import fx
 
 from passes.annotate import cost_of
-from passes.graph import WAIT, group_of, is_collective, output_nodes, root_of
-from passes.simulate import STATIC, Simulation, births, deaths, kind_of
+from passes.graph import WAIT, group_of, is_collective
+from passes.memory import kind_of, returned_roots
+from passes.simulate import Simulation
 
 COMPUTE = "compute"
 NETWORK = "network"
@@ -165,11 +166,12 @@ def timeline_of(
     last: fx.Node | None = None  # the collective that ends last
     streams: dict[str, str] = {}  # by process group
     peak_seconds = 0.0
-    for node, alive_bytes in zip(graph.nodes, simulation.curve, strict=True):
-        if node is simulation.peak_node:
+    peak_node = simulation.memory.peak_node
+    for node, alive_bytes in zip(graph.nodes, simulation.memory.curve, strict=True):
+        if node is peak_node:
             peak_seconds = now
         # The simulator meets one input after the other; all are there from the start.
-        arriving = node.op == node.next.op == "placeholder" and node is not simulation.peak_node
+        arriving = node.op == node.next.op == "placeholder" and node is not peak_node
         if not arriving and (not memory or memory[-1][1] != base_bytes + alive_bytes):
             memory.append((now, base_bytes + alive_bytes))
         start, end = simulation.start[node], simulation.end[node]
@@ -204,7 +206,7 @@ def timeline_of(
     if last is not None and simulation.step_seconds > now:
         stalls.append(Stall(last.name, label_of(last), now, simulation.step_seconds))
         exposed[last.name] = exposed.get(last.name, 0.0) + simulation.step_seconds - now
-    ends = (simulation.step_seconds, base_bytes + simulation.kept_bytes)
+    ends = (simulation.step_seconds, base_bytes + simulation.memory.kept_bytes)
     if memory[-1] != ends:
         memory.append(ends)
     return Timeline(
@@ -221,44 +223,24 @@ def timeline_of(
         base=held,
         peak_bytes=base_bytes + simulation.peak_bytes,
         peak_seconds=peak_seconds,
-        peak_at=simulation.peak_node.name,
+        peak_at=peak_node.name,
         peak_buffers=largest_first([*part_buffers(held), *_alive(graph, simulation)]),
     )
 
 
 def _alive(graph: fx.Graph, simulation: Simulation) -> list[Buffer]:
     """The graph's own buffers at the peak; they add up to the simulation's peak."""
-    place = {node: index for index, node in enumerate(graph.nodes)}
-    now = place[simulation.peak_node]
-    returned = {root_of(node) for node in output_nodes(graph)}
-    death, birth = deaths(graph, place), births(place)
-    alive = [
-        node
-        for node, last in death.items()
-        if birth[node] <= now <= last and not node.meta.get(STATIC) and cost_of(node).memory_bytes
-    ]
-    # The result of a pointwise kernel that is written over one of its inputs takes no more
-    # memory: the input is left out.
-    own_bytes = cost_of(simulation.peak_node).workspace_bytes
-    alive_bytes = sum(cost_of(node).memory_bytes for node in alive)
-    surplus_bytes = alive_bytes + own_bytes - simulation.peak_bytes
-    if surplus_bytes:
-        over = next(
-            node
-            for node in alive
-            if death[node] == now
-            and node is not simulation.peak_node
-            and cost_of(node).memory_bytes == surplus_bytes
-        )
-        alive.remove(over)
+    memory = simulation.memory
+    returned = returned_roots(graph)
     buffers = [
         Buffer(
             node.name, label_of(node), kind_of(node, node in returned), cost_of(node).memory_bytes
         )
-        for node in alive
+        for node in memory.alive
     ]
+    own_bytes = cost_of(memory.peak_node).workspace_bytes
     if own_bytes:
-        runs = simulation.peak_node
+        runs = memory.peak_node
         label = f"workspace of {label_of(runs)}"
         buffers.append(Buffer(f"{runs.name} workspace", label, "workspace", own_bytes))
     return buffers

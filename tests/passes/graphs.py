@@ -14,7 +14,7 @@ from passes.context import Context, Parameter
 from passes.decisions import Decision, ParameterPlan, Plan
 from passes.graph import set_value
 from passes.hardware import Hardware, LinkRate
-from passes.simulate import STATIC
+from passes.memory import STATIC
 
 #: A process group that exists nowhere: no pass may look it up.
 GROUP = "no-such-group"
@@ -154,7 +154,9 @@ def local_rows(rows: int, world_size: int, rank: int) -> tuple[int, int]:
     return min(rank * each, rows), min((rank + 1) * each, rows)
 
 
-def price(node: fx.Node, seconds: float = 0.0, memory_bytes: int = 0) -> fx.Node:
+def price(
+    node: fx.Node, seconds: float = 0.0, memory_bytes: int = 0, wake_seconds: float = 0.0
+) -> fx.Node:
     """Give a node a cost by hand, as ``annotate`` would."""
-    node.meta["cost"] = Cost(memory_bytes=memory_bytes, seconds=seconds)
+    node.meta["cost"] = Cost(memory_bytes=memory_bytes, seconds=seconds, wake_seconds=wake_seconds)
     return node

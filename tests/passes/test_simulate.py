@@ -153,14 +153,14 @@ def test_a_tensor_lives_from_the_kernel_that_writes_it_to_the_last_that_reads_it
     second = b.kernel(first, memory_bytes=20)
     found = b.simulated(second)
     # x alone; x and first; first and second; second, which is returned.
-    assert found.curve == [100, 110, 30, 20]
-    assert (found.peak_bytes, found.peak_node, found.kept_bytes) == (110, first, 20)
+    assert found.memory.curve == [100, 110, 30, 20]
+    assert (found.peak_bytes, found.memory.peak_node, found.memory.kept_bytes) == (110, first, 20)
 
 
 def test_parameters_are_not_counted():
     b = Priced()
     parameter = price(b.parameter("w", [2, 2]), 0.0, 1000)
-    assert b.simulated(b.kernel(parameter, memory_bytes=10)).curve == [0, 10, 10]
+    assert b.simulated(b.kernel(parameter, memory_bytes=10)).memory.curve == [0, 10, 10]
 
 
 def test_a_view_is_its_base_seen_again_and_keeps_it_alive():
@@ -169,13 +169,13 @@ def test_a_view_is_its_base_seen_again_and_keeps_it_alive():
     view = b.view(base)
     other = b.kernel(b.tensor("y"), memory_bytes=10)
     last = b.kernel(view, other, memory_bytes=1)
-    assert b.simulated(last).curve == [0, 100, 100, 100, 110, 111, 1]
+    assert b.simulated(last).memory.curve == [0, 100, 100, 100, 110, 111, 1]
 
 
 def test_a_returned_view_keeps_all_of_its_base():
     b = Priced()
     base = b.kernel(b.tensor("x"), memory_bytes=100)
-    assert b.simulated(b.view(base)).kept_bytes == 100
+    assert b.simulated(b.view(base)).memory.kept_bytes == 100
 
 
 def test_a_collectives_input_and_output_live_until_its_wait():
@@ -186,7 +186,7 @@ def test_a_collectives_input_and_output_live_until_its_wait():
     wait = b.wait(start)
     last = b.kernel(wait, beside, memory_bytes=1)
     # The input's last reader is the collective: without the rule it would die there.
-    assert b.simulated(last).curve == [0, 10, 50, 50, 150, 150, 141, 1]
+    assert b.simulated(last).memory.curve == [0, 10, 50, 50, 150, 150, 141, 1]
 
 
 def test_an_all_reduce_works_in_the_memory_of_its_input():
@@ -195,15 +195,15 @@ def test_an_all_reduce_works_in_the_memory_of_its_input():
     reduced = b.wait(b.reduce(source))
     other = b.kernel(b.tensor("y"), memory_bytes=5)
     found = b.simulated(reduced, other)
-    assert found.curve == [0, 10, 10, 10, 10, 15, 15]
-    assert found.kept_bytes == 15
+    assert found.memory.curve == [0, 10, 10, 10, 10, 15, 15]
+    assert found.memory.kept_bytes == 15
 
 
 def test_a_pointwise_result_is_written_over_an_input_that_dies():
     b = Priced()
     source = b.kernel(b.tensor("x"), memory_bytes=10)
     result = b.pointwise(source, memory_bytes=10)
-    assert b.simulated(b.kernel(result, memory_bytes=1)).curve == [0, 10, 10, 11, 1]
+    assert b.simulated(b.kernel(result, memory_bytes=1)).memory.curve == [0, 10, 10, 11, 1]
 
 
 @pytest.mark.parametrize("why", ["it is read later", "it has another size", "it is an input"])
@@ -223,7 +223,7 @@ def test_what_a_fused_kernel_reads_lives_until_that_kernel_runs():
     inside = b.pointwise(source)  # takes no memory: it only lives inside the kernel of the next
     other = b.kernel(b.tensor("y"), memory_bytes=100)
     result = price(b.call(aten.add.Tensor, inside, other), 0.0, 7)
-    assert b.simulated(result).curve == [0, 10, 10, 10, 110, 117, 7]
+    assert b.simulated(result).memory.curve == [0, 10, 10, 10, 110, 117, 7]
 
 
 def test_the_peak_is_told_by_kind():
@@ -240,14 +240,14 @@ def test_the_peak_is_told_by_kind():
     last = b.kernel(last, kept)
     last = b.kernel(last, gathered)
     found = b.simulated(gradient, b.wait(sent), last)
-    assert found.peak == {
+    assert found.memory.peak == {
         "inputs": 1,
         "activations": 2 + 128,
         "gathered": 4 + 8,
         "gradients": 32,
         "communication": 64,
     }
-    assert sum(found.peak.values()) == found.peak_bytes
+    assert sum(found.memory.peak.values()) == found.peak_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,7 +356,7 @@ def test_time_and_memory_are_those_of_a_brute_force_reference(ops: list[Op], dat
     returned = data.draw(st.lists(st.sampled_from(readable), min_size=1, max_size=2))
     found = simulate(build(ops, returned))
     assert found.step_seconds == longest_path_seconds(ops)
-    assert found.curve == alive_bytes(ops, returned)
-    assert found.peak_bytes == max(found.curve)
-    assert sum(found.peak.values()) == found.peak_bytes
-    assert found.kept_bytes == found.curve[-1]
+    assert found.memory.curve == alive_bytes(ops, returned)
+    assert found.peak_bytes == max(found.memory.curve)
+    assert sum(found.memory.peak.values()) == found.peak_bytes
+    assert found.memory.kept_bytes == found.memory.curve[-1]

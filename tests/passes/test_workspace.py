@@ -72,11 +72,11 @@ def test_the_peak_holds_it_while_the_kernel_runs_and_not_after():
     graph = annotate(b.finish(forward, after), context()).graph
     found = simulate(graph)
     own_bytes = cost_of(forward).workspace_bytes
-    assert own_bytes > 0 and found.peak_node is forward
-    assert found.peak["workspace"] == own_bytes
-    assert sum(found.peak.values()) == found.peak_bytes
+    assert own_bytes > 0 and found.memory.peak_node is forward
+    assert found.memory.peak["workspace"] == own_bytes
+    assert sum(found.memory.peak.values()) == found.peak_bytes
     place = list(graph.nodes).index(forward)
-    assert found.curve[place + 1] < found.curve[place] - own_bytes // 2
+    assert found.memory.curve[place + 1] < found.memory.curve[place] - own_bytes // 2
     buffers = timeline_of(graph, found, phase="forward").peak_buffers
     assert sum(buffer.size_bytes for buffer in buffers) == found.peak_bytes
     assert [b.size_bytes for b in buffers if b.kind == "workspace"] == [own_bytes]

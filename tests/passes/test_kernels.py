@@ -1,0 +1,94 @@
+"""Kernels: results that Inductor writes together, and where."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from passes.graph import positions
+from passes.kernels import kernel_places
+from tests.passes.graphs import price
+from tests.passes.test_simulate import Priced
+
+aten = torch.ops.aten
+
+
+def fused(b: Priced, target: object, *args: object, memory_bytes: int = 0) -> fx.Node:
+    """A node of the one fused region of these graphs."""
+    node = price(b.call(target, *args), 0.0, memory_bytes)
+    node.meta["region"] = 0
+    return node
+
+
+def places(b: Priced, *outputs: fx.Node) -> dict[fx.Node, int]:
+    """Where each kernel runs, in a graph that returns these."""
+    return kernel_places(positions(b.finish(*outputs).graph))
+
+
+def test_results_that_share_what_they_read_are_written_by_the_first_ones_kernel():
+    b = Priced()
+    source = b.kernel(b.tensor("x"), memory_bytes=10)
+    inside = fused(b, aten.sin.default, source)
+    first = fused(b, aten.cos.default, inside, memory_bytes=10)
+    product = b.kernel(first, memory_bytes=1)
+    second = fused(b, aten.mul.Tensor, source, inside, memory_bytes=10)
+    found = b.simulated(product, b.kernel(second, memory_bytes=1))
+    place = positions(b.graph)
+    runs = kernel_places(place)
+    assert runs[second] == runs[first] == place[first]
+    assert runs[product] == place[product]
+    # Both results are there as the kernel runs, one over the source, which nobody reads then.
+    assert found.memory.curve == [0, 10, 10, 20, 21, 11, 12, 2]
+
+
+def test_a_result_that_needs_something_later_has_a_kernel_of_its_own():
+    b = Priced()
+    source = b.kernel(b.tensor("x"), memory_bytes=10)
+    first = fused(b, aten.cos.default, source, memory_bytes=10)
+    product = b.kernel(first, memory_bytes=10)
+    inside = fused(b, aten.add.Tensor, source, product)
+    second = fused(b, aten.sin.default, inside, memory_bytes=10)
+    runs = places(b, second)
+    assert runs[second] == list(runs).index(second)
+
+
+def test_a_result_over_other_elements_has_a_kernel_of_its_own():
+    b = Priced()
+    source = b.kernel(b.tensor("x"), memory_bytes=10)
+    first = fused(b, aten.cos.default, source, memory_bytes=10)
+    other = fused(b, aten.cat.default, [source, source], memory_bytes=20)
+    runs = places(b, first, other)
+    assert runs[other] == list(runs).index(other)
+
+
+def test_a_reduction_runs_over_what_it_reads():
+    b = Priced()
+    source = b.kernel(b.tensor("x"), memory_bytes=10)
+    first = fused(b, aten.cos.default, source, memory_bytes=10)
+    product = b.kernel(first, memory_bytes=1)
+    total = fused(b, aten.sum.default, first, memory_bytes=1)
+    runs = places(b, product, total)
+    assert runs[total] == runs[first]
+
+
+def test_what_a_result_reads_through_a_wait_is_there_after_the_wait():
+    b = Priced()
+    source = b.kernel(b.tensor("x"), memory_bytes=10)
+    gathered = b.gather(source, memory_bytes=10)
+    first = fused(b, aten.cos.default, source, memory_bytes=10)
+    wait = b.wait(gathered)
+    second = fused(b, aten.add.Tensor, first, b.view(wait), memory_bytes=10)
+    runs = places(b, first, second)
+    assert runs[second] == list(runs).index(second)
+
+
+def test_all_results_of_one_operator_are_there_at_once():
+    b = Priced()
+    x = b.tensor("x")
+    both = b.call(aten.linalg_qr.default, x)
+    between = b.kernel(x)
+    part = price(b.call(operator.getitem, both, 1), 0.0, 4)
+    runs = places(b, between, part)
+    assert runs[part] == list(runs).index(both)
