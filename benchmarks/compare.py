@@ -1,22 +1,30 @@
 """osdp beside the other ways to train, in one run: step time, measured peak, losses.
 
-    sudo python -m benchmarks.compare                # 2 hosts, 400 Mbit/s, GPT of 13.7 M parameters
-    sudo python -m benchmarks.compare --hosts 4 --layers 2 --width 1024 --batch 2 --repeats 3
+    sudo python -m benchmarks.compare                      # GPT of 13.7 M parameters, 400 Mbit/s
+    sudo python -m benchmarks.compare --setting wide       # 27.4 M parameters on 4 hosts
+    sudo python -m benchmarks.compare --setting unlimited  # as much network as can be used
+    sudo python -m benchmarks.compare --limits 8 --only    # osdp over a range of memory limits
 
 Each way trains in fresh processes, one rank and one thread a host. First every way's peak
-is measured, then every way's steps are timed, round after round, so that what else the
-machine does hits all alike: quote ratios. osdp trains twice: without a limit, and with
-FSDP2's peak, just measured, as its limit.
+is measured, then every way's steps are timed, round after round (``--repeats``), so that what
+else the machine does hits all alike: quote ratios. osdp trains without a limit, with FSDP2's
+peak, just measured, as its limit, and with limits from the least that is feasible up.
+
+*Waiting* is what a step takes above the same without communication. The *bound* is the larger
+of that and of the least bytes on the wire over the rate: a gradient must leave its rank and the
+sum must come back, ``2 (N-1)/N`` of the parameters' bytes.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import statistics
 import sys
 import tempfile
+import timeit
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +39,67 @@ from passes.units import format_bytes
 
 FREE = "osdp, no limit"
 LIMITED = "osdp, FSDP2's peak as limit"
+OVERLAP = "SimpleFSDP + overlap"
+ALONE = ("alone", "alone + compile")
 #: Ways in the order they run, with the name that benchmarks.peers has for them.
 ROWS = {
     "alone": "alone",
+    "alone + compile": "alone + compile",
     "DDP": "DDP",
     "DDP + compile": "DDP + compile",
     "FSDP2": "FSDP2",
     "FSDP2 + compile": "FSDP2 + compile",
     "SimpleFSDP + compile": "SimpleFSDP + compile",
+    OVERLAP: OVERLAP,
     FREE: "osdp",
     LIMITED: "osdp",
 }
 #: How far a loss may be from DDP's: rounding, grown over the steps.
 LOSS_TOLERANCE = 1e-4
+#: How much slower a step may be measured at a higher limit: noise.
+NO_SLOWER = 1.03
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What is compared where, and what the project promises there.
+
+    ``faster``: (row, other row, how many times as fast). ``bound``: how near to the bound osdp
+    comes without a limit; None: not promised.
+    """
+
+    hosts: int
+    rate: str
+    work: Work
+    faster: tuple[tuple[str, str, float], ...]
+    bound: float | None = None
+
+
+SETTINGS = {
+    "gpt": Setting(
+        2,
+        "400mbit",
+        Work(),
+        ((FREE, "DDP", 1.2), (LIMITED, "FSDP2", 2.2), (LIMITED, OVERLAP, 1.45)),
+        bound=1.15,
+    ),
+    "wide": Setting(
+        4,
+        "400mbit",
+        Work(layers=2, width=1024, batch=2),
+        ((LIMITED, "FSDP2", 1.8), (LIMITED, OVERLAP, 1.2)),
+    ),
+    "unlimited": Setting(
+        2,
+        "10gbit",
+        Work(),
+        (
+            (FREE, "DDP + compile", 1.0),
+            (LIMITED, "FSDP2", 1.05),
+            (LIMITED, "FSDP2 + compile", 1.0),
+        ),
+    ),
+}
 
 
 @dataclasses.dataclass
@@ -51,6 +107,7 @@ class Row:
     """What was measured of one way. ``step_seconds``: one median a round, of the slowest rank."""
 
     name: str
+    way: str
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     peak_bytes: int = 0
     step_seconds: list[float] = dataclasses.field(default_factory=list)
@@ -64,11 +121,21 @@ class Row:
         return statistics.median(self.step_seconds)
 
 
-def run(hosts: Hosts, work: Work, names: list[str], repeats: int, console: Console) -> list[Row]:
+def run(
+    hosts: Hosts, work: Work, names: list[str], limits: int, repeats: int, console: Console
+) -> list[Row]:
     """Measure every way. A way that fails is told, and the others go on."""
-    rows = {name: Row(name) for name in names}
+    rows = {name: Row(name, ROWS[name]) for name in names}
     with tempfile.TemporaryDirectory(prefix="osdp-bench-cache") as folder:
         cache = Path(folder)
+        for limit in _swept(hosts, work, limits, cache) if limits else ():
+            name = f"osdp, limit {format_bytes(limit)}"
+            rows[name] = Row(name, "osdp", {"memory_limit": limit})
+        if OVERLAP in rows:
+            rows[OVERLAP].options = {
+                "bytes_per_second": hosts.bytes_per_second,
+                "flops_per_second": _flops_per_second(),
+            }
         for phase, round_ in [("memory", 0), *(("time", i) for i in range(repeats))]:
             for name, row in rows.items():
                 if row.failed:
@@ -77,13 +144,32 @@ def run(hosts: Hosts, work: Work, names: list[str], repeats: int, console: Conso
                 if name == LIMITED:
                     row.options = {"memory_limit": rows["FSDP2"].peak_bytes}
                 try:
-                    got = measure_on(hosts, work, ROWS[name], phase, row.options, cache)
+                    got = measure_on(hosts, work, row.way, phase, row.options, cache)
                 except HostsError as error:
                     row.failed = str(error)
                     console.print(row.failed, style="red", markup=False, soft_wrap=True)
                     continue
                 _note(row, got, phase)
     return list(rows.values())
+
+
+def _swept(hosts: Hosts, work: Work, count: int, cache: Path) -> list[int]:
+    """Limits from the least that is feasible to what is used without one, evenly spaced."""
+    least = measure_on(hosts, work, "osdp", "least", {"memory_limit": 1}, cache)["least_bytes"]
+    most = measure_on(hosts, work, "osdp", "least", {}, cache)["least_bytes"]
+    return [least + (most - least) * i // max(1, count - 1) for i in range(count)]
+
+
+def _flops_per_second() -> float:
+    """Of a matrix product on one thread, which is what a rank has."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        a = torch.ones(512, 512)
+        seconds = min(timeit.repeat(lambda: a @ a, number=1, repeat=15))
+    finally:
+        torch.set_num_threads(threads)
+    return 2 * 512**3 / seconds
 
 
 def _note(row: Row, got: dict[str, Any], phase: str) -> None:
@@ -116,12 +202,38 @@ def loss_difference(rows: dict[str, Row], row: Row) -> float | None:
     return max(abs(a - b) for a, b in zip(row.losses, base.losses, strict=True))
 
 
-def table(rows: list[Row], title: str) -> Table:
+def alone_seconds(rows: list[Row]) -> float | None:
+    """The quickest step without communication; None if none was measured."""
+    times = [row.seconds for row in rows if row.way in ALONE and not row.failed]
+    return min(times, default=None)
+
+
+def bound_seconds(rows: list[Row], wire_seconds: float) -> float | None:
+    """The least a step can take; None if what it takes alone was not measured."""
+    alone = alone_seconds(rows)
+    return None if alone is None else max(alone, wire_seconds)
+
+
+def wire_seconds(work: Work, hosts: int, bytes_per_second: float) -> float:
+    """Seconds that the least bytes take which any way to train must send."""
+    size_bytes = sum(p.numel() * p.element_size() for p in work.model().parameters())
+    return 2 * (hosts - 1) / hosts * size_bytes / bytes_per_second
+
+
+def best_peer(rows: list[Row]) -> Row | None:
+    """The fastest way that communicates and is not osdp."""
+    peers = [row for row in rows if row.way not in (*ALONE, "osdp") and not row.failed]
+    return min(peers, key=lambda row: row.seconds, default=None)
+
+
+def table(rows: list[Row], title: str, bound: float | None) -> Table:
     """For people."""
     by_name = {row.name: row for row in rows}
     made = Table(title=title)
     made.add_column("how")
-    for head in ("step s", "peak", "x DDP", "x FSDP2", "losses off DDP's", "predicted"):
+    best, alone = best_peer(rows), alone_seconds(rows)
+    heads = ["step s", "waiting", "x bound", "x best peer", "x DDP", "x FSDP2", "peak", "limit"]
+    for head in (*heads, "losses off DDP's", "predicted"):
         made.add_column(head, justify="right")
     made.add_column("decisions")
     for row in rows:
@@ -131,11 +243,16 @@ def table(rows: list[Row], title: str) -> Table:
         against = [_ratio(by_name, row, base) for base in ("DDP", "FSDP2")]
         difference = loss_difference(by_name, row)
         wrong = difference is not None and difference > LOSS_TOLERANCE
+        peer = None if best is None else _ratio(by_name, row, best.name)
+        limit = row.options.get("memory_limit")
         made.add_row(
             row.name,
             f"{row.seconds:.2f}",
+            "" if alone is None else f"{max(0.0, row.seconds - alone):.2f}",
+            "" if bound is None else f"{row.seconds / bound:.2f}",
+            *("" if ratio is None else f"{ratio:.2f}" for ratio in (peer, *against)),
             format_bytes(row.peak_bytes),
-            *("" if ratio is None else f"{ratio:.2f}" for ratio in against),
+            "" if limit is None else format_bytes(limit),
             "" if difference is None else f"{difference:.1e}" + (" WRONG" if wrong else ""),
             f"{row.predicted['step_seconds']:.2f} s, {format_bytes(row.predicted['peak_bytes'])}"
             if row.predicted
@@ -145,20 +262,29 @@ def table(rows: list[Row], title: str) -> Table:
     return made
 
 
-def claims(rows: list[Row]) -> dict[str, bool]:
+def claims(rows: list[Row], setting: Setting | None, bound: float | None) -> dict[str, bool]:
     """What the project promises of this comparison, and whether it holds here."""
     by_name = {row.name: row for row in rows}
     found: dict[str, bool] = {}
-    free, limited = by_name.get(FREE), by_name.get(LIMITED)
-    if limited is not None:
-        faster = _ratio(by_name, limited, "FSDP2")
-        found["at FSDP2's peak, 1.3 times as fast as FSDP2"] = faster is not None and faster >= 1.3
-        found["at FSDP2's peak, the measured peak is under it"] = (
-            not limited.failed and limited.peak_bytes <= limited.options["memory_limit"]
+    for name, base, least in setting.faster if setting is not None else ():
+        if name in by_name and base in by_name:
+            ratio = _ratio(by_name, by_name[name], base)
+            found[f"{name}: {least} times as fast as {base}"] = ratio is not None and ratio >= least
+    free = by_name.get(FREE)
+    if setting is not None and setting.bound and free is not None and bound is not None:
+        near = not free.failed and free.seconds <= setting.bound * bound
+        found[f"{FREE}: within {setting.bound} of the bound"] = near
+    limited = [row for row in rows if "memory_limit" in row.options]
+    if limited:
+        found["every measured peak is under its limit"] = not any(
+            row.failed or row.peak_bytes > row.options["memory_limit"] for row in limited
         )
-    if free is not None:
-        faster = _ratio(by_name, free, "DDP")
-        found["with no limit, no slower than DDP"] = faster is not None and faster >= 1.0
+    swept = [row for row in limited if row.name != LIMITED and not row.failed]
+    if len(swept) > 1:
+        pairs = itertools.combinations(swept, 2)
+        found[f"a higher limit is never more than {NO_SLOWER - 1:.0%} slower"] = all(
+            higher.seconds <= NO_SLOWER * lower.seconds for lower, higher in pairs
+        )
     differences = [loss_difference(by_name, row) for row in rows]
     found["every loss is DDP's"] = not any(row.failed for row in rows) and all(
         d <= LOSS_TOLERANCE for d in differences if d is not None
@@ -166,51 +292,93 @@ def claims(rows: list[Row]) -> dict[str, bool]:
     return found
 
 
+def draw(rows: list[Row], title: str, bound: float | None, path: Path) -> None:
+    """Step time against measured peak: osdp's limits as a line, every other way a mark."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    axes = figure.subplots()
+    shown = [row for row in rows if not row.failed]
+    mib = float(1 << 20)
+    ours = sorted((row for row in shown if row.way == "osdp"), key=lambda row: row.peak_bytes)
+    axes.plot(
+        [row.peak_bytes / mib for row in ours],
+        [row.seconds for row in ours],
+        marker="o",
+        color="tab:red",
+        label="osdp",
+    )
+    for row in shown:
+        if row.way != "osdp":
+            axes.scatter(row.peak_bytes / mib, row.seconds, marker="s", label=row.name)
+    if bound is not None:
+        axes.axhline(bound, color="gray", linestyle="--", label="bound")
+    axes.set(title=title, xlabel="measured peak, MiB", ylabel="step, seconds")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--rate", default="400mbit", help="what each host may send")
+    parser.add_argument("--setting", choices=list(SETTINGS), default="gpt")
+    parser.add_argument("--hosts", type=int, help="in place of the setting's")
+    parser.add_argument("--rate", help="what each host may send, in place of the setting's")
     for field in dataclasses.fields(Work):
         flag = "--" + field.name.replace("_", "-")
-        parser.add_argument(flag, type=int, default=field.default, dest=field.name)
+        parser.add_argument(flag, type=int, dest=field.name, help="in place of the setting's")
     parser.add_argument("--repeats", type=int, default=1, help="rounds of timing")
+    parser.add_argument("--limits", type=int, default=0, help="so many memory limits for osdp, too")
     parser.add_argument("--only", nargs="*", choices=list(ROWS), help="these ways only")
     parser.add_argument("--out", type=Path, default=Path("compare.json"))
     given = parser.parse_args()
-    names = given.only or list(ROWS)
+    names = list(ROWS) if given.only is None else given.only
     if LIMITED in names and "FSDP2" not in names:
         parser.error(f"{LIMITED!r} needs 'FSDP2' too")
-    work = Work(**{f.name: getattr(given, f.name) for f in dataclasses.fields(Work)})
+    if not names and not given.limits:
+        parser.error("nothing to measure: --only names no way, and --limits is 0")
+    chosen = SETTINGS[given.setting]
+    fields = [field.name for field in dataclasses.fields(Work)]
+    changed = {f: getattr(given, f) for f in fields if getattr(given, f) is not None}
+    work = dataclasses.replace(chosen.work, **changed)
+    count, rate = given.hosts or chosen.hosts, given.rate or chosen.rate
+    as_set = not changed and (count, rate) == (chosen.hosts, chosen.rate)
     console = Console()
     if not console.is_terminal:
-        console = Console(width=160)
+        console = Console(width=180)
     try:
-        with Hosts(given.hosts, given.rate) as hosts:
-            rows = run(hosts, work, names, given.repeats, console)
+        with Hosts(count, rate) as hosts:
+            rows = run(hosts, work, names, given.limits, given.repeats, console)
+            bound = bound_seconds(rows, wire_seconds(work, count, hosts.bytes_per_second))
     except HostsError as error:
         sys.exit(str(error))
     parameters = sum(p.numel() for p in work.model().parameters())
     title = (
         f"GPT, {parameters / 1e6:.1f} M parameters, batch {work.batch} x {work.context} a rank, "
-        f"{given.hosts} hosts at {given.rate}, torch {torch.__version__}"
+        f"{count} hosts at {rate}, torch {torch.__version__}"
     )
-    console.print(table(rows, title))
-    held = claims(rows)
+    if bound is not None:
+        title += f", bound {bound:.2f} s"
+    console.print(table(rows, title, bound))
+    held = claims(rows, chosen if as_set else None, bound)
     for claim, holds in held.items():
         console.print(("[green]yes[/green] " if holds else "[red]no[/red]  ") + claim)
     given.out.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "title": title,
-        "hosts": given.hosts,
-        "rate": given.rate,
+        "hosts": count,
+        "rate": rate,
+        "bound_seconds": bound,
         "work": dataclasses.asdict(work),
         "rows": [dataclasses.asdict(row) for row in rows],
         "claims": held,
     }
     given.out.write_text(json.dumps(record, indent=1) + "\n")
-    console.print(f"[dim]saved {given.out}[/dim]")
+    picture = given.out.with_suffix(".png")
+    draw(rows, title, bound, picture)
+    console.print(f"[dim]saved {given.out} and {picture}[/dim]")
     if any(row.failed for row in rows):
         sys.exit(1)
 

@@ -55,6 +55,19 @@ class Hosts:
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._old_handler: object = None
 
+    @property
+    def bytes_per_second(self) -> float:
+        """What each host may send.
+
+        Raises:
+            HostsError: if the rate is not written like ``400mbit``.
+        """
+        found = re.fullmatch(r"([0-9.]+)([kmg]?)bit", self.rate)
+        if found is None:
+            raise HostsError(f"rate {self.rate!r}: write it like 400mbit or 1gbit")
+        number, unit = found.groups()
+        return float(number) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}[unit] / 8
+
     def __enter__(self) -> Hosts:
         _check_prerequisites()
         _remove_left_behind()

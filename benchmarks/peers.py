@@ -59,6 +59,12 @@ def simple_fsdp_compiled(model: GPT, options: dict[str, Any]) -> nn.Module:
     return simple_fsdp.compiled(model, mesh)
 
 
+def simple_fsdp_overlap(model: GPT, options: dict[str, Any]) -> nn.Module:
+    """SimpleFSDP with Inductor's overlap scheduling; ``options``: the rates it is told."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return simple_fsdp.compiled_with_overlap(model, mesh, **options)
+
+
 def osdp(model: GPT, options: dict[str, Any]) -> nn.Module:
     """torch.compile(model, backend="osdp"); ``options`` are the backend's."""
     return torch.compile(model, backend="osdp", options=options)  # type: ignore[return-value]
@@ -72,5 +78,6 @@ WAYS: dict[str, Way] = {
     "FSDP2": fsdp2,
     "FSDP2 + compile": fsdp2_compiled,
     "SimpleFSDP + compile": simple_fsdp_compiled,
+    "SimpleFSDP + overlap": simple_fsdp_overlap,
     "osdp": osdp,
 }

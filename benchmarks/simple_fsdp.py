@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import (
@@ -20,6 +20,9 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+
+from passes.flops import flops_of
+from passes.graph import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, bytes_of
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -60,3 +63,39 @@ def _contexts() -> Any:
 def compiled(model: nn.Module, mesh: DeviceMesh) -> Any:
     """The model sharded and compiled with Inductor."""
     return torch.compile(shard(model, mesh))
+
+
+def compiled_with_overlap(
+    model: nn.Module, mesh: DeviceMesh, bytes_per_second: float, flops_per_second: float
+) -> Any:
+    """The same with Inductor's own overlap scheduling and bucketing.
+
+    It knows no CPU and no gloo, so it is told what things take, from these rates of one rank.
+    """
+
+    def estimated_milliseconds(node: fx.Node, override_bytes: int | None = None) -> float:
+        if node.target in _TIMES_SENT:
+            moved = _bytes(node) if override_bytes is None else override_bytes
+            share = (mesh.size() - 1) / mesh.size()
+            return 1e3 * _TIMES_SENT[node.target] * share * moved / bytes_per_second
+        return 1e3 * flops_of(node) / flops_per_second
+
+    distributed = "aten_distributed_optimizations."
+    options = {
+        distributed + "enable_overlap_scheduling": True,
+        distributed + "collective_bucketing": True,
+        distributed + "insert_overlap_deps": True,
+        distributed + "compute_estimator": "analytical",
+        distributed + "custom_runtime_estimation": estimated_milliseconds,
+        "fx_graph_cache": False,  # its key would have to hold that function
+    }
+    return torch.compile(shard(model, mesh), options=options)
+
+
+#: How many times a tensor's bytes go over gloo's wire: a reduce-scatter is an all-reduce there.
+_TIMES_SENT = {ALL_GATHER: 1, REDUCE_SCATTER: 2, ALL_REDUCE: 2}
+
+
+def _bytes(node: fx.Node) -> int:
+    """Of the whole tensor, which is an all-gather's output and a reduction's input."""
+    return max(bytes_of(value.meta["val"]) for value in (node, *node.all_input_nodes))

@@ -6,7 +6,8 @@ Started by the other benchmarks on every rank, with torch.distributed's variable
 * ``time``: seconds of steps, after warm-up;
 * ``memory``: the peak of tensor bytes since before the model was built, over three steps
   (the profiler that counts them slows steps down);
-* ``first``: seconds of the first forward and backward.
+* ``first``: seconds of the first forward and backward;
+* ``least``: the least memory limit that osdp can hold, or what it predicts if none is given.
 
 Rank 0 writes a JSON file; of times and peaks, the highest over ranks.
 """
@@ -95,6 +96,20 @@ def first_call_seconds(work: Work, way: str, options: dict[str, Any]) -> float:
     return time.perf_counter() - begin
 
 
+def least_bytes(work: Work, options: dict[str, Any]) -> int:
+    """The least limit that is feasible if the given one is not; else the predicted peak."""
+    model = work.model()
+    called = WAYS["osdp"](model, options)
+    tokens, targets = work.tokens(0)
+    try:
+        called(tokens, targets)
+    except osdp_compile.InfeasibleLimit as error:
+        return error.least_bytes
+    plan = osdp_compile.plan_of(model)
+    assert plan is not None and plan.prediction is not None
+    return plan.prediction.peak_bytes
+
+
 def over_ranks(value: float, operation: dist.ReduceOp.RedOpType) -> float:
     """A figure reduced over all ranks: the slowest's, the largest."""
     tensor = torch.tensor(value, dtype=torch.float64)
@@ -107,6 +122,8 @@ def measure(work: Work, way: str, options: dict[str, Any], phase: str) -> dict[s
     if phase == "first":
         seconds = first_call_seconds(work, way, options)
         return {"first_call_seconds": over_ranks(seconds, dist.ReduceOp.MAX)}
+    if phase == "least":
+        return {"least_bytes": least_bytes(work, options)}
     steps = MEMORY_STEPS if phase == "memory" else work.warmup_steps + work.timed_steps
     memory = osdp_compile.PeakMemory() if phase == "memory" else None
     with memory or contextlib.nullcontext():
@@ -126,7 +143,7 @@ def measure(work: Work, way: str, options: dict[str, Any], phase: str) -> dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--way", choices=list(WAYS), required=True)
-    parser.add_argument("--phase", choices=["time", "memory", "first"], required=True)
+    parser.add_argument("--phase", choices=["time", "memory", "first", "least"], required=True)
     parser.add_argument("--work", required=True, help="a Work as JSON")
     parser.add_argument("--options", default="{}", help="options of the osdp backend as JSON")
     parser.add_argument("--out", type=Path, required=True)

@@ -86,24 +86,22 @@ def from_rank_zero(make: Callable[[], T], group: dist.ProcessGroup) -> T:
     """
     if _is_fake(group):
         return make()
-    sent: list[tuple[T | None, tuple[str, str] | None]] = [(None, None)]
+    sent: list[tuple[T | None, OsdpError | None]] = [(None, None)]
     failure: Exception | None = None
     if dist.get_rank(group) == 0:
         try:
             sent = [(make(), None)]
         except Exception as error:
             failure = error
-            sent = [(None, (type(error).__name__, str(error)))]
+            known = isinstance(error, InfeasibleLimit | PlanMismatch)
+            text = f"rank 0: {type(error).__name__}: {error}"
+            sent = [(None, error if known else OsdpError(text))]  # type: ignore[list-item]
     dist.broadcast_object_list(sent, src=dist.get_global_rank(group, 0), group=group)
     if failure is not None:
         raise failure
     made, refused = sent[0]
     if refused is not None:
-        kind, text = refused
-        for known in (InfeasibleLimit, PlanMismatch):
-            if kind == known.__name__:
-                raise known(text)
-        raise OsdpError(f"rank 0: {kind}: {text}")
+        raise refused
     return made  # type: ignore[return-value]
 
 

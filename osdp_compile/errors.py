@@ -8,7 +8,17 @@ class OsdpError(RuntimeError):
 
 
 class InfeasibleLimit(OsdpError):
-    """No plan fits under the memory limit; the message says the least limit that would work."""
+    """No plan fits under the memory limit; the message says the least limit that would work.
+
+    ``least_bytes``: that limit.
+    """
+
+    def __init__(self, message: str, least_bytes: int) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
+
+    def __reduce__(self) -> tuple[type[InfeasibleLimit], tuple[str, int]]:
+        return type(self), (str(self), self.least_bytes)  # it is sent from rank to rank
 
 
 class RanksDiffer(OsdpError):

@@ -101,7 +101,7 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
         try:
             return make_plan(captured[0], context, passes), context.hardware
         except Infeasible as error:
-            raise InfeasibleLimit(str(error)) from None
+            raise InfeasibleLimit(str(error), error.least_bytes) from None
 
     measures = from_rank_zero(prepare, group)
     if measures:

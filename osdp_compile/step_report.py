@@ -17,13 +17,16 @@ from osdp_compile.plan_table import plain_text
 from osdp_compile.session import Session, base_parts, session_for
 from passes.context import Phase
 from passes.step_timeline import StepTimeline, optimizer_timeline
-from passes.timeline import Buffer, Timeline
+from passes.timeline import Buffer, Event, Timeline
 from passes.units import format_bytes, format_seconds
 
 #: Fewer measured steps than this say nothing.
 LEAST_STEPS = 3
-#: How many buffers are printed; the report holds all.
+#: How many buffers and exposed collectives are printed; the report holds all.
 SHOWN_BUFFERS = 10
+SHOWN_EXPOSED = 8
+#: Of the step: what is exposed for less is not worth a row.
+_LEAST_EXPOSED = 0.002
 _SAVED = "saved by other graphs"
 
 
@@ -57,6 +60,17 @@ class Report:
     def predicted_exposed_seconds(self) -> float:
         """Of the step, how long compute waits for communication."""
         return self.timeline.exposed_seconds
+
+    @property
+    def exposed(self) -> tuple[tuple[str, Event], ...]:
+        """The collectives that the computing waits for, with their phase, the longest first."""
+        found = [
+            (phase.phase, event)
+            for phase in self.timeline.phases
+            for event in phase.events
+            if event.exposed_seconds > 0
+        ]
+        return tuple(sorted(found, key=lambda one: -one[1].exposed_seconds))
 
     @property
     def predicted_peak_bytes(self) -> int:
@@ -94,6 +108,8 @@ class Report:
 
     def __rich__(self) -> RenderableType:
         parts: list[RenderableType] = [_side_by_side(self), Text("\n".join(_notes(self)))]
+        if self.predicted_exposed_seconds > _LEAST_EXPOSED * self.predicted_step_seconds:
+            parts.append(_exposed(self))
         parts.append(_by_kind(self))
         if not all(buffer.is_part for buffer in self.peak_buffers):
             parts.append(_largest(self))
@@ -204,6 +220,28 @@ def _side_by_side(said: Report) -> Table:
 
 def _ratio(predicted: float, measured: float | None) -> str:
     return f"{predicted / measured:.2f}" if measured else ""
+
+
+def _exposed(said: Report) -> Table:
+    table = Table(title="communication that is not hidden, predicted", title_justify="left")
+    table.add_column("collective", overflow="fold")
+    table.add_column("phase")
+    table.add_column("exposed", justify="right")
+    table.add_column("of", justify="right")
+    table.add_column("why", overflow="fold")
+    for phase, event in said.exposed[:SHOWN_EXPOSED]:
+        table.add_row(
+            Text(_shortened(event.label)),
+            phase,
+            format_seconds(event.exposed_seconds),
+            format_seconds(event.seconds),
+            event.reason,
+        )
+    rest = said.exposed[SHOWN_EXPOSED:]
+    if rest:
+        seconds = sum(event.exposed_seconds for _, event in rest)
+        table.add_row(f"{len(rest)} more", "", format_seconds(seconds), "", "")
+    return table
 
 
 def _by_kind(said: Report) -> Table:

@@ -94,14 +94,18 @@ def memory_of(graph: fx.Graph) -> Memory:
 
 
 def _written_over(born: list[fx.Node], dying: list[fx.Node]) -> list[fx.Node]:
-    """What Inductor puts a pointwise result in the place of: inputs of its size that die."""
+    """What Inductor puts a pointwise result in the place of: inputs of its size that die.
+
+    Of the graph's own inputs only what the forward saved, which AOTAutograd donates.
+    """
     found: list[fx.Node] = []
     for node in born:
         if not is_fusible(node) or not _born_bytes(node):
             continue
         for dead in dying:
-            fits = dead.op == "call_function" and _born_bytes(dead) == _born_bytes(node)
-            if fits and dead not in found and dead not in born:
+            own = dead.op == "call_function" or dead.meta.get("saved", False)
+            same = _born_bytes(dead) == _born_bytes(node)
+            if own and same and dead not in found and dead not in born:
                 found.append(dead)
                 break
     return found

@@ -18,7 +18,8 @@ The method, in two levels:
    from the backward, where an all-reduce lies wholly, into the forward.
 2. *The simulator decides.* For each weighting the budget v is lowered by what the simulated
    peak exceeds the limit by, until the plan fits. The fastest simulated plan that fits is
-   then refined: one group of like parameters, or one parameter, at a time.
+   then refined: one group of like parameters, or one parameter, at a time; at last the size
+   of its buckets is.
 
 Recurrence: the 0/1 knapsack of OSDP (arXiv 2209.13258, section 3.3) and Galvatron.
 """
@@ -43,6 +44,10 @@ from passes.units import format_bytes, format_seconds
 _UNITS = 1024
 _WEIGHTS = ((1.0, 1.0), (0.0, 1.0), (1.0, 0.0), (0.3, 1.0))
 _MOST_TRIES = 6
+#: How many of the fastest plans get buckets of their own size.
+_SIZED_PLANS = 4
+#: Bucket sizes that are tried, and by what factor from one to the next.
+_LEAST_BUCKET_BYTES, _MOST_BUCKET_BYTES, _BUCKET_FACTOR = 1 << 10, 1 << 28, 4
 _MOST_LOOKS = 48
 _REFINED_NODES = 6000  # nodes that refining may simulate in all: two seconds or so
 
@@ -98,7 +103,9 @@ def make_plan(captured: Captured, ctx: Context, passes: Sequence[Pass]) -> Plan:
         least = search.least_memory()
         if least.prediction.peak_bytes > ctx.limit_bytes:
             raise Infeasible(ctx.limit_bytes, least, ctx.world_size)
+    search.size_buckets(1)
     search.refine()
+    search.size_buckets(_SIZED_PLANS)
     found = search.feasible()
     assert found is not None
     return _explained(*found, ctx)
@@ -143,8 +150,12 @@ class _Search:
             self.seen[key] = self._price(key, self.ctx)
         return self.seen[key][1]
 
-    def _price(self, decisions: tuple[Decision, ...], ctx: Context) -> tuple[Plan, Step]:
+    def _price(
+        self, decisions: tuple[Decision, ...], ctx: Context, bucket_bytes: int | None = None
+    ) -> tuple[Plan, Step]:
         plan = self.empty.replace(parameters=_rows(ctx, decisions))
+        if bucket_bytes is not None:
+            plan = plan.replace(bucket_bytes=bucket_bytes)
         step = predict(self.captured, plan, ctx.replace(deciding=True), self.passes)
         return plan.replace(order=_orders(step)), step
 
@@ -183,10 +194,8 @@ class _Search:
         """Change groups of parameters, or single ones, while that makes a plan that fits faster.
 
         The additive model sees no overlap: what hides behind what only the simulator knows.
-        A large graph takes long to simulate and gets fewer looks.
         """
-        nodes = len(self.captured.forward.graph.nodes) + len(self.captured.backward.graph.nodes)
-        left = min(_MOST_LOOKS, _REFINED_NODES // nodes)
+        left = self._affordable_looks()
         fitting = {key: step for key, (_, step) in self.seen.items() if self.fits(step)}
 
         def seconds(key: tuple[Decision, ...]) -> float:
@@ -210,6 +219,45 @@ class _Search:
                     fitting[key] = step
                     if seconds(key) < seconds(best):
                         best = key
+
+    def _affordable_looks(self) -> int:
+        """How many plans may be looked at: fewer of a large graph, which takes long to simulate."""
+        nodes = len(self.captured.forward.graph.nodes) + len(self.captured.backward.graph.nodes)
+        return min(_MOST_LOOKS, _REFINED_NODES // nodes)
+
+    def size_buckets(self, plans: int) -> None:
+        """Larger and smaller buckets for the fastest plans that fit, while that helps.
+
+        What a bucket saves in latency, and what it costs in overlap (it leaves with its last
+        gradient, and is there with its last byte) and in memory, is what the simulator says.
+        Plans that are looked at later start from the size that was best.
+        """
+        fitting = [key for key, (_, step) in self.seen.items() if self.fits(step)]
+        left = 2 + self._affordable_looks() // 4
+        for key in sorted(fitting, key=self._seconds)[:plans]:
+            for factor in (_BUCKET_FACTOR, 1 / _BUCKET_FACTOR):
+                while left > 0:
+                    left -= 1
+                    if not self._with_buckets(key, factor):
+                        break
+        best = min(fitting, key=self._seconds)
+        self.empty = self.empty.replace(bucket_bytes=self.seen[best][0].bucket_bytes)
+
+    def _with_buckets(self, key: tuple[Decision, ...], factor: float) -> bool:
+        """Whether a plan fits and is faster with buckets of another size; it then has them."""
+        plan, step = self.seen[key]
+        size_bytes = round(plan.bucket_bytes * factor)
+        if not _LEAST_BUCKET_BYTES <= size_bytes <= _MOST_BUCKET_BYTES:
+            return False
+        found = self._price(key, self.ctx, size_bytes)
+        faster = found[1].prediction.step_seconds < step.prediction.step_seconds
+        if self.fits(found[1]) and faster:
+            self.seen[key] = found
+            return True
+        return False
+
+    def _seconds(self, key: tuple[Decision, ...]) -> float:
+        return self.seen[key][1].prediction.step_seconds
 
     def least_memory(self) -> Step:
         """The least peak that is found, or the first on the way there that fits.

@@ -12,9 +12,10 @@ Before::                                  After::
 The pass walks the compute nodes with a clock for the network beside that of the compute.
 Whenever the network would run dry it starts the next collective: a gather that is urgent
 (its data would come late), else a gradient that is ready, else a gather further ahead, as
-long as the bytes in flight stay under a cap. A reduction is waited for when it has ended,
-or at once when the cap is reached. The largest cap is taken whose simulated peak stays
-under the limit: overlap is given up before memory.
+long as there is room. A reduction is waited for when it has ended, or at once when there is
+no room for its gradient. The room at each node is what the limit leaves there while every
+collective is on the spot. If the simulated peak is above the limit all the same, less room is
+tried, and in the end nothing is in flight: overlap is given up before memory.
 
 All ranks must start the same collectives in the same order, also those whose batch is
 smaller and whose clock runs otherwise. So the order is decided once, while planning
@@ -29,10 +30,15 @@ from torch import fx
 from passes.annotate import collective_full_bytes, cost_of
 from passes.context import Context
 from passes.decisions import Collective
+from passes.exposure import DRAINED, HELD_BACK, Reason
 from passes.fusion import is_fusible
-from passes.graph import COLLECTIVES, output_node, positions
-from passes.schedule import Job, Scheduler
+from passes.graph import ALL_REDUCE, COLLECTIVES, output_node, positions, root_of
+from passes.memory import memory_of
+from passes.schedule import Job, Room, Scheduler, is_compute, moved
 from passes.simulate import simulate
+
+#: How often less room is tried before nothing is in flight at all.
+_ROOM_TRIES = 6
 
 
 def reorder(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -44,21 +50,49 @@ def reorder(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     original = list(graph.nodes)
     sequence = None if ctx.deciding else _sequence(original, jobs, ctx)
     total = sum(job.bytes for job in jobs)
-    cap = ctx.plan.in_flight_bytes if ctx.plan.in_flight_bytes is not None else total
-    tried: list[tuple[int, list[fx.Node]]] = []
+    bound = ctx.plan.in_flight_bytes
+    cap = total if bound is None else bound
+    free_bytes = _free_bytes(graph, jobs, ctx)
+    spare_bytes = 0  # of the room, to be on the safe side
+    tried: list[tuple[int, Scheduler]] = []
     while True:
-        schedule = Scheduler(original, jobs, cap, _seconds, sequence).run()
-        _apply(graph, schedule)
+        room = None if free_bytes is None else Room([free - spare_bytes for free in free_bytes])
+        scheduler = Scheduler(original, jobs, cap, _seconds, sequence, room)
+        _apply(graph, scheduler.run())
         if ctx.limit_bytes is None:
-            return gm
-        tried.append((simulate(graph).peak_bytes, schedule))
-        if ctx.base_bytes + tried[-1][0] <= ctx.limit_bytes:
-            return gm
-        if cap == 0:
             break
-        cap = cap // 2 if cap > total // 64 else 0
-    _apply(graph, min(tried, key=lambda peak_and_schedule: peak_and_schedule[0])[1])
+        tried.append((simulate(graph).peak_bytes, scheduler))
+        above_bytes = ctx.base_bytes + tried[-1][0] - ctx.limit_bytes
+        if above_bytes <= 0:
+            break
+        if cap == 0:
+            _, scheduler = min(tried, key=lambda one: one[0])
+            _apply(graph, scheduler.result)
+            break
+        spare_bytes += above_bytes
+        if len(tried) >= _ROOM_TRIES:
+            cap = 0
+    short = Reason.MEMORY if free_bytes is not None else Reason.IN_FLIGHT
+    for job in jobs:
+        held = job in scheduler.held_back or job in scheduler.drained
+        job.start.meta[HELD_BACK] = short if held else Reason.ORDER
+        job.start.meta[DRAINED] = job in scheduler.drained
     return gm
+
+
+def _free_bytes(graph: fx.Graph, jobs: list[Job], ctx: Context) -> list[int] | None:
+    """What the limit leaves at each compute node while every collective is on the spot."""
+    if ctx.limit_bytes is None:
+        return None
+    mine = moved(jobs)
+    free_bytes: list[int] = []
+    for node, alive_bytes in zip(graph.nodes, memory_of(graph).curve, strict=True):
+        left = ctx.limit_bytes - ctx.base_bytes - alive_bytes
+        if is_compute(node, mine):
+            free_bytes.append(left)
+        elif free_bytes:  # a collective on the spot after it: it may be more than the node takes
+            free_bytes[-1] = min(free_bytes[-1], left)
+    return free_bytes
 
 
 def order_of(graph: fx.Graph) -> tuple[Collective, ...]:
@@ -112,10 +146,21 @@ def _jobs(graph: fx.Graph) -> list[Job]:
                 after,
                 gathers,
                 collective_full_bytes(start),
+                _extra_bytes(start, before),
                 first_use,
             )
         )
     return jobs
+
+
+def _extra_bytes(start: fx.Node, before: list[fx.Node]) -> int:
+    """What a gather's early start, or a reduction's late wait, keeps alive; see :class:`Job`."""
+    if start.meta["collective"].gathers:
+        return sum(cost_of(node).memory_bytes for node in (start, *before))
+    # The reduced part is there on the spot, too; what is sent is there longer. An all-reduce
+    # works in place: nothing is.
+    sent = root_of(start.args[0])  # type: ignore[arg-type]
+    return 0 if start.target is ALL_REDUCE else cost_of(sent).memory_bytes
 
 
 def _preparation(start: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:

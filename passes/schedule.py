@@ -6,8 +6,9 @@ See ``passes/reorder.py``, which decides under what cap.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 from torch import fx
 
 from passes.annotate import cost_of
@@ -23,7 +24,12 @@ _QUEUE = ""
 
 @dataclasses.dataclass(eq=False)
 class Job:
-    """One collective: what must run before it starts, itself, and what follows its wait."""
+    """One collective: what must run before it starts, itself, and what follows its wait.
+
+    ``bytes``: of the whole tensor, for the plan's in-flight limit.
+    ``extra_bytes``: what is alive longer if a gather starts early, or a reduction is waited for
+    late, than if each happened on the spot.
+    """
 
     before: list[fx.Node]
     start: fx.Node
@@ -31,6 +37,7 @@ class Job:
     after: list[fx.Node]
     gathers: bool
     bytes: int
+    extra_bytes: int
     first_use: fx.Node
 
     @property
@@ -38,6 +45,25 @@ class Job:
         """What the collective is for."""
         purpose: Collective = self.start.meta["collective"]
         return purpose
+
+
+class Room:
+    """Bytes that may be alive besides, at each compute node. Below zero there is none."""
+
+    def __init__(self, free_bytes: Sequence[int]) -> None:
+        self._free = np.array(free_bytes, dtype=np.int64)
+
+    def at(self, place: int) -> int:
+        """What is left at one node."""
+        return int(self._free[place])
+
+    def least(self, start: int, end: int) -> int:
+        """What is left at all nodes from one to before another; plenty if there is none."""
+        return int(self._free[start:end].min()) if start < end else _PLENTY
+
+    def take(self, size_bytes: int, start: int, end: int) -> None:
+        """Take from all nodes from one to before another."""
+        self._free[start:end] -= size_bytes
 
 
 class Scheduler:
@@ -50,6 +76,7 @@ class Scheduler:
         cap_bytes: int,
         seconds: Callable[[fx.Node], float],
         sequence: list[Job] | None = None,
+        room: Room | None = None,
     ) -> None:
         """
         Args:
@@ -58,10 +85,14 @@ class Scheduler:
                 that may wait for their reduction.
             seconds: what a compute node takes.
             sequence: the order in which the collectives must start (None: the best found).
+            room: what may be alive besides, at each compute node (None: whatever it takes).
         """
-        mine = {n for job in jobs for n in (*job.before, job.start, job.wait, *job.after)}
-        self.compute = [n for n in original if n not in mine and n.op not in _FRAME]
+        mine = moved(jobs)
+        self.compute = [node for node in original if is_compute(node, mine)]
         self.cap_bytes, self.seconds, self.sequence = cap_bytes, seconds, sequence
+        self.room = room
+        self.place = {node: index for index, node in enumerate(self.compute)}
+        self.at = 0  # the place of the compute node that runs next
         order = {node: index for index, node in enumerate(original)}
         self.gathers = sorted(
             (job for job in jobs if job.gathers),
@@ -86,6 +117,9 @@ class Scheduler:
         self.network = Network()
         self.started: set[Job] = set()
         self.stalled = 0.0  # in all, so far
+        # Kept waiting while the network was idle, and waited for early, for want of memory.
+        self.held_back: dict[Job, None] = {}
+        self.drained: dict[Job, None] = {}
         self.ahead: dict[Job, None] = {}  # gathers started and not waited for
         self.flying: list[Job] = []  # reductions started and not waited for
         self.pending = list(self.ready_at.get(None, ()))  # reductions that may start
@@ -99,7 +133,8 @@ class Scheduler:
         Raises:
             InvalidGraph: if the graph cannot follow the given sequence.
         """
-        for node in self.compute:
+        for place, node in enumerate(self.compute):
+            self.at = place
             for job in self.used_at.get(node, ()):
                 self.start_now(job)
                 self.wait_for(job)
@@ -134,6 +169,26 @@ class Scheduler:
         # Gradients that wait in line take memory too: above the cap, stall for the oldest.
         while self.flying and _bytes(self.flying) + _bytes(self.pending) > self.cap_bytes:
             self.wait_for(self.flying[0])
+        while self.is_short(self.at + 1):
+            if not self.flying and not self.start_pending():
+                break
+            self.drained[self.flying[0]] = None
+            self.wait_for(self.flying[0])
+
+    def is_short(self, place: int) -> bool:
+        """Whether the gradients on their way take more than there is room for at a node."""
+        if self.room is None or place >= len(self.compute):
+            return False
+        held = sum(job.extra_bytes for job in (*self.flying, *self.pending))
+        return held > max(0, self.room.at(place))
+
+    def start_pending(self) -> bool:
+        """Start the gradient that is first in line, if one may start."""
+        first = next(iter(self.pending), None) if self.sequence is None else self.head
+        if first is None or first not in self.pending:
+            return False
+        self.start_now(first)
+        return True
 
     def begin(self, job: Job) -> None:
         """Start a collective."""
@@ -147,6 +202,8 @@ class Scheduler:
         if job.gathers:
             self.next_gather += 1
             self.ahead[job] = None
+            if self.room is not None:
+                self.room.take(job.extra_bytes, self.at, self.used(job))
         else:
             self.pending.remove(job)
             self.flying.append(job)
@@ -166,7 +223,18 @@ class Scheduler:
     def has_room(self, job: Job) -> bool:
         """Whether a collective can start without passing the cap; one alone always can."""
         beside = self.ahead if job.gathers else self.flying
-        return not beside or _bytes(beside) + job.bytes <= self.cap_bytes
+        room = not beside or _bytes(beside) + job.bytes <= self.cap_bytes
+        if self.room is not None and job.gathers:
+            held = sum(one.extra_bytes for one in (*self.flying, *self.pending))
+            least = self.room.least(self.at, self.used(job))
+            room = room and job.extra_bytes + held <= least
+        if not room:
+            self.held_back[job] = None
+        return room
+
+    def used(self, job: Job) -> int:
+        """The place of the compute node that first uses what is gathered."""
+        return self.place.get(job.first_use, len(self.compute))
 
     def start_best(self) -> bool:
         """Start what is best now: an urgent gather, a gradient, a gather further ahead."""
@@ -184,14 +252,17 @@ class Scheduler:
         if gather is not None and room and self.cap_bytes > 0:
             self.begin(gather)
             return True
+        if gather is not None:
+            self.held_back[gather] = None
         return False
 
     def start_next(self) -> bool:
         """Start what is next in the given sequence, if it can start now."""
         job = self.head
-        if job is None or self.cap_bytes == 0 or not self.has_room(job):
+        if job is None or (not job.gathers and job not in self.pending):
             return False
-        if not job.gathers and job not in self.pending:
+        if self.cap_bytes == 0 or not self.has_room(job):
+            self.held_back[job] = None
             return False
         self.head = next(self.in_line, None)
         self.begin(job)
@@ -214,8 +285,19 @@ class Scheduler:
             self.begin(first)
 
 
+_PLENTY = 1 << 62
 #: What frames a graph and is never moved.
 _FRAME = ("placeholder", "output")
+
+
+def moved(jobs: Iterable[Job]) -> set[fx.Node]:
+    """The nodes that move with collectives."""
+    return {n for job in jobs for n in (*job.before, job.start, job.wait, *job.after)}
+
+
+def is_compute(node: fx.Node, mine: set[fx.Node]) -> bool:
+    """Whether a node stays in its place: neither moved nor part of the graph's frame."""
+    return node not in mine and node.op not in _FRAME
 
 
 def _bytes(jobs: Iterable[Job]) -> int:

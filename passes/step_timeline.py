@@ -117,6 +117,8 @@ def _phase_events(
             about["serves"] = list(event.serves)
         if event.stream != COMPUTE:
             about["exposed_us"] = _microseconds(event.exposed_seconds)
+            if event.reason:
+                about["why exposed"] = event.reason
         spans.append(
             (threads[event.stream], event.label, event.start_seconds, event.end_seconds, about)
         )

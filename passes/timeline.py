@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from torch import fx
 
 from passes.annotate import cost_of
+from passes.exposure import reasons
 from passes.graph import WAIT, group_of, is_collective
 from passes.memory import kind_of, returned_roots
 from passes.simulate import Simulation
@@ -33,7 +34,8 @@ class Event:
     collective is for.
     ``stream``: :data:`COMPUTE`; or :data:`NETWORK`, and ``network 2`` and so on for the
     collectives of further process groups.
-    ``exposed_seconds``: for how long the compute stream stood still for it.
+    ``exposed_seconds``: for how long the compute stream stood still for it. ``reason``: why,
+    in words.
     ``serves``: the parameters that it reads, gathers, or makes the gradients of.
     """
 
@@ -44,6 +46,7 @@ class Event:
     end_seconds: float
     exposed_seconds: float = 0.0
     serves: tuple[str, ...] = ()
+    reason: str = ""
 
     @property
     def seconds(self) -> float:
@@ -209,11 +212,14 @@ def timeline_of(
     ends = (simulation.step_seconds, base_bytes + simulation.memory.kept_bytes)
     if memory[-1] != ends:
         memory.append(ends)
+    why = {node.name: reason.value for node, reason in reasons(simulation).items()}
     return Timeline(
         phase=phase,
         step_seconds=simulation.step_seconds,
         events=tuple(
-            dataclasses.replace(event, exposed_seconds=exposed[event.name])
+            dataclasses.replace(
+                event, exposed_seconds=exposed[event.name], reason=why.get(event.name, "")
+            )
             if event.stream != COMPUTE and event.name in exposed
             else event
             for event in events

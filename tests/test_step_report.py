@@ -71,6 +71,11 @@ def test_what_two_ranks_train_is_reported(two_ranks, tmp_path):
         assert any(label.startswith("gather") for label in labels)
         assert any(label.startswith("reduce") for label in labels)
         assert "not measured" not in str(last)
+        stalls = [event.exposed_seconds for _, event in last.exposed]
+        assert sum(stalls) == pytest.approx(last.predicted_exposed_seconds)
+        assert stalls == sorted(stalls, reverse=True)
+        assert all(event.reason for _, event in last.exposed)
+        assert ("communication that is not hidden" in str(last)) == bool(stalls)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X", "C"}
     pytest.importorskip("matplotlib")

@@ -143,8 +143,8 @@ def test_the_plan_is_close_to_the_best_of_all_plans(model: str, wires: str, rows
             predict(step, plan, limited, PASSES).prediction for plan in every_plan(limited)
         ]
         best = min(p.step_seconds for p in predictions if p.peak_bytes <= limit)
-        found = seconds_of(make_plan(step, limited, PASSES))
-        assert best * (1 - 1e-9) <= found <= best * (1 + WORST_GAP)
+        # It may be better than the best, for it also chooses the size of its buckets.
+        assert seconds_of(make_plan(step, limited, PASSES)) <= best * (1 + WORST_GAP)
 
 
 def test_the_prediction_is_what_the_simulator_says_of_the_plan():

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from torch import fx
 
 from passes.annotate import annotate
@@ -14,6 +15,7 @@ from passes.bucket import bucket
 from passes.decisions import Decision
 from passes.graph import WAIT, is_collective, positions
 from passes.reorder import reorder
+from passes.schedule import Room
 from passes.shard import shard
 from passes.simulate import simulate
 from tests.passes.examples import examples
@@ -179,6 +181,40 @@ def test_overlap_is_given_up_before_memory():
         assert peak <= limit
         assert seconds >= slowest_yet - 1e-12
         slowest_yet = seconds
+
+
+def test_overlap_is_given_up_only_where_memory_is_short():
+    # On the spot the limit is just kept, so at the peak there is no room for anything else.
+    on_the_spot = EQUAL.lower(0, shard, annotate)
+    limit = simulate(on_the_spot.graph).peak_bytes
+    gm = dataclasses.replace(EQUAL, limit_bytes=limit, deciding=True).lower(0, *LOWERING)
+    assert simulate(gm.graph).peak_bytes <= limit
+    beside = [
+        kernels_between(gm, *find(gm, f"{what} w{i}"))
+        for what in ("gather", "reduce")
+        for i in range(4)
+    ]
+    assert sum(count > 0 for count in beside) >= 4
+
+
+@examples(14)
+@given(steps(), st.floats(0, 1))
+def test_any_limit_that_the_order_on_the_spot_keeps_is_kept(step: Step, share: float):
+    step = dataclasses.replace(step, deciding=True, in_flight_bytes=None)
+    before = simulate(step.lower(0, shard, bucket, annotate).graph)
+    free_bytes = simulate(step.lower(0, *LOWERING).graph).peak_bytes
+    limit = before.peak_bytes + round(share * max(0, free_bytes - before.peak_bytes))
+    found = simulate(dataclasses.replace(step, limit_bytes=limit).lower(0, *LOWERING).graph)
+    assert found.peak_bytes <= limit
+    assert found.step_seconds <= before.step_seconds * (1 + 1e-9)
+
+
+def test_room_is_what_is_left_at_each_node():
+    room = Room([5, 3, 9, 4])
+    assert (room.least(0, 2), room.least(2, 4), room.at(1)) == (3, 4, 3)
+    room.take(2, 1, 3)
+    assert [room.at(place) for place in range(4)] == [5, 1, 7, 4]
+    assert room.least(2, 2) > 1 << 60  # used at once: it takes no more than on the spot
 
 
 def test_the_limit_is_of_everything_the_rank_holds():

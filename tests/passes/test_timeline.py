@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 from torch import fx
 
 from passes.annotate import Cost
+from passes.exposure import Reason
 from passes.simulate import simulate
 from passes.timeline import COMPUTE, NETWORK, Buffer, Event, Stall, Timeline, label_of, timeline_of
 from tests.passes.examples import examples
 from tests.passes.graphs import price
 from tests.passes.test_simulate import Op, Priced, build, programs
+
+ALL_ALONG = Reason.NO_COMPUTE.value
 
 
 def timeline(b: Priced, *outputs: fx.Node, **base_bytes: int) -> Timeline:
@@ -33,7 +36,7 @@ def test_kernels_and_collectives_are_events_on_their_streams_and_waiting_is_a_st
     last = b.kernel(b.wait(start), beside, seconds=1.0)
     found = timeline(b, last)
     assert found.events == (
-        Event(start.name, "gather w", NETWORK, 0.0, 10.0, exposed_seconds=6.0),
+        Event(start.name, "gather w", NETWORK, 0.0, 10.0, 6.0, reason=ALL_ALONG),
         Event("mm_default", "mm", COMPUTE, 0.0, 4.0),
         Event("mm_default_1", "mm", COMPUTE, 10.0, 11.0),
     )
@@ -89,7 +92,7 @@ def test_what_a_collective_takes_of_the_processor_is_compute():
     beside = b.kernel(x, seconds=1.0)
     found = timeline(b, b.kernel(b.wait(start), beside, seconds=1.0))
     assert found.events[:3] == (
-        Event(start.name, "gather w", NETWORK, 0.0, 5.0, exposed_seconds=2.0),
+        Event(start.name, "gather w", NETWORK, 0.0, 5.0, 2.0, reason=ALL_ALONG),
         Event(start.name, "processor's share of gather w", COMPUTE, 0.0, 2.0),
         Event("mm_default", "mm", COMPUTE, 2.0, 3.0),
     )
