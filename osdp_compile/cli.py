@@ -143,10 +143,12 @@ def _print(found: Calibration, out: Path) -> None:
     if found.links:
         console.print(_link_table(found))
         console.print(
-            "Fit: how far latency + bytes / bandwidth is from the times taken, over sizes from "
+            "Off by: what latency + bytes / bandwidth is from the times taken, median and worst, "
+            "over sizes from "
             f"{format_bytes(min(_sizes(found)))} to {format_bytes(max(_sizes(found)))} "
             "that a rank sends.\n"
-            "Busy: how much longer computing takes for each byte sent beside it."
+            "Busy: how much longer computing takes for each byte sent beside it.\n"
+            "Late: how much later a collective ends beside computing than alone."
         )
     else:
         console.print(
@@ -178,8 +180,7 @@ def _link_table(found: Calibration) -> Table:
     for title in ("latency", "bandwidth", "busy", "late"):
         table.add_column(title, justify="right")
     table.add_column("carried out")
-    for title in ("fit, median", "fit, worst"):
-        table.add_column(title, justify="right")
+    table.add_column("off by", justify="right")
     rows = [(name, *item) for name, kinds in found.links.items() for item in kinds.items()]
     for name, kind, link in rows:
         rate = link.rate
@@ -191,8 +192,7 @@ def _link_table(found: Calibration) -> Table:
             f"{format_seconds(rate.busy_seconds_per_byte * 2**20)}/MiB",
             format_seconds(rate.wake_seconds),
             rate.carried_out,
-            f"{link.fit.median_error:.0%}",
-            f"{link.fit.worst_error:.0%}",
+            f"{link.fit.median_error:.0%}, {link.fit.worst_error:.0%}",
         )
     return table
 

@@ -86,7 +86,7 @@ def test_the_error_adds_up_to_the_least_limit(two_ranks):
 
 def least_limits(rank, world_size):
     """The least limit the error names, and the peak of the plan that is made under it."""
-    config = GPTConfig(vocab=61, layers=2, width=32, heads=2, context=12)
+    config = GPTConfig(vocab=61, layers=1, width=32, heads=2, context=12)
     tokens = torch.zeros(2, 12, dtype=torch.long)
 
     def plan_under(limit):
@@ -101,14 +101,14 @@ def least_limits(rank, world_size):
 
     with pytest.raises(osdp_compile.InfeasibleLimit) as infeasible:
         plan_under(1)
-    named = parse_bytes(str(infeasible.value).split("least possible ")[1].split(" for ")[0])
-    return named, plan_under(named + 8)  # the text is rounded
+    named = infeasible.value.least_bytes
+    return named, plan_under(named)
 
 
 def test_the_least_limit_works_and_hardly_a_plan_takes_less(two_ranks):
     # It is found by descent, not proven: a schedule for a limit a little higher may take less.
     for named, peak in two_ranks.run(least_limits):
-        assert named * 0.95 <= peak <= named + 8
+        assert named * 0.95 <= peak <= named
 
 
 class Extra(nn.Module):

@@ -21,11 +21,11 @@ TOLERANCE = 1e-10
 
 
 def many_small_layers() -> nn.Module:
-    """30 parameters of a few hundred bytes, most of them with rows that 4 does not divide."""
+    """20 parameters of a few hundred bytes, most of them with rows that 4 does not divide."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     before = 8
-    for width in (13, 6, 17, 9, 10, 21, 7, 12, 15, 4):
+    for width in (13, 6, 17, 9, 21, 7, 4):
         layers += [nn.Linear(before, width), nn.Tanh()]
         before = width
         if width % 3 == 0:
@@ -68,6 +68,6 @@ def train(rank: int, world_size: int) -> tuple[float, float, int]:
 @pytest.mark.timeout(600)
 def test_four_ranks_train_200_steps_with_many_small_collectives_in_flight(four_ranks):
     for apart, moved, parameters in four_ranks.run(train):
-        assert parameters > 20
+        assert parameters == 20
         assert moved > 1e-3, "nothing was trained: the comparison shows nothing"
         assert apart < TOLERANCE

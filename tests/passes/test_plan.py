@@ -111,7 +111,7 @@ def test_a_plan_is_never_above_the_limit_and_more_memory_hardly_ever_makes_it_sl
 ):
     step, ctx = captured(model, wires)
     fastest = float("inf")
-    for limit in limits(step, ctx, 12):
+    for limit in limits(step, ctx, 9):
         try:
             plan = make_plan(step, ctx.replace(limit_bytes=limit), PASSES)
         except Infeasible:
@@ -208,7 +208,7 @@ def uniform_decided(step: Captured, ctx: Context) -> tuple[int, int]:
 
 def test_every_row_says_what_its_decision_saves_and_why():
     step, ctx = captured("even")
-    plan = make_plan(step, ctx.replace(limit_bytes=limits(step, ctx, 12)[1]), PASSES)
+    plan = make_plan(step, ctx.replace(limit_bytes=limits(step, ctx, 9)[1]), PASSES)
     assert any(row.decision.sharded for row in plan.parameters)
     for row in plan.parameters:
         # Parameter, gradient and Adam's two moments of 64 x 64 floats; three quarters go away.
