@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils import _runtime_estimation
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -70,8 +71,11 @@ def compiled_with_overlap(
 ) -> Any:
     """The same with Inductor's own overlap scheduling and bucketing.
 
-    It knows no CPU and no gloo, so it is told what things take, from these rates of one rank.
+    It knows no CPU and no gloo, so it is told what things take, from these rates of one rank;
+    where it would ask triton for a GPU's, too.
     """
+    _runtime_estimation.get_gpu_dram_gbps = lambda: _MEMORY_BYTES_PER_SECOND / 1e9
+    _runtime_estimation.get_device_tflops = lambda dtype: flops_per_second / 1e12
 
     def estimated_milliseconds(node: fx.Node, override_bytes: int | None = None) -> float:
         if node.target in _TIMES_SENT:
@@ -92,6 +96,8 @@ def compiled_with_overlap(
     return torch.compile(shard(model, mesh), options=options)
 
 
+#: Of one core of a server.
+_MEMORY_BYTES_PER_SECOND = 15e9
 #: How many times a tensor's bytes go over gloo's wire: a reduce-scatter is an all-reduce there.
 _TIMES_SENT = {ALL_GATHER: 1, REDUCE_SCATTER: 2, ALL_REDUCE: 2}
 
