@@ -284,6 +284,7 @@ def claims(outcomes: list[Outcome]) -> dict[str, bool]:
 def save_picture(outcomes: list[Outcome], path: Path) -> None:
     """Predicted against measured, on logarithmic axes, a mark for each model."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure = Figure(figsize=(11, 5), layout="constrained")
     panels = [
@@ -303,6 +304,10 @@ def save_picture(outcomes: list[Outcome], path: Path) -> None:
         low, high = [end * (1 - band) for end in ends], [end * (1 + band) for end in ends]
         axes.fill_between(ends, low, high, color="gray", alpha=0.2, label=f"within {band:.0%}")
         axes.set(xscale="log", yscale="log", title=title, xlabel="measured", ylabel="predicted")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter(NullFormatter())
         axes.legend()
     figure.savefig(path, dpi=120)
 

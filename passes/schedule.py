@@ -170,10 +170,12 @@ class Scheduler:
         while self.flying and _bytes(self.flying) + _bytes(self.pending) > self.cap_bytes:
             self.wait_for(self.flying[0])
         while self.is_short(self.at + 1):
-            if not self.flying and not self.start_pending():
+            oldest = next((one for one in self.flying if one.extra_bytes), None)
+            if oldest is not None:
+                self.drained[oldest] = None
+                self.wait_for(oldest)
+            elif not self.start_pending():
                 break
-            self.drained[self.flying[0]] = None
-            self.wait_for(self.flying[0])
 
     def is_short(self, place: int) -> bool:
         """Whether the gradients on their way take more than there is room for at a node."""
