@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 
 import networkx as nx
@@ -248,6 +249,21 @@ def test_the_peak_is_told_by_kind():
         "communication": 64,
     }
     assert sum(found.memory.peak.values()) == found.peak_bytes
+
+
+def test_ten_thousand_nodes_take_less_than_a_second():
+    b = Priced()
+    x = b.tensor("x", 10)
+    node = x
+    for region in range(2500):
+        whole = b.wait(b.gather(x, seconds=1.0, memory_bytes=4))
+        node = b.pointwise(b.kernel(node, whole, seconds=2.0, memory_bytes=8), 8)
+        node.meta["region"] = region
+    graph = b.finish(node).graph
+    begin = time.perf_counter()
+    simulate(graph)
+    assert len(graph.nodes) > 10_000
+    assert time.perf_counter() - begin < 1.0  # 0.12 s on one core
 
 
 @dataclasses.dataclass(frozen=True)
