@@ -65,6 +65,11 @@ def simple_fsdp_overlap(model: GPT, options: dict[str, Any]) -> nn.Module:
     return simple_fsdp.compiled_with_overlap(model, mesh, **options)
 
 
+def simple_fsdp_keep_overlap(model: GPT, options: dict[str, Any]) -> nn.Module:
+    """The same, what was gathered kept for the backward."""
+    return simple_fsdp_overlap(model, {**options, "again": False})
+
+
 def osdp(model: GPT, options: dict[str, Any]) -> nn.Module:
     """torch.compile(model, backend="osdp"); ``options`` are the backend's."""
     return torch.compile(model, backend="osdp", options=options)  # type: ignore[return-value]
@@ -79,5 +84,6 @@ WAYS: dict[str, Way] = {
     "FSDP2 + compile": fsdp2_compiled,
     "SimpleFSDP + compile": simple_fsdp_compiled,
     "SimpleFSDP + overlap": simple_fsdp_overlap,
+    "SimpleFSDP keep + overlap": simple_fsdp_keep_overlap,
     "osdp": osdp,
 }

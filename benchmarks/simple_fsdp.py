@@ -1,7 +1,7 @@
 """A small SimpleFSDP: a peer to compare with, after arXiv 2411.00284.
 
 Every parameter is a DTensor sharded by rows. Reading it gathers it; the gradient of that
-is a reduce-scatter that averages. The gather runs under activation checkpointing, so that
+is a reduce-scatter that averages. The gather may run under activation checkpointing, so that
 the backward gathers again in place of keeping what the forward gathered. All of it is
 plain torch, which torch.compile traces into one graph and Inductor compiles.
 """
@@ -26,8 +26,11 @@ from passes.flops import flops_of
 from passes.graph import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, bytes_of
 
 
-def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Shard a model in place; every rank must hold the same values. Returns the model."""
+def shard(model: nn.Module, mesh: DeviceMesh, again: bool = True) -> nn.Module:
+    """Shard a model in place; every rank must hold the same values. Returns the model.
+
+    ``again``: gather again in the backward.
+    """
     for module in list(model.modules()):
         owned = {name: p for name, p in module._parameters.items() if p is not None}
         if not owned:
@@ -36,12 +39,14 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
             # None: every rank cuts its rows out of what it has, nothing is sent.
             rows = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
             module._parameters[name] = nn.Parameter(rows)
-        readers = {name: property(partial(_read, name=name)) for name in owned}
+        readers = {name: property(partial(_read, name=name, again=again)) for name in owned}
         module.__class__ = type(type(module).__name__, (type(module),), readers)
     return model
 
 
-def _read(module: nn.Module, name: str) -> Tensor:
+def _read(module: nn.Module, name: str, again: bool) -> Tensor:
+    if not again:
+        return _gather(module._parameters[name])  # type: ignore[arg-type]
     whole: Tensor = checkpoint(
         _gather, module._parameters[name], use_reentrant=False, context_fn=_contexts
     )
@@ -67,7 +72,11 @@ def compiled(model: nn.Module, mesh: DeviceMesh) -> Any:
 
 
 def compiled_with_overlap(
-    model: nn.Module, mesh: DeviceMesh, bytes_per_second: float, flops_per_second: float
+    model: nn.Module,
+    mesh: DeviceMesh,
+    bytes_per_second: float,
+    flops_per_second: float,
+    again: bool = True,
 ) -> Any:
     """The same with Inductor's own overlap scheduling and bucketing.
 
@@ -93,7 +102,7 @@ def compiled_with_overlap(
         distributed + "custom_runtime_estimation": estimated_milliseconds,
         "fx_graph_cache": False,  # its key would have to hold that function
     }
-    return torch.compile(shard(model, mesh), options=options)
+    return torch.compile(shard(model, mesh, again), options=options)
 
 
 #: Of one core of a server.
