@@ -1,14 +1,16 @@
 """Kernels: where the nodes of a fused region really run.
 
-Inductor fuses what it can of a region into one kernel, also results that only share what they
-read (both halves of a gated unit's backward), and puts the kernel where its first result
-stands. A result joins an earlier kernel of its region if all that it reads is there by then
-and it runs over as many elements.
+Inductor fuses what it can of a region into one kernel and puts the kernel where its first
+result stands. A result joins an earlier kernel of its region if all that it reads is there by
+then and it runs over as many elements. So does one of another region, if both read a tensor of
+that many elements (both halves of a gated unit's backward read the gradient of the product)
+and they are not far apart.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 from torch import fx
@@ -17,11 +19,18 @@ from passes.annotate import cost_of, region_of
 from passes.fusion import REDUCTIONS, is_fusible
 from passes.graph import WAIT, is_alias, is_getitem, numel_of
 
+#: Inductor does not fuse across more kernels than this only for what both read
+#: (``torch._inductor.scheduler.Scheduler.are_long_distant_nodes``).
+FAR_KERNELS = 64
+
 
 @dataclasses.dataclass
 class _Kernel:
+    """``place``: of its first result. ``number``: of kernels before it."""
+
     place: int
     numel: int
+    number: int
 
 
 def kernel_places(place: dict[fx.Node, int]) -> dict[fx.Node, int]:
@@ -32,7 +41,9 @@ def kernel_places(place: dict[fx.Node, int]) -> dict[fx.Node, int]:
     """
     runs: dict[fx.Node, int] = {}
     needs: dict[fx.Node, int] = {}  # the last place of what a fused node's region reads
-    kernels: dict[int, list[_Kernel]] = {}
+    reads: dict[fx.Node, dict[fx.Node, None]] = {}  # the outside tensors that its region reads
+    mates: dict[int | fx.Node, list[_Kernel]] = {}  # kernels by region and by what they read
+    number = 0
     for node, index in place.items():
         runs[node] = index
         source = node.args[0] if is_getitem(node) else None
@@ -41,25 +52,46 @@ def kernel_places(place: dict[fx.Node, int]) -> dict[fx.Node, int]:
             continue
         region = region_of(node)
         if region is None:
+            number += cost_of(node).memory_bytes > 0
             continue
         needs[node] = -1
+        reads[node] = {}
         for read in map(_written_at, node.all_input_nodes):
             if region_of(read) != region:
                 needs[node] = max(needs[node], runs[read])
-            else:  # one that writes may be in the same kernel, not in a later one
-                writes = cost_of(read).memory_bytes > 0
-                needs[node] = max(needs[node], needs[read], runs[read] - 1 if writes else -1)
+                reads[node][read] = None
+                continue
+            # One that writes may be in the same kernel, not in a later one.
+            writes = cost_of(read).memory_bytes > 0
+            needs[node] = max(needs[node], needs[read], runs[read] - 1 if writes else -1)
+            reads[node] |= reads[read]
         if cost_of(node).memory_bytes == 0:
             continue
         numel = _iterations(node)
-        mine = kernels.setdefault(region, [])
-        for kernel in mine:
+        large = [read for read in reads[node] if _numel(read) == numel]
+        for kernel in _earlier(mates, region, large, number):
             if needs[node] < kernel.place and numel == kernel.numel:
-                runs[node] = kernel.place
                 break
         else:
-            mine.append(_Kernel(index, numel))
+            kernel = _Kernel(index, numel, number)
+            number += 1
+        runs[node] = kernel.place
+        keys: list[int | fx.Node] = [region, *large]
+        for key in keys:
+            if all(kernel is not other for other in mates.setdefault(key, [])):
+                mates[key].append(kernel)
     return runs
+
+
+def _earlier(
+    mates: dict[int | fx.Node, list[_Kernel]], region: int, read: list[fx.Node], number: int
+) -> Iterator[_Kernel]:
+    """Kernels that a result may join: of its region, then near ones that read the same."""
+    yield from mates.get(region, [])
+    for tensor in read:
+        for kernel in mates.get(tensor, []):
+            if number - kernel.number <= FAR_KERNELS:
+                yield kernel
 
 
 def _written_at(node: fx.Node) -> fx.Node:
@@ -71,7 +103,12 @@ def _written_at(node: fx.Node) -> fx.Node:
 
 def _iterations(node: fx.Node) -> int:
     """Elements that a fused node's loop runs over: of a reduction, those that it reads."""
-    values = [node.meta.get("val")]
+    over = [node]
     if torch.Tag.reduction in getattr(node.target, "tags", ()) or node.target in REDUCTIONS:
-        values += [source.meta.get("val") for source in node.all_input_nodes]
-    return max((numel_of(v) for v in values if isinstance(v, torch.Tensor)), default=0)
+        over += node.all_input_nodes
+    return max(map(_numel, over))
+
+
+def _numel(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return numel_of(value) if isinstance(value, torch.Tensor) else 0

@@ -8,17 +8,19 @@ import torch
 from torch import fx
 
 from passes.graph import positions
-from passes.kernels import kernel_places
+from passes.kernels import FAR_KERNELS, kernel_places
 from tests.passes.graphs import price
 from tests.passes.test_simulate import Priced
 
 aten = torch.ops.aten
 
 
-def fused(b: Priced, target: object, *args: object, memory_bytes: int = 0) -> fx.Node:
-    """A node of the one fused region of these graphs."""
+def fused(
+    b: Priced, target: object, *args: object, memory_bytes: int = 0, region: int = 0
+) -> fx.Node:
+    """A node of a fused region."""
     node = price(b.call(target, *args), 0.0, memory_bytes)
-    node.meta["region"] = 0
+    node.meta["region"] = region
     return node
 
 
@@ -61,6 +63,39 @@ def test_a_result_over_other_elements_has_a_kernel_of_its_own():
     other = fused(b, aten.cat.default, [source, source], memory_bytes=20)
     runs = places(b, first, other)
     assert runs[other] == list(runs).index(other)
+
+
+def test_regions_that_read_a_same_tensor_of_their_size_are_one_kernel():
+    b = Priced()
+    source = b.kernel(b.tensor("x"), memory_bytes=10)
+    first = fused(b, aten.cos.default, source, memory_bytes=10)
+    product = b.kernel(first, memory_bytes=1)
+    inside = fused(b, aten.sin.default, source, region=1)
+    second = fused(b, aten.exp.default, inside, memory_bytes=10, region=1)
+    late = fused(b, aten.mul.Tensor, source, product, memory_bytes=10, region=2)
+    runs = places(b, second, late)
+    assert runs[second] == runs[first]
+    assert runs[late] == list(runs).index(late)
+
+
+def test_regions_that_share_only_a_small_tensor_are_kernels_of_their_own():
+    b = Priced()
+    bias = price(b.call(aten.sum.dim_IntList, b.tensor("x"), [0]), 0.0, memory_bytes=5)
+    other, another = (b.kernel(b.tensor(name), memory_bytes=10) for name in "yz")
+    first = fused(b, aten.mul.Tensor, other, bias, memory_bytes=10)
+    second = fused(b, aten.mul.Tensor, another, bias, memory_bytes=10, region=1)
+    runs = places(b, first, second)
+    assert runs[second] == list(runs).index(second)
+
+
+def test_regions_far_apart_are_kernels_of_their_own():
+    b = Priced()
+    source = b.kernel(b.tensor("x"), memory_bytes=10)
+    first = fused(b, aten.cos.default, source, memory_bytes=10)
+    between = [b.kernel(source, memory_bytes=1) for _ in range(FAR_KERNELS)]
+    second = fused(b, aten.sin.default, source, memory_bytes=10, region=1)
+    runs = places(b, first, *between, second)
+    assert runs[second] == list(runs).index(second)
 
 
 def test_a_reduction_runs_over_what_it_reads():
