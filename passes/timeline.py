@@ -71,7 +71,7 @@ class Stall:
 class Buffer:
     """Memory that is alive at the peak: a tensor, or a whole part of what is held all along.
 
-    ``kind``: one of :data:`passes.simulate.KINDS`, or the name of the part.
+    ``kind``: one of :data:`passes.memory.KINDS`, or the name of the part.
     ``is_part``: not one tensor, but all parameters, say.
     """
 
