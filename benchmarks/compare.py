@@ -24,7 +24,6 @@ import json
 import statistics
 import sys
 import tempfile
-import timeit
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,8 @@ from rich.table import Table
 from benchmarks.hosts import Hosts, HostsError
 from benchmarks.launch import measure_on
 from benchmarks.train import Work
+from osdp_compile.calibrate import matmul_rate
+from passes.hardware import wire_bytes
 from passes.units import format_bytes
 
 FREE = "osdp, no limit"
@@ -60,6 +61,8 @@ ROWS = {
 LOSS_TOLERANCE = 1e-4
 #: How much slower a step may be measured at a higher limit: noise.
 NO_SLOWER = 1.03
+#: How long matrix products are timed for the ways that must be told their rate.
+_RATE_SECONDS = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,13 +141,15 @@ def run(
         for limit in _swept(hosts, work, limits, cache) if limits else ():
             name = f"osdp, limit {format_bytes(limit)}"
             rows[name] = Row(name, "osdp", {"memory_limit": limit})
-        told = {
-            "bytes_per_second": hosts.bytes_per_second,
-            "flops_per_second": _flops_per_second(),
-        }
-        for name in (OVERLAP, KEEP_OVERLAP):
-            if name in rows:
-                rows[name].options = told
+        told_rates = [rows[name] for name in (OVERLAP, KEEP_OVERLAP) if name in rows]
+        if told_rates:
+            # Measured here, so that every rank is told the same.
+            rates = {
+                "bytes_per_second": hosts.bytes_per_second,
+                "flops_per_second": _flops_per_second(),
+            }
+            for row in told_rates:
+                row.options = rates
         for phase, round_ in [("memory", 0), *(("time", i) for i in range(repeats))]:
             for name, row in rows.items():
                 if row.failed:
@@ -174,11 +179,9 @@ def _flops_per_second() -> float:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        a = torch.ones(512, 512)
-        seconds = min(timeit.repeat(lambda: a @ a, number=1, repeat=15))
+        return matmul_rate(torch.float32, torch.device("cpu"), _RATE_SECONDS)
     finally:
         torch.set_num_threads(threads)
-    return 2 * 512**3 / seconds
 
 
 def _note(row: Row, got: dict[str, Any], phase: str) -> None:
@@ -217,16 +220,16 @@ def alone_seconds(rows: list[Row]) -> float | None:
     return min(times, default=None)
 
 
-def bound_seconds(rows: list[Row], wire_seconds: float) -> float | None:
+def bound_seconds(rows: list[Row], sending_seconds: float) -> float | None:
     """The least a step can take; None if what it takes alone was not measured."""
     alone = alone_seconds(rows)
-    return None if alone is None else max(alone, wire_seconds)
+    return None if alone is None else max(alone, sending_seconds)
 
 
 def wire_seconds(work: Work, hosts: int, bytes_per_second: float) -> float:
     """Seconds that the least bytes take which any way to train must send."""
     size_bytes = sum(p.numel() * p.element_size() for p in work.model().parameters())
-    return 2 * (hosts - 1) / hosts * size_bytes / bytes_per_second
+    return wire_bytes("all_reduce", size_bytes, hosts) / bytes_per_second
 
 
 def best_peer(rows: list[Row]) -> Row | None:

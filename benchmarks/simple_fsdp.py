@@ -22,8 +22,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from passes.annotate import collective_full_bytes
 from passes.flops import flops_of
-from passes.graph import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, bytes_of
+from passes.graph import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from passes.hardware import wire_bytes
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, again: bool = True) -> nn.Module:
@@ -87,10 +89,10 @@ def compiled_with_overlap(
     _runtime_estimation.get_device_tflops = lambda dtype: flops_per_second / 1e12
 
     def estimated_milliseconds(node: fx.Node, override_bytes: int | None = None) -> float:
-        if node.target in _TIMES_SENT:
-            moved = _bytes(node) if override_bytes is None else override_bytes
-            share = (mesh.size() - 1) / mesh.size()
-            return 1e3 * _TIMES_SENT[node.target] * share * moved / bytes_per_second
+        kind = _SENT_AS.get(node.target)
+        if kind is not None:
+            full_bytes = collective_full_bytes(node) if override_bytes is None else override_bytes
+            return 1e3 * wire_bytes(kind, full_bytes, mesh.size()) / bytes_per_second
         return 1e3 * flops_of(node) / flops_per_second
 
     distributed = "aten_distributed_optimizations."
@@ -107,10 +109,5 @@ def compiled_with_overlap(
 
 #: Of one core of a server.
 _MEMORY_BYTES_PER_SECOND = 15e9
-#: How many times a tensor's bytes go over gloo's wire: a reduce-scatter is an all-reduce there.
-_TIMES_SENT = {ALL_GATHER: 1, REDUCE_SCATTER: 2, ALL_REDUCE: 2}
-
-
-def _bytes(node: fx.Node) -> int:
-    """Of the whole tensor, which is an all-gather's output and a reduction's input."""
-    return max(bytes_of(value.meta["val"]) for value in (node, *node.all_input_nodes))
+#: What goes over gloo's wire: a reduce-scatter is an all-reduce there.
+_SENT_AS = {ALL_GATHER: "all_gather", REDUCE_SCATTER: "all_reduce", ALL_REDUCE: "all_reduce"}

@@ -143,7 +143,7 @@ def _device_rates(
     flops: dict[str, float] = {}
     for dtype in dtypes:
         name = str(dtype).removeprefix("torch.")
-        flops[name] = _matmul_rate(dtype, device, budget_seconds, scratch_bytes)
+        flops[name] = matmul_rate(dtype, device, budget_seconds, scratch_bytes)
     return {
         "flops_per_second": {"default": flops["float32"], **flops},
         "memory_bytes_per_second": _copy_bandwidth(device, budget_seconds, scratch_bytes),
@@ -205,7 +205,7 @@ def _timed(run: Callable[[], object], device: torch.device, budget_seconds: floa
     return median(times)
 
 
-def _matmul_rate(
+def matmul_rate(
     dtype: torch.dtype,
     device: torch.device,
     budget_seconds: float,
