@@ -142,12 +142,15 @@ class _Search:
             bucket_bytes=bucket_bytes_for(ctx),
         )
         self.seen: dict[tuple[Decision, ...], tuple[Plan, Step]] = {}
+        #: Bucket sizes that were priced under the limit: what was seen is the best of them.
+        self.sizes: dict[tuple[Decision, ...], set[int]] = {}
 
     def look(self, decisions: Sequence[Decision]) -> Step:
         """Lower and simulate a plan, once; the order of its collectives becomes its own."""
         key = tuple(decisions)
         if key not in self.seen:
             self.seen[key] = self._price(key, self.ctx)
+            self.sizes[key] = {self.seen[key][0].bucket_bytes}
         return self.seen[key][1]
 
     def _price(
@@ -249,6 +252,9 @@ class _Search:
         size_bytes = round(plan.bucket_bytes * factor)
         if not _LEAST_BUCKET_BYTES <= size_bytes <= _MOST_BUCKET_BYTES:
             return False
+        if size_bytes in self.sizes[key]:
+            return False
+        self.sizes[key].add(size_bytes)
         found = self._price(key, self.ctx, size_bytes)
         faster = found[1].prediction.step_seconds < step.prediction.step_seconds
         if self.fits(found[1]) and faster:
@@ -297,6 +303,7 @@ class _Search:
                         if self.fits(looks[tuple(best)][1]):
                             break
         self.seen[tuple(best)] = looks[tuple(best)]
+        self.sizes[tuple(best)] = set()  # this was priced on schedules without overlap
         return looks[tuple(best)][1]
 
     def _alike(self) -> list[list[int]]:
