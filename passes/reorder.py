@@ -51,7 +51,7 @@ def reorder(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     sequence = None if ctx.deciding else _sequence(original, jobs, ctx)
     total = sum(job.bytes for job in jobs)
     bound = ctx.plan.in_flight_bytes
-    cap = total if bound is None else bound
+    cap = allowed = total if bound is None else bound
     free_bytes = _free_bytes(graph, jobs, ctx)
     spare_bytes = 0  # of the room, to be on the safe side
     tried: list[tuple[int, Scheduler]] = []
@@ -72,12 +72,19 @@ def reorder(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         spare_bytes += above_bytes
         if len(tried) >= _ROOM_TRIES:
             cap = 0
-    short = Reason.MEMORY if free_bytes is not None else Reason.IN_FLIGHT
     for job in jobs:
-        held = job in scheduler.held_back or job in scheduler.drained
-        job.start.meta[HELD_BACK] = short if held else Reason.ORDER
+        job.start.meta[HELD_BACK] = _held_back(job, scheduler, allowed)
         job.start.meta[DRAINED] = job in scheduler.drained
     return gm
+
+
+def _held_back(job: Job, scheduler: Scheduler, allowed_bytes: int) -> Reason:
+    """Why a collective started no earlier; ``allowed_bytes``: the plan's in-flight limit."""
+    if job not in scheduler.held_back:
+        return Reason.MEMORY if job in scheduler.drained else Reason.ORDER
+    if scheduler.cap_bytes < allowed_bytes:
+        return Reason.MEMORY  # nothing is in flight because the memory limit leaves no room
+    return scheduler.held_back[job]
 
 
 def _free_bytes(graph: fx.Graph, jobs: list[Job], ctx: Context) -> list[int] | None:

@@ -14,6 +14,7 @@ from torch import fx
 from passes.annotate import cost_of
 from passes.check import InvalidGraph
 from passes.decisions import Collective
+from passes.exposure import Reason
 from passes.network import Network
 
 #: A gather is urgent once the time left before its use is below this many times its own.
@@ -117,8 +118,9 @@ class Scheduler:
         self.network = Network()
         self.started: set[Job] = set()
         self.stalled = 0.0  # in all, so far
-        # Kept waiting while the network was idle, and waited for early, for want of memory.
-        self.held_back: dict[Job, None] = {}
+        # Kept waiting while the network was idle, by the cap or for want of room (the last of
+        # the two); and waited for early, for want of room.
+        self.held_back: dict[Job, Reason] = {}
         self.drained: dict[Job, None] = {}
         self.ahead: dict[Job, None] = {}  # gathers started and not waited for
         self.flying: list[Job] = []  # reductions started and not waited for
@@ -181,8 +183,11 @@ class Scheduler:
         """Whether the gradients on their way take more than there is room for at a node."""
         if self.room is None or place >= len(self.compute):
             return False
-        held = sum(job.extra_bytes for job in (*self.flying, *self.pending))
-        return held > max(0, self.room.at(place))
+        return self.held_bytes() > max(0, self.room.at(place))
+
+    def held_bytes(self) -> int:
+        """What the gradients on their way, or in line, keep alive for longer than on the spot."""
+        return sum(job.extra_bytes for job in (*self.flying, *self.pending))
 
     def start_pending(self) -> bool:
         """Start the gradient that is first in line, if one may start."""
@@ -223,16 +228,20 @@ class Scheduler:
             self.flying.remove(job)
 
     def has_room(self, job: Job) -> bool:
-        """Whether a collective can start without passing the cap; one alone always can."""
+        """Whether a collective can start within the room and the cap.
+
+        For the cap, one alone always can.
+        """
         beside = self.ahead if job.gathers else self.flying
-        room = not beside or _bytes(beside) + job.bytes <= self.cap_bytes
         if self.room is not None and job.gathers:
-            held = sum(one.extra_bytes for one in (*self.flying, *self.pending))
             least = self.room.least(self.at, self.used(job))
-            room = room and job.extra_bytes + held <= least
-        if not room:
-            self.held_back[job] = None
-        return room
+            if job.extra_bytes + self.held_bytes() > least:
+                self.held_back[job] = Reason.MEMORY
+                return False
+        if beside and _bytes(beside) + job.bytes > self.cap_bytes:
+            self.held_back[job] = Reason.IN_FLIGHT
+            return False
+        return True
 
     def used(self, job: Job) -> int:
         """The place of the compute node that first uses what is gathered."""
@@ -254,8 +263,8 @@ class Scheduler:
         if gather is not None and room and self.cap_bytes > 0:
             self.begin(gather)
             return True
-        if gather is not None:
-            self.held_back[gather] = None
+        if gather is not None and room:
+            self.held_back[gather] = Reason.IN_FLIGHT
         return False
 
     def start_next(self) -> bool:
@@ -263,8 +272,10 @@ class Scheduler:
         job = self.head
         if job is None or (not job.gathers and job not in self.pending):
             return False
-        if self.cap_bytes == 0 or not self.has_room(job):
-            self.held_back[job] = None
+        if self.cap_bytes == 0:
+            self.held_back[job] = Reason.IN_FLIGHT
+            return False
+        if not self.has_room(job):
             return False
         self.head = next(self.in_line, None)
         self.begin(job)

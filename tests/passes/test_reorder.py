@@ -13,6 +13,7 @@ from torch import fx
 from passes.annotate import annotate
 from passes.bucket import bucket
 from passes.decisions import Decision
+from passes.exposure import HELD_BACK, Reason
 from passes.graph import WAIT, is_collective, positions
 from passes.reorder import reorder
 from passes.schedule import Room
@@ -207,6 +208,32 @@ def test_any_limit_that_the_order_on_the_spot_keeps_is_kept(step: Step, share: f
     found = simulate(dataclasses.replace(step, limit_bytes=limit).lower(0, *LOWERING).graph)
     assert found.peak_bytes <= limit
     assert found.step_seconds <= before.step_seconds * (1 + 1e-9)
+
+
+def why_held(step: Step) -> set[Reason]:
+    """Why collectives started no earlier, of those that were ready before."""
+    found = {
+        node.meta[HELD_BACK] for node in step.lower(0, *LOWERING).graph.nodes if is_collective(node)
+    }
+    return found - {Reason.ORDER}
+
+
+@pytest.mark.parametrize("deciding", [True, False])
+def test_a_collective_says_what_held_it_back(deciding: bool):
+    step = dataclasses.replace(LONG_KERNELS, deciding=deciding)
+    plenty, on_the_spot = 1 << 30, simulate(EQUAL.lower(0, shard, annotate).graph).peak_bytes
+    tight = dataclasses.replace(EQUAL, deciding=deciding, limit_bytes=on_the_spot)
+    assert why_held(step) == set()
+    assert why_held(dataclasses.replace(step, limit_bytes=plenty)) == set()
+    assert why_held(tight) == {Reason.MEMORY}
+    for limit in (None, plenty):
+        for in_flight_bytes in (0, 2048):
+            bound = dataclasses.replace(step, in_flight_bytes=in_flight_bytes, limit_bytes=limit)
+            assert why_held(bound) == {Reason.IN_FLIGHT}
+    # Where nothing fits, nothing is in flight: that is for the limit, whatever the plan allows.
+    assert why_held(dataclasses.replace(step, in_flight_bytes=2048, limit_bytes=1)) == {
+        Reason.MEMORY
+    }
 
 
 def test_room_is_what_is_left_at_each_node():
