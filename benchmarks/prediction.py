@@ -132,11 +132,11 @@ def begin(configuration: Configuration, steps: int) -> Run:
 
     def step() -> float:
         batch = task.batch(generator)
-        begin = time.perf_counter()
+        started = time.perf_counter()
         compiled(*batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-        return time.perf_counter() - begin
+        return time.perf_counter() - started
 
     for _ in range(steps):
         step()

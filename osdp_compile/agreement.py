@@ -93,9 +93,8 @@ def from_rank_zero(make: Callable[[], T], group: dist.ProcessGroup) -> T:
             sent = [(make(), None)]
         except Exception as error:
             failure = error
-            known = isinstance(error, InfeasibleLimit | PlanMismatch)
-            text = f"rank 0: {type(error).__name__}: {error}"
-            sent = [(None, error if known else OsdpError(text))]  # type: ignore[list-item]
+            told = OsdpError(f"rank 0: {type(error).__name__}: {error}")
+            sent = [(None, error if isinstance(error, InfeasibleLimit | PlanMismatch) else told)]
     dist.broadcast_object_list(sent, src=dist.get_global_rank(group, 0), group=group)
     if failure is not None:
         raise failure
