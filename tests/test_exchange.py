@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import tempfile
 from pathlib import Path
@@ -14,9 +13,10 @@ from torch._inductor.utils import run_and_get_code
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from examples.gpt import GPT, GPTConfig
-from osdp_compile import Decision, Plan
+from osdp_compile import Decision
 from osdp_compile.exchange import by_messages
 from osdp_compile.markers import register_group
+from tests.training import mixed_plan
 
 WAIT = torch.ops._c10d_functional.wait_tensor
 
@@ -75,13 +75,8 @@ def order_in_code(rank, world_size):
     """The collectives in the scheduled graphs, and in the code that Inductor made of them."""
     config = GPTConfig(vocab=61, layers=2, width=64, heads=2, context=12)
     model = GPT(config)
-    plan = Plan.uniform(model.named_parameters(), "shard_again", world_size=world_size)
     decisions = [Decision.SHARD_AGAIN, Decision.REPLICATE, Decision.SHARD_KEEP]
-    rows = [
-        dataclasses.replace(row, decision=decisions[index % 3])
-        for index, row in enumerate(plan.parameters)
-    ]
-    plan = plan.replace(parameters=tuple(rows), bucket_bytes=4096)
+    plan = mixed_plan(model, decisions, bucket_bytes=4096, world_size=world_size)
     tokens = torch.zeros(2, 12, dtype=torch.long)
     with tempfile.TemporaryDirectory() as folder:
         options = {"plan": plan, "debug": folder}

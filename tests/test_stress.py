@@ -7,13 +7,13 @@ are float64, and after 200 steps they must be those of one process to the last d
 from __future__ import annotations
 
 import copy
-import dataclasses
 
 import pytest
 import torch
 from torch import nn
 
-from osdp_compile import Decision, Plan
+from osdp_compile import Decision
+from tests.training import mixed_plan
 
 STEPS, ROWS = 200, 3
 #: Sums over ranks and over a batch round differently: 1e-16 a step, grown over the steps.
@@ -42,13 +42,8 @@ def train(rank: int, world_size: int) -> tuple[float, float, int]:
     """How far parameters are from one process's, and how far they moved; collectives a step."""
     model = many_small_layers()
     alone, untrained = copy.deepcopy(model), copy.deepcopy(model)
-    plan = Plan.uniform(model.named_parameters(), "shard_again", world_size=world_size)
-    decisions = list(Decision)
-    rows = [
-        dataclasses.replace(row, decision=decisions[index % 3])
-        for index, row in enumerate(plan.parameters)
-    ]
-    plan = plan.replace(parameters=tuple(rows), bucket_bytes=0)  # each travels on its own
+    # No buckets: each travels on its own.
+    plan = mixed_plan(model, list(Decision), bucket_bytes=0, world_size=world_size)
     compiled = torch.compile(model, backend="osdp", options={"plan": plan})
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, alone)]
     for step in range(STEPS):
@@ -62,7 +57,7 @@ def train(rank: int, world_size: int) -> tuple[float, float, int]:
     pairs = list(zip(trained, alone.parameters(), untrained.parameters(), strict=True))
     apart = max((a - b).abs().max().item() for a, b, _ in pairs)
     moved = min((b - c).abs().max().item() for _, b, c in pairs)
-    return apart, moved, len(rows)
+    return apart, moved, len(plan.parameters)
 
 
 @pytest.mark.timeout(600)

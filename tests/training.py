@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -293,6 +293,18 @@ def plan_options(model, plan, recipe: Recipe, world_size: int) -> dict[str, Any]
             )
         )
     return {"plan": uniform, "hardware": SLOW}  # measuring would take longer than training
+
+
+def mixed_plan(
+    model: nn.Module, decisions: Sequence[Decision], *, bucket_bytes: int, world_size: int
+) -> Plan:
+    """A plan whose parameters have these decisions in turn."""
+    plan = Plan.uniform(model.named_parameters(), decisions[0], world_size=world_size)
+    rows = [
+        dataclasses.replace(row, decision=decisions[index % len(decisions)])
+        for index, row in enumerate(plan.parameters)
+    ]
+    return plan.replace(parameters=tuple(rows), bucket_bytes=bucket_bytes)
 
 
 def limit_between(model: nn.Module, share: float, recipe: Recipe) -> int:
