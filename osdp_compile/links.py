@@ -79,13 +79,10 @@ def quick_link(
         size_bytes *= 4
     large, _ = _sample(kind, size_bytes, group, device, 2 * budget_seconds, least=5)
     fit = fit_line([small, large])
-    rate = LinkRate(
-        fit.latency_seconds,
-        fit.seconds_per_byte,
-        start_seconds=_start_seconds(kind, group, device),
-        carried_out=carried_out(kind, group, device),
+    how = carried_out(kind, group, device)
+    return Link(
+        LinkRate(fit.latency_seconds, fit.seconds_per_byte, carried_out=how), fit, (small, large)
     )
-    return Link(rate, fit, (small, large))
 
 
 def with_busy(
@@ -103,7 +100,7 @@ def with_busy(
         kind,
         round(last.wire_bytes * world / (world - 1)),
         last.seconds,
-        links[kind].rate,
+        links[kind].fit,
         group,
         device,
         budget_seconds,
@@ -143,17 +140,13 @@ def swept_link(
         samples.append(sample)
     last_bytes = sizes[len(samples) - 1]
     fit = fit_line(samples)
-    rate = LinkRate(
-        fit.latency_seconds,
-        fit.seconds_per_byte,
-        start_seconds=_start_seconds(kind, group, device),
-        carried_out=carried_out(kind, group, device),
-    )
     busy = _busy_seconds_per_byte(
-        kind, last_bytes, samples[-1].seconds, rate, group, device, 0.3 * budget_seconds
+        kind, last_bytes, samples[-1].seconds, fit, group, device, 0.3 * budget_seconds
     )
     wake = _wake_seconds(kind, fit, group, device)
-    rate = dataclasses.replace(rate, busy_seconds_per_byte=busy, wake_seconds=wake)
+    rate = LinkRate(
+        fit.latency_seconds, fit.seconds_per_byte, busy, wake, carried_out(kind, group, device)
+    )
     return Link(rate, fit, tuple(samples))
 
 
@@ -276,7 +269,7 @@ def _busy_seconds_per_byte(
     kind: str,
     size_bytes: int,
     seconds: float,
-    rate: LinkRate,
+    fit: Fit,
     group: dist.ProcessGroup,
     device: torch.device,
     budget_seconds: float,
@@ -284,13 +277,13 @@ def _busy_seconds_per_byte(
     """How much longer computing takes beside a collective, for each wire byte; slowest rank.
 
     ``seconds``: what one collective of ``size_bytes`` takes; if that is long, smaller ones are
-    used, which take what ``rate`` says. Matrix products that take half as
+    used, which take what ``fit`` says. Matrix products that take half as
     long again (a collective is slower beside them, and must end in time to be counted in full)
     are timed in turns alone and beside it. Whatever else runs on the machine only adds to
     either, so the quicker quarter of each counts. What every start takes, whatever the size,
     is left out.
     """
-    fixed = min(rate.latency_seconds, seconds)
+    fixed = min(fit.latency_seconds, seconds)
     while seconds > 2 * _BESIDE_SECONDS and size_bytes > _FIRST_BYTES:
         size_bytes //= 4
         seconds = fixed + (seconds - fixed) / 4
@@ -301,6 +294,7 @@ def _busy_seconds_per_byte(
         count = 1
     made = [_collective(kind, group, size_bytes, device) for _ in range(count)]
     sent_bytes = sum(wire for _, wire in made)
+    start_seconds = count * agreed(_start_seconds(kind, group, device), group, device)
     product = _product(device)
     one = agreed(median([product(1) for _ in range(5)]), group, device)
     products = max(1, math.ceil(1.5 * count * seconds / one))
@@ -320,8 +314,7 @@ def _busy_seconds_per_byte(
             for work in works:
                 work.wait()
         synchronize(device)
-    longer = sorted(beside)[pairs // 4] - sorted(alone)[pairs // 4]
-    longer -= count * rate.start_seconds
+    longer = sorted(beside)[pairs // 4] - sorted(alone)[pairs // 4] - start_seconds
     each = max(0.0, agreed(longer, group, device)) / sent_bytes
     return min(each, _MOST_BUSY_SECONDS_PER_BYTE)
 
@@ -362,7 +355,7 @@ def _wake_seconds(kind: str, fit: Fit, group: dist.ProcessGroup, device: torch.d
 
 
 def _start_seconds(kind: str, group: dist.ProcessGroup, device: torch.device) -> float:
-    """What the call takes that starts a collective of hardly any bytes; median, slowest rank."""
+    """What the call takes that starts a collective of hardly any bytes."""
     start, _ = _collective(kind, group, _SMALL_BYTES, device)
     times: list[float] = []
     for _ in range(7):
@@ -371,7 +364,7 @@ def _start_seconds(kind: str, group: dist.ProcessGroup, device: torch.device) ->
         times.append(time.perf_counter() - begin)
         for work in works:
             work.wait()
-    return agreed(median(times), group, device)
+    return median(times)
 
 
 def _product(device: torch.device) -> Callable[[int], float]:
