@@ -177,7 +177,7 @@ def _link_table(found: Calibration) -> Table:
     if len(found.links) > 1:
         table.add_column("along")
     table.add_column("collective")
-    for title in ("latency", "bandwidth", "busy", "late"):
+    for title in ("latency", "bandwidth", "start", "busy", "late"):
         table.add_column(title, justify="right")
     table.add_column("carried out")
     table.add_column("off by", justify="right")
@@ -189,6 +189,7 @@ def _link_table(found: Calibration) -> Table:
             kind,
             format_seconds(rate.latency_seconds),
             f"{format_bytes(1 / rate.seconds_per_byte)}/s",
+            format_seconds(rate.start_seconds),
             f"{format_seconds(rate.busy_seconds_per_byte * 2**20)}/MiB",
             format_seconds(rate.wake_seconds),
             rate.carried_out,

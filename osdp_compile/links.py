@@ -79,10 +79,13 @@ def quick_link(
         size_bytes *= 4
     large, _ = _sample(kind, size_bytes, group, device, 2 * budget_seconds, least=5)
     fit = fit_line([small, large])
-    how = carried_out(kind, group, device)
-    return Link(
-        LinkRate(fit.latency_seconds, fit.seconds_per_byte, carried_out=how), fit, (small, large)
+    rate = LinkRate(
+        fit.latency_seconds,
+        fit.seconds_per_byte,
+        start_seconds=_start_seconds(kind, group, device),
+        carried_out=carried_out(kind, group, device),
     )
+    return Link(rate, fit, (small, large))
 
 
 def with_busy(
@@ -100,7 +103,7 @@ def with_busy(
         kind,
         round(last.wire_bytes * world / (world - 1)),
         last.seconds,
-        links[kind].fit,
+        links[kind].rate,
         group,
         device,
         budget_seconds,
@@ -140,13 +143,17 @@ def swept_link(
         samples.append(sample)
     last_bytes = sizes[len(samples) - 1]
     fit = fit_line(samples)
+    rate = LinkRate(
+        fit.latency_seconds,
+        fit.seconds_per_byte,
+        start_seconds=_start_seconds(kind, group, device),
+        carried_out=carried_out(kind, group, device),
+    )
     busy = _busy_seconds_per_byte(
-        kind, last_bytes, samples[-1].seconds, fit, group, device, 0.3 * budget_seconds
+        kind, last_bytes, samples[-1].seconds, rate, group, device, 0.3 * budget_seconds
     )
     wake = _wake_seconds(kind, fit, group, device)
-    rate = LinkRate(
-        fit.latency_seconds, fit.seconds_per_byte, busy, wake, carried_out(kind, group, device)
-    )
+    rate = dataclasses.replace(rate, busy_seconds_per_byte=busy, wake_seconds=wake)
     return Link(rate, fit, tuple(samples))
 
 
@@ -269,7 +276,7 @@ def _busy_seconds_per_byte(
     kind: str,
     size_bytes: int,
     seconds: float,
-    fit: Fit,
+    rate: LinkRate,
     group: dist.ProcessGroup,
     device: torch.device,
     budget_seconds: float,
@@ -277,13 +284,13 @@ def _busy_seconds_per_byte(
     """How much longer computing takes beside a collective, for each wire byte; slowest rank.
 
     ``seconds``: what one collective of ``size_bytes`` takes; if that is long, smaller ones are
-    used, which take what ``fit`` says. Matrix products that take half as
+    used, which take what ``rate`` says. Matrix products that take half as
     long again (a collective is slower beside them, and must end in time to be counted in full)
     are timed in turns alone and beside it. Whatever else runs on the machine only adds to
     either, so the quicker quarter of each counts. What every start takes, whatever the size,
     is left out.
     """
-    fixed = min(fit.latency_seconds, seconds)
+    fixed = min(rate.latency_seconds, seconds)
     while seconds > 2 * _BESIDE_SECONDS and size_bytes > _FIRST_BYTES:
         size_bytes //= 4
         seconds = fixed + (seconds - fixed) / 4
@@ -294,7 +301,6 @@ def _busy_seconds_per_byte(
         count = 1
     made = [_collective(kind, group, size_bytes, device) for _ in range(count)]
     sent_bytes = sum(wire for _, wire in made)
-    start_seconds = count * agreed(_start_seconds(kind, group, device), group, device)
     product = _product(device)
     one = agreed(median([product(1) for _ in range(5)]), group, device)
     products = max(1, math.ceil(1.5 * count * seconds / one))
@@ -314,7 +320,8 @@ def _busy_seconds_per_byte(
             for work in works:
                 work.wait()
         synchronize(device)
-    longer = sorted(beside)[pairs // 4] - sorted(alone)[pairs // 4] - start_seconds
+    longer = sorted(beside)[pairs // 4] - sorted(alone)[pairs // 4]
+    longer -= count * rate.start_seconds
     each = max(0.0, agreed(longer, group, device)) / sent_bytes
     return min(each, _MOST_BUSY_SECONDS_PER_BYTE)
 
@@ -355,7 +362,7 @@ def _wake_seconds(kind: str, fit: Fit, group: dist.ProcessGroup, device: torch.d
 
 
 def _start_seconds(kind: str, group: dist.ProcessGroup, device: torch.device) -> float:
-    """What the call takes that starts a collective of hardly any bytes."""
+    """What the call takes that starts a collective of hardly any bytes; median, slowest rank."""
     start, _ = _collective(kind, group, _SMALL_BYTES, device)
     times: list[float] = []
     for _ in range(7):
@@ -364,7 +371,7 @@ def _start_seconds(kind: str, group: dist.ProcessGroup, device: torch.device) ->
         times.append(time.perf_counter() - begin)
         for work in works:
             work.wait()
-    return median(times)
+    return agreed(median(times), group, device)
 
 
 def _product(device: torch.device) -> Callable[[int], float]:

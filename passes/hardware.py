@@ -21,6 +21,7 @@ class LinkRate:
     all-gather, a reduce-scatter or an all-to-all, twice that for an all-reduce.
     ``busy_seconds_per_byte``: for each wire byte, how much longer the computing beside it
     takes: a CPU's core copies and checksums what gloo sends, NCCL occupies some of a GPU.
+    ``start_seconds``: of computing that each takes, whatever its size: to hand it over.
     ``wake_seconds``: how much later one ends that is started beside computing, while the network
     is idle (``passes/network.py``).
     ``carried_out``: how, for people: ``ring``, ``messages``, ``all_reduce inside``; "" unknown.
@@ -29,6 +30,7 @@ class LinkRate:
     latency_seconds: float
     seconds_per_byte: float
     busy_seconds_per_byte: float = 0.0
+    start_seconds: float = 0.0
     wake_seconds: float = 0.0
     carried_out: str = ""
 
@@ -106,7 +108,8 @@ class Hardware:
         if world_size == 1:
             return 0.0
         rate = self.collectives[kind]
-        return wire_bytes(kind, full_bytes, world_size) * rate.busy_seconds_per_byte
+        sent_bytes = wire_bytes(kind, full_bytes, world_size)
+        return rate.start_seconds + sent_bytes * rate.busy_seconds_per_byte
 
     def wake_seconds(self, kind: str, world_size: int) -> float:
         """Seconds that a collective ends later beside computing."""

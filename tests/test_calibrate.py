@@ -71,10 +71,15 @@ class Wire:
     """A network of known rates that carries one collective at a time, in the order of starting."""
 
     def __init__(
-        self, latency_seconds: float, seconds_per_byte: float, starting: float = 0.0
+        self,
+        latency_seconds: float,
+        seconds_per_byte: float,
+        starting: float = 0.0,
+        each: float = 0.0,
     ) -> None:
-        """``starting``: seconds of this rank's own core that each byte takes to send."""
-        self.starting = starting
+        """``starting``: seconds of this rank's own core that each byte takes to send, and
+        ``each`` every collective."""
+        self.starting, self.each = starting, each
         self.rate = LinkRate(latency_seconds, seconds_per_byte)
         self.free_at = 0.0
         self.carried_bytes = 0
@@ -84,7 +89,7 @@ class Wire:
         wire_bytes = size_bytes * (world_size - 1) // world_size * (1 + (kind == "all_reduce"))
 
         def start():
-            until = time.perf_counter() + wire_bytes * self.starting
+            until = time.perf_counter() + self.each + wire_bytes * self.starting
             while time.perf_counter() < until:
                 pass
             takes = self.rate.latency_seconds + wire_bytes * self.rate.seconds_per_byte
@@ -104,10 +109,10 @@ class Sent:
 
 
 def measure_over(
-    rank, world_size, form, kind, latency_seconds, seconds_per_byte, budget_seconds, starting=0.0
+    rank, world_size, form, kind, latency_seconds, seconds_per_byte, budget_seconds, **own_core
 ):
     """The rate found for a wire, the seconds it took, and the bytes that were sent."""
-    wire = Wire(latency_seconds, seconds_per_byte, starting)
+    wire = Wire(latency_seconds, seconds_per_byte, **own_core)
     with mock.patch.object(links, "_collective", wire.collective):
         start = time.perf_counter()
         find = {"quick": links.quick_link, "swept": links.swept_link}[form]
@@ -155,6 +160,13 @@ def test_computing_beside_a_busy_wire_is_found_to_take_longer(two_ranks):
     # Other processes may hold the cores: one of several looks must be right.
     assert any(math.isclose(found(1e-8), 1e-8, rel_tol=0.5) for _ in range(4))
     assert any(found(0.0) < 4e-9 for _ in range(4))
+
+
+@pytest.mark.parametrize("form", ["quick", "swept"])
+def test_what_starting_takes_is_found(two_ranks, form):
+    rates = two_ranks.run(measure_over, form, "all_gather", 1e-2, 2e-8, 0.2, each=5e-3)
+    assert rates[0][0] == rates[1][0]
+    assert math.isclose(rates[0][0].start_seconds, 5e-3, rel_tol=0.5)
 
 
 def calibrate_at_leisure(rank, world_size):

@@ -59,6 +59,13 @@ def without(field):
     return data
 
 
+def test_computing_pays_for_the_start_of_a_collective_and_for_its_bytes():
+    link = LinkRate(1e-3, 1e-8, busy_seconds_per_byte=1e-9, start_seconds=2e-4)
+    busy = dataclasses.replace(profile(), collectives={"all_gather": link})
+    assert busy.busy_seconds("all_gather", 8_000_000, 4) == pytest.approx(2e-4 + 6e-3)
+    assert busy.busy_seconds("all_gather", 8_000_000, 1) == 0.0
+
+
 @pytest.mark.parametrize(
     "data",
     [
