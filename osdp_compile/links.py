@@ -20,7 +20,7 @@ import torch.distributed as dist
 from osdp_compile.collectives import all_gather_single, backend_of, reduce_scatter_single
 from osdp_compile.exchange import by_messages, start_exchange, start_gather
 from osdp_compile.fit import Fit, Sample, fit_line
-from passes.hardware import LinkRate, wire_bytes
+from passes.hardware import Hardware, LinkRate, wire_bytes
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
@@ -40,6 +40,9 @@ _WAKE_BYTES, _WAKE_REPEATS = 1 << 22, 11
 _THERE_SECONDS = 2e-4
 #: A core moves 200 MB/s over TCP at the very least; what is found above that is noise.
 _MOST_BUSY_SECONDS_PER_BYTE = 5e-9
+#: How long the check of a kept profile's collective should take, by that profile; how often it
+#: is tried; and by what factor it may be off.
+_CHECK_SECONDS, _CHECKS, _OTHER_NETWORK = 0.02, 3, 2.0
 
 Start = Callable[[], list[dist.Work]]
 
@@ -116,6 +119,33 @@ def with_busy(
         )
         for name, link in links.items()
     }
+
+
+def rates_hold(
+    hardware: Hardware, group: dist.ProcessGroup, device: torch.device, scratch_bytes: int
+) -> bool:
+    """Whether collectives take about what a profile says: a network may be another one by now.
+
+    One kind, long enough to tell, three times at most: a machine that others use too is slow
+    now and then.
+    """
+    world = dist.get_world_size(group)
+    if world == 1:
+        return True
+    kind = "all_to_all" if by_messages(group, device) else "all_gather"
+    size_bytes, most_bytes = _FIRST_BYTES, _most_bytes(scratch_bytes)
+    while (
+        hardware.collective_seconds(kind, size_bytes, world) < _CHECK_SECONDS
+        and 4 * size_bytes <= most_bytes
+    ):
+        size_bytes *= 4
+    said_seconds = hardware.collective_seconds(kind, size_bytes, world)
+    start, _ = _collective(kind, group, size_bytes, device)
+    for _ in range(_CHECKS):
+        seconds = _stream(start, 3, group, device)
+        if said_seconds / _OTHER_NETWORK < seconds < said_seconds * _OTHER_NETWORK:
+            return True
+    return False
 
 
 def swept_link(

@@ -3,9 +3,9 @@
 Measuring takes seconds at every first call, and its noise makes plans differ between runs
 of one script. So a profile is kept in a folder, in a file whose name is a hash of what the
 figures depend on: the ranks' machines, devices, threads, the address each has in the
-network, the backend, torch. What the key cannot see (a link that was given another rate)
-needs a fresh measurement: delete the file, or turn the cache off. The times of a model's
-operators are added when it is first trained.
+network, the backend, torch. What the key cannot see is a link that was given another rate: a
+few messages tell, and then all is measured anew. The times of a model's operators are added when
+it is first trained.
 
 The folder is ``$OSDP_CACHE_DIR``, else ``$XDG_CACHE_HOME/osdp_compile``, else
 ``~/.cache/osdp_compile``. With ``OSDP_CACHE_DIR=""`` nothing is read or written.
@@ -31,6 +31,7 @@ from osdp_compile.calibrate import device_name, measure_hardware
 from osdp_compile.collectives import backend_of
 from osdp_compile.errors import OsdpError
 from osdp_compile.exchange import by_messages
+from osdp_compile.links import rates_hold
 from osdp_compile.plan_table import ensure_visible
 from passes.hardware import Hardware
 
@@ -136,7 +137,11 @@ def _kept_or_measured(
     found: list[Any] = [_read(path)]
     dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
     if found[0] is not None:
-        return Hardware.from_dict(found[0])
+        kept = Hardware.from_dict(found[0])
+        if rates_hold(kept, group, device, scratch_bytes):
+            return kept
+        if writes:
+            log.info("the network is no longer what that profile says: measured anew")
     hardware = measure_hardware(group, device, scratch_bytes=scratch_bytes)
     if path is not None and _write(hardware, path):
         log.info("hardware measured, and kept in %s. To measure anew, delete it", path)

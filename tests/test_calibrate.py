@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from unittest import mock
@@ -160,6 +161,24 @@ def test_computing_beside_a_busy_wire_is_found_to_take_longer(two_ranks):
     # Other processes may hold the cores: one of several looks must be right.
     assert any(math.isclose(found(1e-8), 1e-8, rel_tol=0.5) for _ in range(4))
     assert any(found(0.0) < 4e-9 for _ in range(4))
+
+
+def check_over(rank, world_size, seconds_per_byte, said_seconds_per_byte):
+    """Whether rates are found to hold on a wire."""
+    wire = Wire(1e-3, seconds_per_byte)
+    said = dict.fromkeys(links.KINDS, LinkRate(1e-3, said_seconds_per_byte))
+    hardware = dataclasses.replace(generic(), collectives=said)
+    with mock.patch.object(links, "_collective", wire.collective):
+        start = time.perf_counter()
+        holds = links.rates_hold(hardware, dist.group.WORLD, torch.device("cpu"), 1 << 24)
+        return holds, time.perf_counter() - start
+
+
+@pytest.mark.parametrize(("times_as_fast", "holds"), [(1, True), (10, False), (0.1, False)])
+def test_rates_hold_on_a_wire_that_has_them(two_ranks, times_as_fast, holds):
+    found = two_ranks.run(check_over, 8e-8 / times_as_fast, 8e-8)
+    assert [held for held, _ in found] == [holds, holds]
+    assert max(seconds for _, seconds in found) < 10
 
 
 @pytest.mark.parametrize("form", ["quick", "swept"])

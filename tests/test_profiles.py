@@ -21,10 +21,11 @@ from passes.hardware import Hardware, LinkRate, generic
 CPU = torch.device("cpu")
 
 
-def named(rank, world_size, folders, name, host="host", scratch_bytes=1 << 24, calls=1):
+def named(rank, world_size, folders, name, host="host", scratch_bytes=1 << 24, calls=1, holds=True):
     """The names of the profiles found, how often was measured, and what was logged.
 
-    A measurement costs nothing here and finds a profile of the given name.
+    A measurement costs nothing here and finds a profile of the given name. ``holds``: whether
+    the network is found to be what a kept profile says.
     """
     measured = []
     said = []
@@ -45,6 +46,7 @@ def named(rank, world_size, folders, name, host="host", scratch_bytes=1 << 24, c
             mock.patch.dict(os.environ, {"OSDP_CACHE_DIR": folders[rank]}),
             mock.patch.dict(profiles._in_process, clear=True),
             mock.patch.object(profiles, "measure_hardware", measure),
+            mock.patch.object(profiles, "rates_hold", lambda *_: holds),
             mock.patch.object(socket, "gethostname", lambda: f"{host}{rank}"),
         ):
             found = [hardware_of(dist.group.WORLD, CPU, scratch_bytes).name for _ in range(calls)]
@@ -97,6 +99,15 @@ def test_a_damaged_file_is_measured_anew_and_written_over(two_ranks, tmp_path, d
     assert find(two_ranks, tmp_path, "third") == ("second", 0)
 
 
+def test_another_network_is_measured_anew_and_written_over(two_ranks, tmp_path):
+    find(two_ranks, tmp_path, "first")
+    one, other = two_ranks.run(named, [str(tmp_path)] * 2, "second", holds=False)
+    assert one[:2] == other[:2] == (["second"], 1)
+    assert any("no longer" in said for said in one[2]) and other[2] == []
+    assert len(files(tmp_path)) == 1
+    assert find(two_ranks, tmp_path, "third") == ("second", 0)
+
+
 def test_an_empty_folder_name_keeps_nothing(two_ranks):
     assert find(two_ranks, "", "first") == ("first", 1)
     assert find(two_ranks, "", "second") == ("second", 1)
@@ -144,6 +155,7 @@ def with_a_kernel(rank, world_size, folder):
     with (
         mock.patch.dict(os.environ, {"OSDP_CACHE_DIR": folder}),
         mock.patch.object(profiles, "measure_hardware", lambda *_, **__: generic()),
+        mock.patch.object(profiles, "rates_hold", lambda *_: True),
     ):
         with mock.patch.dict(profiles._in_process, clear=True):
             hardware = hardware_of(dist.group.WORLD, CPU, 1 << 24)
@@ -179,7 +191,10 @@ def test_a_mesh_dimension_has_its_own_rates_where_the_profile_has_them(two_ranks
 
 def measured_for_real(rank, world_size, folder):
     found = []
-    with mock.patch.dict(os.environ, {"OSDP_CACHE_DIR": folder}):
+    with (
+        mock.patch.dict(os.environ, {"OSDP_CACHE_DIR": folder}),
+        mock.patch.object(profiles, "rates_hold", lambda *_: True),  # on a busy machine
+    ):
         for _ in range(2):
             with mock.patch.dict(profiles._in_process, clear=True):
                 found.append(hardware_of(dist.group.WORLD, CPU, 1 << 24).to_dict())
