@@ -209,7 +209,7 @@ def _ratio(rows: dict[str, Row], row: Row, base: str) -> float | None:
 def loss_difference(rows: dict[str, Row], row: Row) -> float | None:
     """The largest distance of a loss from DDP's at the same step; None for training alone."""
     base = rows.get("DDP")
-    if base is None or base.failed or row.failed or row.name == "alone":
+    if base is None or base.failed or row.failed or row.way in ALONE:
         return None
     return max(abs(a - b) for a, b in zip(row.losses, base.losses, strict=True))
 
