@@ -8,6 +8,7 @@ overlapped with anything.
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,9 @@ from torch import Tensor
 import passes.markers  # noqa: F401  (defines the operators)
 from osdp_compile.collectives import all_gather_single, reduce_scatter_single
 
-_groups: dict[str, dist.ProcessGroup] = {}
+# Weak: a group that something still holds at the end of the process is not torn down by
+# ``destroy_process_group``, and its threads may abort the process while Python shuts down.
+_groups: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
 
 
 def register_group(group: dist.ProcessGroup) -> str:

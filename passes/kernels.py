@@ -4,7 +4,8 @@ Inductor fuses what it can of a region into one kernel and puts the kernel where
 result stands. A result joins an earlier kernel of its region if all that it reads is there by
 then and it runs over as many elements. So does one of another region, if both read a tensor of
 that many elements (both halves of a gated unit's backward read the gradient of the product)
-and they are not far apart.
+and they are not far apart. A sum over leading dimensions (a bias's gradient) runs over columns,
+and what it reads is written row by row: they are two kernels.
 """
 
 from __future__ import annotations
@@ -24,12 +25,20 @@ from passes.graph import WAIT, is_alias, is_getitem, numel_of
 FAR_KERNELS = 64
 
 
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    """What a kernel runs over: so many elements, row by row or column by column."""
+
+    numel: int
+    by_column: bool
+
+
 @dataclasses.dataclass
 class _Kernel:
     """``place``: of its first result. ``number``: of kernels before it."""
 
     place: int
-    numel: int
+    loop: _Loop
     number: int
 
 
@@ -67,13 +76,13 @@ def kernel_places(place: dict[fx.Node, int]) -> dict[fx.Node, int]:
             reads[node] |= reads[read]
         if cost_of(node).memory_bytes == 0:
             continue
-        numel = _iterations(node)
-        large = [read for read in reads[node] if _numel(read) == numel]
+        loop = _loop_of(node)
+        large = [read for read in reads[node] if _numel(read) == loop.numel]
         for kernel in _earlier(mates, region, large, number):
-            if needs[node] < kernel.place and numel == kernel.numel:
+            if needs[node] < kernel.place and loop == kernel.loop:
                 break
         else:
-            kernel = _Kernel(index, numel, number)
+            kernel = _Kernel(index, loop, number)
             number += 1
         runs[node] = kernel.place
         keys: list[int | fx.Node] = [region, *large]
@@ -101,12 +110,25 @@ def _written_at(node: fx.Node) -> fx.Node:
     return node
 
 
-def _iterations(node: fx.Node) -> int:
-    """Elements that a fused node's loop runs over: of a reduction, those that it reads."""
-    over = [node]
-    if torch.Tag.reduction in getattr(node.target, "tags", ()) or node.target in REDUCTIONS:
-        over += node.all_input_nodes
-    return max(map(_numel, over))
+def _loop_of(node: fx.Node) -> _Loop:
+    """The loop of a fused node: a reduction's is over what it reads."""
+    if torch.Tag.reduction not in getattr(node.target, "tags", ()) and (
+        node.target not in REDUCTIONS
+    ):
+        return _Loop(_numel(node), by_column=False)
+    numel = max(map(_numel, [node, *node.all_input_nodes]))
+    return _Loop(numel, by_column=not _reduces_rows(node))
+
+
+def _reduces_rows(node: fx.Node) -> bool:
+    """Whether a reduction is over all dimensions, or over the last ones."""
+    source = node.args[0] if node.args else None
+    value = source.meta.get("val") if isinstance(source, fx.Node) else None
+    over = node.args[1] if len(node.args) > 1 else None
+    if not isinstance(value, torch.Tensor) or not isinstance(over, int | list | tuple):
+        return True
+    dims = sorted(dim % value.dim() for dim in ([over] if isinstance(over, int) else over))
+    return dims == list(range(value.dim() - len(dims), value.dim()))
 
 
 def _numel(node: fx.Node) -> int:

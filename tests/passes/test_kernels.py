@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 
+import pytest
 import torch
 from torch import fx
 
@@ -106,6 +107,29 @@ def test_a_reduction_runs_over_what_it_reads():
     total = fused(b, aten.sum.default, first, memory_bytes=1)
     runs = places(b, product, total)
     assert runs[total] == runs[first]
+
+
+@pytest.mark.parametrize(
+    ("dims", "joins"), [([0], False), ([1], True), ([-1], True), ([0, 1], True)]
+)
+def test_a_sum_over_columns_has_a_kernel_of_its_own(dims, joins):
+    b = Priced()
+    source = b.kernel(b.tensor("x"), memory_bytes=10)
+    first = fused(b, aten.cos.default, source, memory_bytes=10)
+    product = b.kernel(first, memory_bytes=1)
+    total = fused(b, aten.sum.dim_IntList, first, dims, memory_bytes=1)
+    runs = places(b, product, total)
+    assert (runs[total] == runs[first]) == joins
+
+
+def test_two_sums_over_columns_of_one_tensor_are_one_kernel():
+    b = Priced()
+    source = b.kernel(b.tensor("x"), memory_bytes=10)
+    first = fused(b, aten.sum.dim_IntList, source, [0], memory_bytes=1)
+    product = b.kernel(source, memory_bytes=1)
+    second = fused(b, aten.sum.dim_IntList, source, [0], True, memory_bytes=1)
+    runs = places(b, first, product, second)
+    assert runs[second] == runs[first]
 
 
 def test_what_a_result_reads_through_a_wait_is_there_after_the_wait():
