@@ -127,8 +127,8 @@ def _reduces_rows(node: fx.Node) -> bool:
     over = node.args[1] if len(node.args) > 1 else None
     if not isinstance(value, torch.Tensor) or not isinstance(over, int | list | tuple):
         return True
-    dims = sorted(dim % value.dim() for dim in ([over] if isinstance(over, int) else over))
-    return dims == list(range(value.dim() - len(dims), value.dim()))
+    dims = sorted(dim % max(1, value.dim()) for dim in ([over] if isinstance(over, int) else over))
+    return value.dim() == 0 or dims == list(range(value.dim() - len(dims), value.dim()))
 
 
 def _numel(node: fx.Node) -> int:

@@ -122,6 +122,15 @@ def test_a_sum_over_columns_has_a_kernel_of_its_own(dims, joins):
     assert (runs[total] == runs[first]) == joins
 
 
+def test_a_sum_over_the_one_dimension_of_a_scalar_is_none_over_columns():
+    b = Priced()
+    scalar = b.call(aten.sum.default, b.kernel(b.tensor("x"), memory_bytes=10))
+    first = fused(b, aten.cos.default, price(scalar, 0.0, 1), memory_bytes=1)
+    total = fused(b, aten.sum.dim_IntList, first, [-1], memory_bytes=1)
+    runs = places(b, first, total)
+    assert runs[total] == runs[first]
+
+
 def test_two_sums_over_columns_of_one_tensor_are_one_kernel():
     b = Priced()
     source = b.kernel(b.tensor("x"), memory_bytes=10)
