@@ -147,6 +147,7 @@ def _print(found: Calibration, out: Path) -> None:
             "over sizes from "
             f"{format_bytes(min(_sizes(found)))} to {format_bytes(max(_sizes(found)))} "
             "that a rank sends.\n"
+            "Start: what starting one takes of the computing, whatever its size.\n"
             "Busy: how much longer computing takes for each byte sent beside it.\n"
             "Late: how much later a collective ends beside computing than alone."
         )

@@ -82,12 +82,7 @@ def quick_link(
         size_bytes *= 4
     large, _ = _sample(kind, size_bytes, group, device, 2 * budget_seconds, least=5)
     fit = fit_line([small, large])
-    rate = LinkRate(
-        fit.latency_seconds,
-        fit.seconds_per_byte,
-        start_seconds=_start_seconds(kind, group, device),
-        carried_out=carried_out(kind, group, device),
-    )
+    rate = _fitted(kind, fit, group, device)
     return Link(rate, fit, (small, large))
 
 
@@ -99,7 +94,7 @@ def with_busy(
     It is a byte's way through the operating system's network stack (on a GPU, through the
     communication library's own kernels), and the kinds differ by less than the noise.
     """
-    kind = "all_to_all" if by_messages(group, device) else "all_gather"
+    kind = _one_for_all(group, device)
     last = links[kind].samples[-1]
     world = dist.get_world_size(group)
     busy = _busy_seconds_per_byte(
@@ -132,7 +127,7 @@ def rates_hold(
     world = dist.get_world_size(group)
     if world == 1:
         return True
-    kind = "all_to_all" if by_messages(group, device) else "all_gather"
+    kind = _one_for_all(group, device)
     size_bytes, most_bytes = _FIRST_BYTES, _most_bytes(scratch_bytes)
     while (
         hardware.collective_seconds(kind, size_bytes, world) < _CHECK_SECONDS
@@ -173,18 +168,28 @@ def swept_link(
         samples.append(sample)
     last_bytes = sizes[len(samples) - 1]
     fit = fit_line(samples)
-    rate = LinkRate(
-        fit.latency_seconds,
-        fit.seconds_per_byte,
-        start_seconds=_start_seconds(kind, group, device),
-        carried_out=carried_out(kind, group, device),
-    )
+    rate = _fitted(kind, fit, group, device)
     busy = _busy_seconds_per_byte(
         kind, last_bytes, samples[-1].seconds, rate, group, device, 0.3 * budget_seconds
     )
     wake = _wake_seconds(kind, fit, group, device)
     rate = dataclasses.replace(rate, busy_seconds_per_byte=busy, wake_seconds=wake)
     return Link(rate, fit, tuple(samples))
+
+
+def _one_for_all(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The kind of collective that is looked at for all kinds."""
+    return "all_to_all" if by_messages(group, device) else "all_gather"
+
+
+def _fitted(kind: str, fit: Fit, group: dist.ProcessGroup, device: torch.device) -> LinkRate:
+    """A kind's rate, but for what computing and it do to each other."""
+    return LinkRate(
+        fit.latency_seconds,
+        fit.seconds_per_byte,
+        start_seconds=_start_seconds(kind, group, device),
+        carried_out=carried_out(kind, group, device),
+    )
 
 
 def carried_out(kind: str, group: dist.ProcessGroup, device: torch.device) -> str:

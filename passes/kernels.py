@@ -87,7 +87,7 @@ def kernel_places(place: dict[fx.Node, int]) -> dict[fx.Node, int]:
         runs[node] = kernel.place
         keys: list[int | fx.Node] = [region, *large]
         for key in keys:
-            if all(kernel is not other for other in mates.setdefault(key, [])):
+            if kernel not in mates.setdefault(key, []):
                 mates[key].append(kernel)
     return runs
 
@@ -125,10 +125,12 @@ def _reduces_rows(node: fx.Node) -> bool:
     source = node.args[0] if node.args else None
     value = source.meta.get("val") if isinstance(source, fx.Node) else None
     over = node.args[1] if len(node.args) > 1 else None
-    if not isinstance(value, torch.Tensor) or not isinstance(over, int | list | tuple):
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return True
-    dims = sorted(dim % max(1, value.dim()) for dim in ([over] if isinstance(over, int) else over))
-    return value.dim() == 0 or dims == list(range(value.dim() - len(dims), value.dim()))
+    if not isinstance(over, int | list | tuple):
+        return True
+    dims = sorted(dim % value.dim() for dim in ([over] if isinstance(over, int) else over))
+    return dims == list(range(value.dim() - len(dims), value.dim()))
 
 
 def _numel(node: fx.Node) -> int:

@@ -30,7 +30,7 @@ def with_batch_norm():
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
 
 
-@pytest.mark.parametrize("plan", ["shard_again", 0.5], ids=str)
+@pytest.mark.parametrize("plan", ["shard_keep", "shard_again", 0.5], ids=str)
 def test_batch_norm_keeps_each_ranks_own_statistics(two_ranks, plan):
     # The reference has buffers for each rank, as DDP(broadcast_buffers=False).
     outcome = trains_like_reference(two_ranks, with_batch_norm, plan)
@@ -126,7 +126,7 @@ def train_and_evaluate(rank, world_size, plan):
     return differences, placed
 
 
-@pytest.mark.parametrize("plan", ["shard_again", "replicate"])
+@pytest.mark.parametrize("plan", ["shard_keep", "shard_again", "replicate"])
 def test_evaluation_before_between_and_after_training(two_ranks, plan):
     for differences, placed in two_ranks.run(train_and_evaluate, plan):
         assert max(differences) < 1e-5, differences
@@ -144,7 +144,7 @@ def last_batch_smaller_on_one_rank(step, micro, rank):
 
 
 @pytest.mark.parametrize("batch", [smaller_last_batch, last_batch_smaller_on_one_rank])
-@pytest.mark.parametrize("plan", ["shard_again", 0.5], ids=str)
+@pytest.mark.parametrize("plan", ["shard_keep", "shard_again", 0.5], ids=str)
 def test_a_smaller_last_batch(two_ranks, plan, batch):
     recipe = Recipe(batch=batch, steps=4)
     outcome = trains_like_reference(two_ranks, two_layers, plan, recipe)
@@ -200,7 +200,7 @@ def step_in_bfloat16(model, batch):
     return output.float().square().mean()
 
 
-@pytest.mark.parametrize("plan", ["shard_again"])
+@pytest.mark.parametrize("plan", ["shard_keep", "shard_again"])
 def test_autocast(two_ranks, plan):
     # Compiled code keeps sums in float32 that eager mode rounds to bfloat16's 8 bits.
     outcome = trains_like_reference(
@@ -223,7 +223,7 @@ class Broken(nn.Module):
         return self.after(x) + self.before.bias[:4]
 
 
-@pytest.mark.parametrize("plan", ["replicate", 0.5], ids=str)
+@pytest.mark.parametrize("plan", ["replicate", "shard_keep", "shard_again", 0.5], ids=str)
 def test_a_graph_break_in_the_middle(two_ranks, plan):
     outcome = trains_like_reference(two_ranks, Broken, plan)
     if plan in ("shard_keep", "shard_again"):
@@ -247,7 +247,7 @@ class NotTraced(nn.Module):
         return self.last(self.in_eager_mode(self.first(x)))
 
 
-@pytest.mark.parametrize("plan", ["shard_again"])
+@pytest.mark.parametrize("plan", ["replicate", "shard_again"])
 def test_a_layer_that_runs_in_eager_mode(two_ranks, plan):
     outcome = trains_like_reference(two_ranks, NotTraced, plan)
     assert set(outcome.placements.values()) == {"shard" if plan == "shard_again" else plan}
