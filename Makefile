@@ -22,8 +22,11 @@ demo: $(VENV)/installed
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) \
 	  examples/train_gpt.py --memory-limit $(LIMIT) $(DEMO_FLAGS)
 
+# Tests that start ranks use little more than one core; on two, others run beside them.
+WORKERS ?= 2
+
 test: lint types
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
 
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check

@@ -3,6 +3,7 @@
     sudo python -m benchmarks.compare                      # GPT of 13.7 M parameters, 400 Mbit/s
     sudo python -m benchmarks.compare --setting wide       # 27.4 M parameters on 4 hosts
     sudo python -m benchmarks.compare --setting unlimited  # as much network as can be used
+    sudo python -m benchmarks.compare --setting llama      # Hugging Face's; or conv
     sudo python -m benchmarks.compare --limits 8 --only    # osdp over a range of memory limits
 
 Each way trains in fresh processes, one rank and one thread a host. First every way's peak
@@ -109,6 +110,8 @@ SETTINGS = {
             (LIMITED, "FSDP2 + compile", 1.0),
         ),
     ),
+    "llama": Setting(2, "400mbit", Work(task="HF Llama"), ()),
+    "conv": Setting(2, "400mbit", Work(task="conv net"), ()),
 }
 
 
@@ -338,7 +341,8 @@ def main() -> None:
     parser.add_argument("--setting", choices=list(SETTINGS), default="gpt")
     parser.add_argument("--hosts", type=int, help="in place of the setting's")
     parser.add_argument("--rate", help="what each host may send, in place of the setting's")
-    for field in dataclasses.fields(Work):
+    sizes = [field for field in dataclasses.fields(Work) if field.name != "task"]
+    for field in sizes:
         flag = "--" + field.name.replace("_", "-")
         parser.add_argument(flag, type=int, dest=field.name, help="in place of the setting's")
     parser.add_argument("--repeats", type=int, default=1, help="rounds of timing")
@@ -352,8 +356,9 @@ def main() -> None:
     if not names and not given.limits:
         parser.error("nothing to measure: --only names no way, and --limits is 0")
     chosen = SETTINGS[given.setting]
-    fields = [field.name for field in dataclasses.fields(Work)]
-    changed = {f: getattr(given, f) for f in fields if getattr(given, f) is not None}
+    changed = {f.name: getattr(given, f.name) for f in sizes if getattr(given, f.name) is not None}
+    if chosen.work.task and {"layers", "width", "batch", "context"} & set(changed):
+        parser.error(f"--setting {given.setting} has sizes of its own")
     work = dataclasses.replace(chosen.work, **changed)
     count, rate = given.hosts or chosen.hosts, given.rate or chosen.rate
     as_set = not changed and (count, rate) == (chosen.hosts, chosen.rate)
@@ -368,8 +373,8 @@ def main() -> None:
         sys.exit(str(error))
     parameters = sum(p.numel() for p in work.model().parameters())
     title = (
-        f"GPT, {parameters / 1e6:.1f} M parameters, batch {work.batch} x {work.context} a rank, "
-        f"{count} hosts at {rate}, torch {torch.__version__}"
+        f"{work.task or f'GPT, batch {work.batch} x {work.context} a rank'}, "
+        f"{parameters / 1e6:.1f} M parameters, {count} hosts at {rate}, torch {torch.__version__}"
     )
     if bound is not None:
         title += f", bound {bound:.2f} s"

@@ -13,64 +13,64 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import simple_fsdp
-from examples.gpt import GPT
+from benchmarks.tasks import units
 
-Way = Callable[[GPT, dict[str, Any]], nn.Module]
+Way = Callable[[nn.Module, dict[str, Any]], nn.Module]
 
 
-def alone(model: GPT, options: dict[str, Any]) -> nn.Module:
+def alone(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     """No communication at all: what a step costs on its own."""
     return model
 
 
-def alone_compiled(model: GPT, options: dict[str, Any]) -> nn.Module:
+def alone_compiled(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     """No communication, compiled with Inductor."""
     return torch.compile(model)  # type: ignore[return-value]
 
 
-def ddp(model: GPT, options: dict[str, Any]) -> nn.Module:
+def ddp(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     """DistributedDataParallel."""
     return DistributedDataParallel(model)
 
 
-def ddp_compiled(model: GPT, options: dict[str, Any]) -> nn.Module:
+def ddp_compiled(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     """DistributedDataParallel, compiled (Dynamo cuts the graph at its buckets)."""
     return torch.compile(DistributedDataParallel(model))  # type: ignore[return-value]
 
 
-def fsdp2(model: GPT, options: dict[str, Any]) -> nn.Module:
+def fsdp2(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     """fully_shard on every block and the root, as its documentation shows."""
-    for block in model.blocks:
-        fully_shard(block)
+    for unit in units(model):
+        fully_shard(unit)
     fully_shard(model)
     return model
 
 
-def fsdp2_compiled(model: GPT, options: dict[str, Any]) -> nn.Module:
+def fsdp2_compiled(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     """fully_shard, and every block compiled."""
-    for block in model.blocks:
-        block.compile()
+    for unit in units(model):
+        unit.compile()
     return fsdp2(model, options)
 
 
-def simple_fsdp_compiled(model: GPT, options: dict[str, Any]) -> nn.Module:
+def simple_fsdp_compiled(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     """SimpleFSDP, the whole model compiled with Inductor."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return simple_fsdp.compiled(model, mesh)
 
 
-def simple_fsdp_overlap(model: GPT, options: dict[str, Any]) -> nn.Module:
+def simple_fsdp_overlap(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     """SimpleFSDP with Inductor's overlap scheduling; ``options``: the rates it is told."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return simple_fsdp.compiled_with_overlap(model, mesh, **options)
 
 
-def simple_fsdp_keep_overlap(model: GPT, options: dict[str, Any]) -> nn.Module:
+def simple_fsdp_keep_overlap(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     """The same, what was gathered kept for the backward."""
     return simple_fsdp_overlap(model, {**options, "again": False})
 
 
-def osdp(model: GPT, options: dict[str, Any]) -> nn.Module:
+def osdp(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     """torch.compile(model, backend="osdp"); ``options`` are the backend's."""
     return torch.compile(model, backend="osdp", options=options)  # type: ignore[return-value]
 

@@ -1,4 +1,4 @@
-"""What the prediction is tried on: models of several kinds, with a batch and a loss."""
+"""Models of several kinds, with a batch and a loss, so that nothing is tuned to one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class Scored(nn.Module):
         return F.cross_entropy(self.inner(inputs), targets)
 
 
-def _words(vocab: int, rows: int, length: int) -> Callable[[torch.Generator], tuple[Any, ...]]:
+def words(vocab: int, rows: int, length: int) -> Callable[[torch.Generator], tuple[Any, ...]]:
+    """Makes batches of token sequences [rows, length], and the tokens that follow."""
+
     def batch(generator: torch.Generator) -> tuple[Any, ...]:
         tokens = torch.randint(0, vocab, (rows, length + 1), generator=generator)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -48,6 +50,14 @@ def _pictures(shape: tuple[int, ...]) -> Callable[[torch.Generator], tuple[Any, 
         return torch.randn(shape, generator=generator), targets
 
     return batch
+
+
+def units(model: nn.Module) -> list[nn.Module]:
+    """What a person would shard on its own: the blocks of its list, else each layer."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            return list(module)
+    return [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
 
 
 def wide_mlp() -> nn.Module:
@@ -97,8 +107,8 @@ def _gpt() -> nn.Module:
 
 
 TASKS: dict[str, Task] = {
-    "GPT": Task(_gpt, _words(1024, 4, 128)),
+    "GPT": Task(_gpt, words(1024, 4, 128)),
     "wide MLP": Task(wide_mlp, _pictures((64, 512))),
     "conv net": Task(convolutional, _pictures((16, 3, 32, 32))),
-    "HF Llama": Task(Llama, _words(1024, 4, 128)),
+    "HF Llama": Task(Llama, words(1024, 4, 128)),
 }

@@ -1,4 +1,4 @@
-"""One rank of a measurement: train a GPT one way, write what was measured.
+"""One rank of a measurement: train a model one way, write what was measured.
 
 Started by the other benchmarks on every rank, with torch.distributed's variables set.
 ``--phase``: what is measured, for one disturbs the other:
@@ -26,9 +26,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import osdp_compile
 from benchmarks.peers import WAYS
+from benchmarks.tasks import TASKS, words
 from examples.gpt import GPT, GPTConfig
 
 MEMORY_STEPS = 3
@@ -36,8 +38,12 @@ MEMORY_STEPS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What is trained. ``batch``: sequences of ``context`` tokens a rank and step."""
+    """What is trained: a GPT of this size, or one of ``benchmarks.tasks`` by its name.
 
+    ``batch``: sequences of ``context`` tokens a rank and step.
+    """
+
+    task: str = ""
     layers: int = 4
     width: int = 512
     batch: int = 4
@@ -45,16 +51,18 @@ class Work:
     warmup_steps: int = 3
     timed_steps: int = 8
 
-    def model(self) -> GPT:
+    def model(self) -> nn.Module:
         """The same parameters on every rank."""
         torch.manual_seed(0)
+        if self.task:
+            return TASKS[self.task].model()
         return GPT(GPTConfig(layers=self.layers, width=self.width, context=self.context))
 
-    def tokens(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of this rank, the same for every way."""
+    def inputs(self, step: int) -> tuple[Any, ...]:
+        """This rank's batch, the same for every way; the model's loss comes of it."""
         generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-        tokens = torch.randint(0, 1024, (self.batch, self.context + 1), generator=generator)
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        make = TASKS[self.task].batch if self.task else words(1024, self.batch, self.context)
+        return make(generator)
 
 
 def train(work: Work, way: str, options: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -65,9 +73,9 @@ def train(work: Work, way: str, options: dict[str, Any], steps: int) -> dict[str
     losses: list[float] = []
     seconds: list[float] = []
     for step in range(steps):
-        tokens, targets = work.tokens(step)
+        inputs = work.inputs(step)
         begin = time.perf_counter()
-        loss = called(tokens, targets)
+        loss = called(*inputs)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -89,10 +97,10 @@ def train(work: Work, way: str, options: dict[str, Any], steps: int) -> dict[str
 def first_call_seconds(work: Work, way: str, options: dict[str, Any]) -> float:
     """Seconds of the first forward and backward, everything that is compiled included."""
     called = WAYS[way](work.model(), options)
-    tokens, targets = work.tokens(0)
+    inputs = work.inputs(0)
     dist.barrier()
     begin = time.perf_counter()
-    called(tokens, targets).backward()
+    called(*inputs).backward()
     return time.perf_counter() - begin
 
 
@@ -100,9 +108,9 @@ def least_bytes(work: Work, options: dict[str, Any]) -> int:
     """The least limit that is feasible if the given one is not; else the predicted peak."""
     model = work.model()
     called = WAYS["osdp"](model, options)
-    tokens, targets = work.tokens(0)
+    inputs = work.inputs(0)
     try:
-        called(tokens, targets)
+        called(*inputs)
     except osdp_compile.InfeasibleLimit as error:
         return error.least_bytes
     plan = osdp_compile.plan_of(model)

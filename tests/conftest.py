@@ -12,6 +12,16 @@ import pytest
 from tests.ranks import Ranks
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With several workers, tests of one file that use ranks run in one, on the same ranks."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        if {"two_ranks", "four_ranks"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_kept_profiles() -> Iterator[None]:
     """Measured profiles are neither taken from this user's cache folder nor left there."""
