@@ -36,6 +36,9 @@ _BUFFERS = 4
 _BESIDE_SECONDS = 0.02
 #: A large message of a training step, and how often its end beside computing is timed.
 _WAKE_BYTES, _WAKE_REPEATS = 1 << 22, 11
+#: A collective of hardly any bytes, of which computing beside it tells the fixed cost: how often
+#: in a round at most, and in how many rounds.
+_START_BYTES, _START_REPEATS, _START_ROUNDS = 1 << 14, 4, 8
 #: A wait for what is there already takes no longer.
 _THERE_SECONDS = 2e-4
 #: A core moves 200 MB/s over TCP at the very least; what is found above that is noise.
@@ -397,16 +400,46 @@ def _wake_seconds(kind: str, fit: Fit, group: dist.ProcessGroup, device: torch.d
 
 
 def _start_seconds(kind: str, group: dist.ProcessGroup, device: torch.device) -> float:
-    """What the call takes that starts a collective of hardly any bytes; median, slowest rank."""
-    start, _ = _collective(kind, group, _SMALL_BYTES, device)
+    """What a collective of few bytes takes of computing that could hide it; slowest rank.
+
+    Matrix products that take longer than it are timed in turns alone and with one in flight,
+    what is left to wait counted: next to the call that starts it, its threads take the core away
+    from the computing, here and where it is awaited (on two busy cores ten times the call). The
+    quicker quarter counts, and no less than the call takes.
+    """
+    start, _ = _collective(kind, group, _START_BYTES, device)
     times: list[float] = []
+    calls: list[float] = []
     for _ in range(7):
         begin = time.perf_counter()
         works = start()
-        times.append(time.perf_counter() - begin)
+        calls.append(time.perf_counter() - begin)
         for work in works:
             work.wait()
-    return agreed(median(times), group, device)
+        synchronize(device)
+        times.append(time.perf_counter() - begin)
+    call_seconds, alone_seconds = (agreed(median(found), group, device) for found in (calls, times))
+    product = _product(device)
+    one = agreed(median([product(1) for _ in range(5)]), group, device)
+    products = max(1, math.ceil(2 * alone_seconds / one))
+    repeats = max(1, min(_START_REPEATS, int(_BESIDE_SECONDS / 2 / alone_seconds)))
+    alone: list[float] = []
+    beside: list[float] = []
+    for _ in range(_START_ROUNDS):
+        agreed(0.0, group, device)  # all start together
+        alone.append(sum(product(products) for _ in range(repeats)))
+        agreed(0.0, group, device)
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            works = start()
+            product(products)
+            for work in works:
+                work.wait()
+        synchronize(device)
+        beside.append(time.perf_counter() - begin)
+    quarter = _START_ROUNDS // 4
+    longer = sorted(beside)[quarter] - sorted(alone)[quarter]
+    return max(call_seconds, agreed(longer / repeats, group, device))
 
 
 def _product(device: torch.device) -> Callable[[int], float]:

@@ -21,7 +21,8 @@ class LinkRate:
     all-gather, a reduce-scatter or an all-to-all, twice that for an all-reduce.
     ``busy_seconds_per_byte``: for each wire byte, how much longer the computing beside it
     takes: a CPU's core copies and checksums what gloo sends, NCCL occupies some of a GPU.
-    ``start_seconds``: of computing that each takes, whatever its size: to hand it over.
+    ``start_seconds``: of computing that each takes, whatever its size: to hand it over, and
+    for its threads, which take the core away from the computing.
     ``wake_seconds``: how much later one ends that is started beside computing, while the network
     is idle (``passes/network.py``).
     ``carried_out``: how, for people: ``ring``, ``messages``, ``all_reduce inside``; "" unknown.

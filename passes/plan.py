@@ -8,7 +8,8 @@ The method, in two levels:
 
 1. *Dynamic programming over memory* on an additive model. A choice d of parameter i takes
    m(i, d) bytes (its state, plus the gathered weight if it is kept) and costs
-   ``c(i, d) = wf * forward communication + wb * backward communication + optimizer traffic``.
+   ``c(i, d) = wf * forward communication + wb * backward communication + computing``, where
+   computing is the optimizer's step and what collectives take of the computing beside them.
    With memory cut into units of limit/1024 and parameters in order::
 
        f[i][v] = min over d of f[i-1][v - m(i, d)] + c(i, d)
@@ -74,7 +75,7 @@ class _Choice:
     memory_bytes: int
     forward_seconds: float
     backward_seconds: float
-    optimizer_seconds: float
+    compute_seconds: float
 
 
 def bucket_bytes_for(ctx: Context) -> int:
@@ -324,23 +325,35 @@ def _choices(parameter: Parameter, ctx: Context) -> list[_Choice]:
     world, hardware, full = ctx.world_size, ctx.hardware, parameter.full_bytes
     trained = parameter.requires_grad
 
+    # Small collectives share a bucket and so most of what each costs whatever its size.
+    spared = 1 - min(1.0, full / bucket_bytes_for(ctx))
+
     def link(kind: str) -> float:
         rate = hardware.collectives[kind]
-        # Small collectives share a bucket and so most of the latency.
-        share = min(1.0, full / bucket_bytes_for(ctx))
-        return hardware.collective_seconds(kind, full, world) - (1 - share) * rate.latency_seconds
+        return hardware.collective_seconds(kind, full, world) - spared * rate.latency_seconds
+
+    def busy(*kinds: str) -> float:
+        return sum(
+            hardware.busy_seconds(kind, full, world)
+            - spared * hardware.collectives[kind].start_seconds
+            for kind in kinds
+        )
 
     def update(state: int) -> float:
         return hardware.update_seconds(state, 1)
 
     whole, part = parameter.state_bytes(world, False), parameter.state_bytes(world, True)
     reduce_whole = link("all_reduce") if trained else 0.0
-    found = [_Choice(Decision.REPLICATE, whole, 0.0, reduce_whole, update(whole))]
+    computing = update(whole) + (busy("all_reduce") if trained else 0.0)
+    found = [_Choice(Decision.REPLICATE, whole, 0.0, reduce_whole, computing)]
     if shardable(parameter.shape, world):
         gather = link("all_gather")
-        reduce = min(link("reduce_scatter"), link("all_to_all")) if trained else 0.0
-        found.append(_Choice(Decision.SHARD_KEEP, part + full, gather, reduce, update(part)))
-        found.append(_Choice(Decision.SHARD_AGAIN, part, gather, gather + reduce, update(part)))
+        kind = min(("reduce_scatter", "all_to_all"), key=link)
+        reduce = link(kind) if trained else 0.0
+        computing = update(part) + busy("all_gather", *([kind] if trained else []))
+        again = computing + busy("all_gather")
+        found.append(_Choice(Decision.SHARD_KEEP, part + full, gather, reduce, computing))
+        found.append(_Choice(Decision.SHARD_AGAIN, part, gather, gather + reduce, again))
     return found
 
 
@@ -374,7 +387,7 @@ class _Table:
                 seconds = (
                     forward * option.forward_seconds
                     + backward * option.backward_seconds
-                    + option.optimizer_seconds
+                    + option.compute_seconds
                 )
                 if size <= self.units:
                     found[pick, size:] = best[: self.units + 1 - size] + seconds
