@@ -36,13 +36,12 @@ _BUFFERS = 4
 _BESIDE_SECONDS = 0.02
 #: A large message of a training step, and how often its end beside computing is timed.
 _WAKE_BYTES, _WAKE_REPEATS = 1 << 22, 11
-#: A collective of hardly any bytes, of which computing beside it tells the fixed cost: how often
-#: in a round at most, and in how many rounds.
-_START_BYTES, _START_REPEATS, _START_ROUNDS = 1 << 14, 4, 8
+#: A collective of hardly any bytes, and how many tell what each takes of computing.
+_START_BYTES, _START_REPEATS = 1 << 12, 20
+#: How many large ones tell what a byte takes.
+_LARGE_REPEATS = 3
 #: A wait for what is there already takes no longer.
 _THERE_SECONDS = 2e-4
-#: A core moves 200 MB/s over TCP at the very least; what is found above that is noise.
-_MOST_BUSY_SECONDS_PER_BYTE = 5e-9
 #: How long the check of a kept profile's collective should take, by that profile; how often it
 #: is tried; and by what factor it may be off.
 _CHECK_SECONDS, _CHECKS, _OTHER_NETWORK = 0.02, 3, 2.0
@@ -321,22 +320,22 @@ def _busy_seconds_per_byte(
 ) -> float:
     """How much longer computing takes beside a collective, for each wire byte; slowest rank.
 
-    ``seconds``: what one collective of ``size_bytes`` takes; if that is long, smaller ones are
-    used, which take what ``rate`` says. Matrix products that take half as
-    long again (a collective is slower beside them, and must end in time to be counted in full)
-    are timed in turns alone and beside it. Whatever else runs on the machine only adds to
-    either, so the quicker quarter of each counts. What every start takes, whatever the size,
-    is left out.
+    Beside what any takes, whatever its size. On a CPU it is processor time, which what else
+    runs on the machine hardly changes. Elsewhere it is seen in computing: matrix products that
+    take half as long again as the collectives (which are slower beside them, and must end in
+    time to be counted in full) are timed in turns alone and beside them, and the quicker quarter
+    of each counts. ``seconds``: what one collective of ``size_bytes`` takes; if that is long,
+    smaller ones are used, which take what ``rate`` says.
     """
+    if device.type == "cpu":
+        start, sent_bytes = _collective(kind, group, size_bytes, device)
+        each = agreed(_processor_seconds(start, _LARGE_REPEATS), group, device)
+        return max(0.0, each - rate.start_seconds) / sent_bytes
     fixed = min(rate.latency_seconds, seconds)
     while seconds > 2 * _BESIDE_SECONDS and size_bytes > _FIRST_BYTES:
         size_bytes //= 4
         seconds = fixed + (seconds - fixed) / 4
     count = min(_IN_FLIGHT, max(1, math.ceil(_BESIDE_SECONDS / seconds)))
-    if carried_out(kind, group, device) == "all_reduce inside":
-        # gloo's own reduce-scatter runs tensor code on its threads, which is not safe with
-        # several in flight beside computing (docs/design.md).
-        count = 1
     made = [_collective(kind, group, size_bytes, device) for _ in range(count)]
     sent_bytes = sum(wire for _, wire in made)
     product = _product(device)
@@ -360,8 +359,7 @@ def _busy_seconds_per_byte(
         synchronize(device)
     longer = sorted(beside)[pairs // 4] - sorted(alone)[pairs // 4]
     longer -= count * rate.start_seconds
-    each = max(0.0, agreed(longer, group, device)) / sent_bytes
-    return min(each, _MOST_BUSY_SECONDS_PER_BYTE)
+    return max(0.0, agreed(longer, group, device)) / sent_bytes
 
 
 def _wake_seconds(kind: str, fit: Fit, group: dist.ProcessGroup, device: torch.device) -> float:
@@ -400,46 +398,31 @@ def _wake_seconds(kind: str, fit: Fit, group: dist.ProcessGroup, device: torch.d
 
 
 def _start_seconds(kind: str, group: dist.ProcessGroup, device: torch.device) -> float:
-    """What a collective of few bytes takes of computing that could hide it; slowest rank.
+    """What a collective of hardly any bytes takes of computing; slowest rank.
 
-    Matrix products that take longer than it are timed in turns alone and with one in flight,
-    what is left to wait counted: next to the call that starts it, its threads take the core away
-    from the computing, here and where it is awaited (on two busy cores ten times the call). The
-    quicker quarter counts, and no less than the call takes.
+    On a CPU the processor time of all threads of this process: those that carry it out take the
+    core away from the computing. Elsewhere what the call takes that starts one; the median.
     """
     start, _ = _collective(kind, group, _START_BYTES, device)
+    if device.type == "cpu":
+        return agreed(_processor_seconds(start, _START_REPEATS), group, device)
     times: list[float] = []
-    calls: list[float] = []
     for _ in range(7):
         begin = time.perf_counter()
         works = start()
-        calls.append(time.perf_counter() - begin)
+        times.append(time.perf_counter() - begin)
         for work in works:
             work.wait()
-        synchronize(device)
-        times.append(time.perf_counter() - begin)
-    call_seconds, alone_seconds = (agreed(median(found), group, device) for found in (calls, times))
-    product = _product(device)
-    one = agreed(median([product(1) for _ in range(5)]), group, device)
-    products = max(1, math.ceil(2 * alone_seconds / one))
-    repeats = max(1, min(_START_REPEATS, int(_BESIDE_SECONDS / 2 / alone_seconds)))
-    alone: list[float] = []
-    beside: list[float] = []
-    for _ in range(_START_ROUNDS):
-        agreed(0.0, group, device)  # all start together
-        alone.append(sum(product(products) for _ in range(repeats)))
-        agreed(0.0, group, device)
-        begin = time.perf_counter()
-        for _ in range(repeats):
-            works = start()
-            product(products)
-            for work in works:
-                work.wait()
-        synchronize(device)
-        beside.append(time.perf_counter() - begin)
-    quarter = _START_ROUNDS // 4
-    longer = sorted(beside)[quarter] - sorted(alone)[quarter]
-    return max(call_seconds, agreed(longer / repeats, group, device))
+    return agreed(median(times), group, device)
+
+
+def _processor_seconds(start: Start, count: int) -> float:
+    """Processor time of this process for each of ``count`` collectives, one after the other."""
+    begin = time.process_time()
+    for _ in range(count):
+        for work in start():
+            work.wait()
+    return (time.process_time() - begin) / count
 
 
 def _product(device: torch.device) -> Callable[[int], float]:
