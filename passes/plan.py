@@ -332,7 +332,7 @@ def _choices(parameter: Parameter, ctx: Context) -> list[_Choice]:
     def link(kind: str) -> float:
         latency_seconds = hardware.collectives[kind].latency_seconds
         seconds = hardware.collective_seconds(kind, full, world) - spared * latency_seconds
-        if ctx.levels is None:
+        if ctx.levels is None or (kind == "reduce_scatter" and ctx.by_exchange):
             return seconds
         latency_seconds = legs_seconds(kind, 0, ctx)
         return min(seconds, legs_seconds(kind, full, ctx) - spared * latency_seconds)

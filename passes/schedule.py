@@ -106,6 +106,7 @@ class Scheduler:
         self.room = room
         self.place = {node: index for index, node in enumerate(self.compute)}
         self.at = 0  # the place of the compute node that runs next
+        self.horizon_seconds = 0.0  # how far ahead queues must have something to do
         order = {node: index for index, node in enumerate(original)}
         self.gathers = sorted(
             (job for job in jobs if job.gathers and job.follows is None),
@@ -153,9 +154,7 @@ class Scheduler:
             for job in self.used_at.get(node, ()):
                 self.finish(job)
             self.advance()
-            # Keep the network busy while this node runs.
-            while self.start_best() if self.sequence is None else self.start_next():
-                pass
+            self.keep_busy(self.seconds(node))
             self.result.append(node)
             self.network.compute(self.seconds(node))
             self.after(node)
@@ -168,6 +167,12 @@ class Scheduler:
                 self.start_now(job)
             self.wait_for(self.flying[0])
         return self.result
+
+    def keep_busy(self, seconds: float) -> None:
+        """Start collectives where a queue would run dry while so much time passes."""
+        self.horizon_seconds = seconds
+        while self.start_best() if self.sequence is None else self.start_next():
+            pass
 
     def after(self, node: fx.Node) -> None:
         """What a node's end brings: gradients to reduce, and reductions that have ended."""
@@ -268,11 +273,14 @@ class Scheduler:
                 pass
 
     def finish(self, job: Job) -> None:
-        """Start a collective and wait for it now, leg by leg, the others' legs going on."""
+        """Start a collective and wait for it now; leg by leg, while other queues go on."""
         leg: Job | None = job
         while leg is not None:
             self.start_now(leg)
-            self.advance()
+            if job.then is not None:
+                self.advance()
+                left = self.network.free_seconds(leg.group) - self.network.now
+                self.keep_busy(left + _seconds_of(leg.then))
             self.wait_for(leg)
             leg = leg.then
 
@@ -300,9 +308,8 @@ class Scheduler:
         return self.place.get(job.first_use, len(self.compute))
 
     def runs_dry(self, job: Job) -> bool:
-        """Whether the queue of a collective has nothing left to do before this node ends."""
-        node_ends = self.network.now + self.seconds(self.compute[self.at])
-        return self.network.free_seconds(job.group) <= node_ends
+        """Whether the queue of a collective has nothing left to do before the time is over."""
+        return self.network.free_seconds(job.group) <= self.network.now + self.horizon_seconds
 
     def start_best(self) -> bool:
         """Start what is best now: an urgent gather, a gradient, a gather further ahead."""
@@ -385,10 +392,9 @@ def is_compute(node: fx.Node, mine: set[fx.Node]) -> bool:
     return node not in mine and node.op not in _FRAME
 
 
-def _seconds_of(job: Job) -> float:
+def _seconds_of(job: Job | None) -> float:
     """Of a collective's legs, from this one to the last."""
-    then = 0.0 if job.then is None else _seconds_of(job.then)
-    return cost_of(job.start).seconds + then
+    return 0.0 if job is None else cost_of(job.start).seconds + _seconds_of(job.then)
 
 
 def _bytes(jobs: Iterable[Job]) -> int:
