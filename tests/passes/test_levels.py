@@ -6,19 +6,24 @@ import dataclasses
 
 import pytest
 import torch
-from torch import fx
+from hypothesis import given as given_any
+from torch import fx, nn
 
 from passes.annotate import annotate, cost_of
 from passes.bucket import bucket
-from passes.decisions import Collective, Decision
+from passes.decisions import Collective, Decision, Plan
 from passes.graph import COLLECTIVES, group_of, is_collective
 from passes.hardware import Hardware, LinkRate
 from passes.levels import legs_seconds, levels
 from passes.packing import UNPACK
+from passes.pipeline import default_passes
+from passes.plan import make_plan
 from passes.reorder import order_of, reorder
 from passes.shard import shard
-from tests.passes.graphs import GROUP, INNER, OUTER, hardware, with_levels
-from tests.passes.steps import LOWERING, Step, Weight, assert_close, assert_same_bits
+from tests.passes.captures import capture_step
+from tests.passes.examples import examples
+from tests.passes.graphs import GROUP, INNER, OUTER, hardware, two_levels, with_levels
+from tests.passes.steps import LOWERING, Step, Weight, assert_close, assert_same_bits, steps
 
 MANY = 1 << 20
 #: Legs are always faster.
@@ -184,12 +189,46 @@ def test_a_plan_with_legs_runs_flat_where_the_mesh_has_no_levels():
     assert {group for _, group, _ in legs(gm)} == {GROUP}
 
 
-def test_ranks_with_other_batches_start_the_same_in_the_same_order():
-    step = dataclasses.replace(
-        MIXED, world_size=8, hosts=2, by_exchange=True, batch_rows=(1, 900, 4, 2, 300, 1, 7, 50)
-    )
-    first, *others = [legs(gm) for gm in step.lowered(*LOWERING)]
-    assert all(other == first for other in others)
+@pytest.mark.parametrize("planned", [True, False])
+def test_ranks_with_other_batches_start_the_same_in_the_same_order(planned: bool):
+    step = dataclasses.replace(MIXED, by_exchange=True, batch_rows=(1, 900, 4, 50))
+    order = {}
+    if planned:
+        decided = dataclasses.replace(step, deciding=True).lower(0, *LOWERING)
+        order = {"forward": order_of(decided.graph)}
+    found = []
+    for rank in range(step.world_size):
+        gm, ctx = step.build(rank), step.context(rank)
+        ctx = ctx.replace(plan=ctx.plan.replace(order=order))
+        for one in LOWERING:
+            gm = one(gm, ctx)
+        found.append(order_of(gm.graph))
+    assert len(set(found)) == 1
+    if planned:
+        assert found[0] == order["forward"]
+
+
+@examples(10)
+@given_any(steps().filter(lambda step: step.world_size == 4))
+def test_leg_by_leg_gives_what_flat_collectives_give_in_any_step(step: Step):
+    step = dataclasses.replace(step, hosts=2, hardware=FAST)
+    for found, wanted in zip(step.run(*LOWERING), step.run(shard, bucket), strict=True):
+        assert_close(found, wanted)
+
+
+def test_the_planner_takes_legs_where_they_make_the_step_faster():
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 60))
+    rate, half = LinkRate(1e-6, 1e-7), LinkRate(1e-6, 5e-8)
+    given = with_levels(hardware(memory_bytes_per_second=1e10), half, LinkRate(1e-6, 1e-9))
+    given = dataclasses.replace(given, collectives=dict.fromkeys(given.collectives, rate))
+    step, ctx = capture_step(model, torch.randn(16, 64), hardware=given, by_exchange=True)
+    flat = make_plan(step, ctx, default_passes())
+    two = make_plan(step, ctx.replace(levels=two_levels(2, 4)), default_passes())
+    assert not any(one.leg for order in flat.order.values() for one in order)
+    assert any(one.leg for order in two.order.values() for one in order)
+    assert flat.prediction is not None and two.prediction is not None
+    assert two.prediction.step_seconds < 0.7 * flat.prediction.step_seconds
+    assert Plan.from_dict(two.to_dict()) == two
 
 
 def test_all_that_a_bucket_brought_is_taken_out_in_the_ranks_order():
