@@ -76,7 +76,7 @@ def osdp(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     return torch.compile(model, backend="osdp", options=options)  # type: ignore[return-value]
 
 
-def osdp_on_levels(model: GPT, options: dict[str, Any]) -> nn.Module:
+def osdp_on_levels(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     """The same over a mesh of two levels: hosts, and the ranks of each."""
     each = int(os.environ["LOCAL_WORLD_SIZE"])
     mesh = init_device_mesh(
