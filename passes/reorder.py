@@ -122,8 +122,9 @@ def _sequence(original: list[fx.Node], jobs: list[Job], ctx: Context) -> list[Jo
     planned = ctx.plan.order_for(ctx.phase.value, [job.purpose for job in jobs])
     if planned is not None:
         by_purpose = {job.purpose: job for job in jobs}
-        # Without levels here, what the plan has in legs is the first of them, flat.
-        return [by_purpose[purpose] for purpose in planned if purpose in by_purpose]
+        # Where the mesh has no levels, what the plan has in legs is flat: the first of them.
+        own = [one for one in planned if one.leg == 0 or one in by_purpose]
+        return [by_purpose[purpose] for purpose in own]
     # As much computing as communication, evenly spread over what is no fused kernel.
     kernels = {n for n in original if n.op == "call_function" and not is_fusible(n)}
     each = sum(cost_of(job.start).seconds for job in jobs) / max(1, len(kernels))
