@@ -26,7 +26,8 @@ it was padded, its result is copied once more.
 
 Which collectives go leg by leg depends on sizes that no batch enters, and on the profile: all
 ranks find the same. It is decided once all the same, as buckets are, and is part of the plan's
-order. What the copies take is counted; memory is not: legs hold what is between them.
+order. What the copies and the starts take is counted; memory is not: legs hold what is between
+them.
 """
 
 from __future__ import annotations
@@ -108,11 +109,19 @@ def legs_seconds(kind: str, full_bytes: int, ctx: Context) -> float:
 
 
 def _pays(start: fx.Node, ctx: Context) -> bool:
-    """Whether the legs and what they copy take less time than the flat collective."""
+    """Whether the legs and what they copy take less time than the flat collective.
+
+    What a collective takes of the computing counts as well: each leg has to be started.
+    """
     kind, full_bytes = COLLECTIVES[start.target], collective_full_bytes(start)
+    flat = kind, full_bytes, ctx.world_size
+    flat_seconds = ctx.hardware.collective_seconds(*flat) + ctx.hardware.busy_seconds(*flat)
+    busy_seconds = sum(
+        ctx.hardware.along(level.name).busy_seconds(leg, size_bytes, level.size)
+        for leg, level, size_bytes in legs_of(kind, full_bytes, ctx)
+    )
     copied = _copied_bytes(start, full_bytes, ctx) / ctx.hardware.memory_bytes_per_second
-    flat_seconds = ctx.hardware.collective_seconds(kind, full_bytes, ctx.world_size)
-    return legs_seconds(kind, full_bytes, ctx) + copied < flat_seconds
+    return legs_seconds(kind, full_bytes, ctx) + busy_seconds + copied < flat_seconds
 
 
 def _copied_bytes(start: fx.Node, full_bytes: int, ctx: Context) -> int:

@@ -155,6 +155,16 @@ def test_copies_count():
     assert not in_legs(dataclasses.replace(step, hardware=slow).lower(0, shard, bucket, levels))
 
 
+def test_what_starting_a_leg_takes_counts():
+    def started(seconds: float) -> Step:
+        legs_rate = LinkRate(1e-6, 1e-10, start_seconds=seconds)
+        given = with_levels(hardware(memory_bytes_per_second=1e12), legs_rate, legs_rate)
+        return dataclasses.replace(MIXED, weights=(Weight((64, 64)),), hardware=given)
+
+    assert in_legs(started(1e-6).lower(0, shard, bucket, levels))
+    assert not in_legs(started(1e-3).lower(0, shard, bucket, levels))
+
+
 def test_without_levels_nothing_changes():
     step = dataclasses.replace(MIXED, hosts=1)
     gm = step.lower(0, shard, bucket)
