@@ -41,14 +41,17 @@ class HostsError(RuntimeError):
 
 
 class Hosts:
-    """``count`` hosts, one rank on each. ``rate``: as ``tc`` writes it, ``400mbit`` or ``1gbit``.
+    """``count`` hosts. ``rate``: as ``tc`` writes it, ``400mbit`` or ``1gbit``.
+
+    ``ranks_per_host``: they share what their host may send, and reach each other without a limit.
 
     Raises:
         HostsError: on entering, without root or iproute2, or if the machine allows no namespaces.
     """
 
-    def __init__(self, count: int, rate: str) -> None:
+    def __init__(self, count: int, rate: str, ranks_per_host: int = 1) -> None:
         self.count = count
+        self.ranks_per_host = ranks_per_host
         self.rate = rate
         self._prefix = f"{_PREFIX}-{os.getpid()}"
         self._port = 29500
@@ -103,14 +106,14 @@ class Hosts:
         environment: Mapping[str, str] | None = None,
         timeout_seconds: float = 900.0,
     ) -> None:
-        """Run a command as a rank on every host, with torch.distributed's variables set.
+        """Run a command as every rank on every host, with torch.distributed's variables set.
 
         Raises:
             HostsError: if a rank fails or the time is over, with the end of what it wrote.
         """
         self._port += 1  # one just closed may not be bound again at once
         with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder:
-            logs = [Path(folder) / f"rank{rank}" for rank in range(self.count)]
+            logs = [Path(folder) / f"rank{rank}" for rank in range(self.ranks)]
             try:
                 for rank, log in enumerate(logs):
                     self._ranks.append(self._start(rank, command, environment or {}, log))
@@ -134,8 +137,13 @@ class Hosts:
             limit = f"tbf rate {self.rate} burst {_BURST} latency 100ms"
             _command(f"tc -n {host} qdisc add dev {_DEVICE} root {limit}")
 
-    def _host(self, rank: int) -> str:
-        return f"{self._prefix}-{rank}"
+    @property
+    def ranks(self) -> int:
+        """Of all hosts together."""
+        return self.count * self.ranks_per_host
+
+    def _host(self, number: int) -> str:
+        return f"{self._prefix}-{number}"
 
     def _start(
         self, rank: int, command: Sequence[str], environment: Mapping[str, str], log: Path
@@ -145,9 +153,9 @@ class Hosts:
             "OMP_NUM_THREADS": "1",
             **environment,
             "RANK": str(rank),
-            "WORLD_SIZE": str(self.count),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
+            "WORLD_SIZE": str(self.ranks),
+            "LOCAL_RANK": str(rank % self.ranks_per_host),
+            "LOCAL_WORLD_SIZE": str(self.ranks_per_host),
             "MASTER_ADDR": _ADDRESS.format(1),
             "MASTER_PORT": str(self._port),
             # gloo would otherwise look for the interface of the machine's own name.
@@ -156,7 +164,7 @@ class Hosts:
         }
         with log.open("wb") as output:
             return subprocess.Popen(
-                ["ip", "netns", "exec", self._host(rank), *command],
+                ["ip", "netns", "exec", self._host(rank // self.ranks_per_host), *command],
                 env=variables,
                 stdout=output,
                 stderr=subprocess.STDOUT,

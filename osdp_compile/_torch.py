@@ -34,6 +34,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 # 2.11.0, 2.13.0: the hook for the partitioner.
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.distributed.device_mesh import DeviceMesh
 
 # 2.11.0, 2.13.0: tensors inside nested containers and dataclasses such as model outputs.
 from torch.utils._pytree import tree_leaves
@@ -46,6 +47,7 @@ __all__ = [
     "current_frame",
     "evaluate_prefixes",
     "fake_store",
+    "flattened",
     "gradient_input_index",
     "raise_to_user",
     "register_work",
@@ -170,6 +172,12 @@ def fake_store() -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+def flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """The one-dimensional mesh over the ranks of a mesh with names, made once. Collective."""
+    # 2.13.0: DeviceMesh._flatten; ``mesh["host_gpu"]`` finds it afterwards.
+    return mesh._flatten()
 
 
 def without_autograd_cache() -> Any:

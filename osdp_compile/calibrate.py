@@ -1,6 +1,7 @@
 """Calibrate: measure what the planner must know of this machine and its network.
 
-:func:`measure_hardware` is the short form, for the first call: about two seconds in all.
+:func:`measure_hardware` is the short form, for the first call: about two seconds in all, and
+as many again for a mesh of two levels.
 :func:`calibrate` is the long form, for ``osdp calibrate``. Every rank measures at the same
 time, because ranks of one machine share its cores and its links; rank 0's figures, and
 for collectives the slowest rank's, are everyone's.
@@ -19,10 +20,12 @@ import torch
 import torch.distributed as dist
 
 from osdp_compile.collectives import backend_of
+from osdp_compile.exchange import by_messages
 from osdp_compile.links import (
     KINDS,
     Link,
     agreed,
+    as_busy_as,
     median,
     quick_link,
     swept_link,
@@ -55,27 +58,38 @@ def measure_hardware(
     device: torch.device,
     seconds: float = 1.5,
     scratch_bytes: int = 1 << 28,
+    along: Mapping[str, dist.ProcessGroup] | None = None,
 ) -> Hardware:
     """Measure this machine, all ranks of the group together. Collective.
 
     Args:
-        seconds: about how long it may take. A slow link gets smaller messages, not more time.
+        seconds: about how long it may take, and half of that again for each dimension of a mesh.
+            A slow link gets smaller messages, not more time.
         scratch_bytes: the most memory to take (at least 8 MiB): training's limit holds here too.
+        along: as for :func:`calibrate`.
 
     Returns the same profile on every rank. A fake group measures nothing real: it gets
     :func:`passes.hardware.generic`.
     """
     if backend_of(group, device.type) == "fake":
-        return generic()
+        return generic(dimensions=tuple(along or ()))
     dtypes = _DTYPES[:1] if device.type == "cpu" else _DTYPES
     scratch_bytes = _least(scratch_bytes, group, device)
     budget = seconds / 18
     rates = _device_rates(dtypes, device, budget, scratch_bytes)
-    links = {}
+    links: dict[str, dict[str, Link]] = {"": {}}
     if dist.get_world_size(group) > 1:
-        links = {k: quick_link(k, group, device, budget, scratch_bytes) for k in KINDS}
-        links = with_busy(links, group, device, seconds / 2)
-    return _profile(rates, {"": links}, group, device)
+        found = {k: quick_link(k, group, device, budget, scratch_bytes) for k in KINDS}
+        links[""] = with_busy(found, group, device, seconds / 2)
+    for name, one in (along or {}).items():
+        links[name] = {}
+        for kind in KINDS:
+            if kind == "reduce_scatter" and by_messages(one, device):
+                continue  # no leg is one
+            agreed(0.0, group, device)  # groups beside each other start together
+            link = quick_link(kind, one, device, budget, scratch_bytes)
+            links[name][kind] = as_busy_as(link, links[""][kind])
+    return _profile(rates, links, group, device)
 
 
 def calibrate(

@@ -51,7 +51,9 @@ def _start(rows: Tensor, sent: list[Tensor], group: dist.ProcessGroup) -> list[d
 
 
 @torch.library.impl("osdp::gather_parts", "CPU")
-def _gather_parts(part: Tensor, ranks: int, group_name: str) -> Tensor:
+def _gather_parts(
+    part: Tensor, ranks: int, group_name: str, *, sent: Tensor | None = None
+) -> Tensor:
     gathered = part.new_empty([ranks * part.numel()])
     return _until_waited_for(gathered, start_gather(gathered, part, group_of(group_name)))
 

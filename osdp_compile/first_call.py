@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from osdp_compile.agreement import agree, fingerprint, from_rank_zero, on_every_rank
 from osdp_compile.capture import capture
@@ -17,6 +15,8 @@ from osdp_compile.collectives import backend_of
 from osdp_compile.errors import InfeasibleLimit, PlanMismatch
 from osdp_compile.exchange import by_messages
 from osdp_compile.lower import static_inputs
+from osdp_compile.markers import register_group
+from osdp_compile.meshes import flat_mesh, groups_along, levels_of
 from osdp_compile.optimizer_names import state_bytes_per_element
 from osdp_compile.optimizers import OptimizerIndex
 from osdp_compile.options import Options
@@ -56,29 +56,33 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
     passes = tuple(options.passes or default_passes())
     validate(passes)
     device = plain_parameters(gm, inputs)[0][1].device
-    mesh = options.mesh or init_device_mesh(device.type, (dist.get_world_size(),))
-    group = mesh.get_group()
+    mesh = flat_mesh(options.mesh, device.type)
+    group, along = mesh.get_group(), groups_along(options.mesh)
 
     roots, entries = on_every_rank(lambda: _found(gm, inputs), group)
     agree(fingerprint(gm, entries), group)
 
     optimizers = OptimizerIndex(entry.parameter for entry in entries)
+    hardware = hardware_of(
+        group,
+        device,
+        _spare_bytes(entries, options),
+        options.hardware,
+        mesh.mesh_dim_names[0] if mesh.mesh_dim_names else None,
+        along,
+    )
+    by_exchange = by_messages(group, device)
     context = Context(
         plan=Plan((), world_size=mesh.size()),
-        hardware=hardware_of(
-            group,
-            device,
-            _spare_bytes(entries, options),
-            options.hardware,
-            mesh.mesh_dim_names[0] if mesh.mesh_dim_names else None,
-        ),
+        hardware=hardware,
         parameters=tuple(_described(entry, optimizers, options) for entry in entries),
         world_size=mesh.size(),
         rank=mesh.get_local_rank(),
         group_name=group.group_name,
         base_bytes=_held_bytes(roots, inputs, entries),
         limit_bytes=options.memory_limit_bytes,
-        by_exchange=by_messages(group, device),
+        by_exchange=by_exchange,
+        levels=levels_of(along, hardware, by_exchange),
     )
 
     captured: list[Captured] = []  # on rank 0
@@ -110,13 +114,16 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
         context = context.replace(hardware=with_step_seconds(step, context, group, device, spare))
     plan, hardware = from_rank_zero(decide, group)
     if measures:
-        keep(hardware, group, device)
+        keep(hardware, group, device, along)
+    for one in along.values():
+        register_group(one)
     synchronize(entries, list(buffers_of(roots)), mesh)
     renewed = shard_in_place(entries, plan, mesh, optimizers)
     state = state_bytes(context, plan)
     context = context.replace(
         plan=plan,
         hardware=hardware,
+        levels=levels_of(along, hardware, by_exchange),  # of rank 0's profile
         base_bytes=context.base_bytes + state["parameters"] + state["optimizer"],
     )
     session = Session(plan, mesh, context, options, passes)
@@ -124,6 +131,12 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
     remember(session, [root for _, root in roots], list(zip(names, renewed, strict=True)))
     if context.rank == 0:
         log_plan(plan, log)
+        if along and context.levels is None:
+            log.info(
+                "the hardware profile %r has no rates along %s: no collective goes leg by leg",
+                hardware.name,
+                " and ".join(map(repr, along)),
+            )
     return session
 
 

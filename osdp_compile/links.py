@@ -118,6 +118,16 @@ def with_busy(
     }
 
 
+def as_busy_as(link: Link, other: Link) -> Link:
+    """The link with what computing and another one of the same device do to each other."""
+    rate = dataclasses.replace(
+        link.rate,
+        busy_seconds_per_byte=other.rate.busy_seconds_per_byte,
+        wake_seconds=other.rate.wake_seconds,
+    )
+    return dataclasses.replace(link, rate=rate)
+
+
 def rates_hold(
     hardware: Hardware, group: dist.ProcessGroup, device: torch.device, scratch_bytes: int
 ) -> bool:

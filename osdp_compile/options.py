@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from osdp_compile.meshes import check_mesh
 from osdp_compile.optimizer_names import known_optimizers
 from passes.decisions import Plan
 from passes.hardware import Hardware
@@ -21,7 +22,8 @@ from passes.units import parse_bytes
 #: What may be given for each option, for people.
 ALLOWED: dict[str, str] = {
     "memory_limit": "bytes as a whole number, or text such as '8GiB' or '500MB'",
-    "mesh": "a one-dimensional DeviceMesh over the data-parallel ranks (default: the whole world)",
+    "mesh": "a DeviceMesh over the data-parallel ranks, with one dimension, or with two: hosts, "
+    "and the ranks of each (default: the whole world, one dimension)",
     "optimizer": "bytes of optimizer state for one element of a parameter, or a name, as 'adamw'",
     "plan": "an osdp_compile.Plan, or the path of one saved",
     "hardware": "an osdp_compile.Hardware, the path of one saved, or the name of a preset "
@@ -87,10 +89,7 @@ def _unknown(name: str) -> str:
 def _mesh(value: Any) -> DeviceMesh:
     if not isinstance(value, DeviceMesh):
         raise ValueError(f"{value!r} is not a DeviceMesh")
-    if value.ndim != 1:
-        names = value.mesh_dim_names
-        pick = f"mesh[{names[0]!r}]" if names else "a mesh with one dimension"
-        raise ValueError(f"the mesh has {value.ndim} dimensions, one is supported: give {pick}")
+    check_mesh(value)
     return value
 
 

@@ -48,16 +48,23 @@ def plan_table(plan: Plan) -> Table:
 
 
 def prediction_lines(plan: Plan) -> list[str]:
-    """What the simulator says of the step, in two lines; none if nothing was predicted."""
+    """What the simulator says of the step; none if nothing was predicted.
+
+    Two lines, and one more if some collectives go leg by leg along the levels of a mesh.
+    """
     said = plan.prediction
     if said is None:
         return []
     filling = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in said.peak.items())
-    return [
+    lines = [
         f"predicted step {format_seconds(said.step_seconds)}, of it "
         f"{format_seconds(said.exposed_seconds)} waiting for communication",
         f"predicted peak {format_bytes(said.peak_bytes)} ({filling})",
     ]
+    legs = [one.leg for order in plan.order.values() for one in order]
+    if 1 in legs:
+        lines.append(f"{legs.count(1)} of {legs.count(0)} collectives go leg by leg over the mesh")
+    return lines
 
 
 def plan_text(plan: Plan, width: int | None = None) -> str:

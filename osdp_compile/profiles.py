@@ -3,9 +3,9 @@
 Measuring takes seconds at every first call, and its noise makes plans differ between runs
 of one script. So a profile is kept in a folder, in a file whose name is a hash of what the
 figures depend on: the ranks' machines, devices, threads, the address each has in the
-network, the backend, torch. What the key cannot see is a link that was given another rate: a
-few messages tell, and then all is measured anew. The times of a model's operators are added when
-it is first trained.
+network, the backend, the mesh if it has two levels, torch. What the key cannot see is a link
+that was given another rate: a few messages tell, and then all is measured anew. The times of a
+model's operators are added when it is first trained.
 
 The folder is ``$OSDP_CACHE_DIR``, else ``$XDG_CACHE_HOME/osdp_compile``, else
 ``~/.cache/osdp_compile``. With ``OSDP_CACHE_DIR=""`` nothing is read or written.
@@ -20,6 +20,7 @@ import math
 import os
 import socket
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def hardware_of(
     scratch_bytes: int,
     given: Hardware | None = None,
     dimension: str | None = None,
+    along: Mapping[str, dist.ProcessGroup] | None = None,
 ) -> Hardware:
     """The profile of a group: as given, found earlier in this process, kept on disk, or measured.
 
@@ -61,6 +63,8 @@ def hardware_of(
         given: what the user's options say.
         dimension: the name of the mesh dimension that the group is: what is given may have
             rates of its own for it.
+        along: this rank's groups along the dimensions of a mesh of the group, by name: measuring
+            finds rates along them too.
 
     Raises:
         OsdpError: on every rank, if what is given lacks a collective that the group needs.
@@ -68,18 +72,23 @@ def hardware_of(
     if given is not None:
         chosen = given.along(dimension)
         return on_every_rank(lambda: _complete(chosen, group, device), group)
-    known = _known(group, device)
+    known = _known(group, device, along)
     if known not in _in_process:
-        _in_process[known] = _kept_or_measured(group, device, scratch_bytes)
+        _in_process[known] = _kept_or_measured(group, device, scratch_bytes, along)
     return _in_process[known]
 
 
-def keep(hardware: Hardware, group: dist.ProcessGroup, device: torch.device) -> None:
+def keep(
+    hardware: Hardware,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    along: Mapping[str, dist.ProcessGroup] | None = None,
+) -> None:
     """Keep a group's profile to which times of operators were added, for the next model or run.
 
     Every rank calls it with the same profile; who wrote the file writes it anew.
     """
-    known = _known(group, device)
+    known = _known(group, device, along)
     if _in_process.get(known) == hardware:
         return
     _in_process[known] = hardware
@@ -87,8 +96,15 @@ def keep(hardware: Hardware, group: dist.ProcessGroup, device: torch.device) -> 
         _write(hardware, _files[known])
 
 
-def _known(group: dist.ProcessGroup, device: torch.device) -> str:
-    return f"{group.group_name} {device.type}"
+def _known(
+    group: dist.ProcessGroup, device: torch.device, along: Mapping[str, dist.ProcessGroup] | None
+) -> str:
+    return " ".join([group.group_name, device.type, *map(str, _sizes(along).items())])
+
+
+def _sizes(along: Mapping[str, dist.ProcessGroup] | None) -> dict[str, int]:
+    """Ranks along each dimension of a mesh, in their order."""
+    return {name: one.size() for name, one in (along or {}).items()}
 
 
 def cache_folder() -> Path | None:
@@ -119,18 +135,22 @@ def _complete(given: Hardware, group: dist.ProcessGroup, device: torch.device) -
 
 
 def _kept_or_measured(
-    group: dist.ProcessGroup, device: torch.device, scratch_bytes: int
+    group: dist.ProcessGroup,
+    device: torch.device,
+    scratch_bytes: int,
+    along: Mapping[str, dist.ProcessGroup] | None,
 ) -> Hardware:
     scratch_bytes = min(scratch_bytes, _MOST_SCRATCH_BYTES)
     if backend_of(group, device.type) == "fake":
-        return measure_hardware(group, device, scratch_bytes=scratch_bytes)
+        return measure_hardware(group, device, scratch_bytes=scratch_bytes, along=along)
     ranks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(ranks, _this_rank(device, scratch_bytes), group=group)
     writes = dist.get_rank(group) == 0
-    path = _path(ranks, group, device) if writes else None
-    _files.pop(_known(group, device), None)
+    path = _path(ranks, group, device, along) if writes else None
+    known = _known(group, device, along)
+    _files.pop(known, None)
     if path is not None:
-        _files[_known(group, device)] = path
+        _files[known] = path
     if writes:
         ensure_visible(log)
     # Rank 0 decides for all: a rank that did not find the file would measure alone for ever.
@@ -142,7 +162,7 @@ def _kept_or_measured(
             return kept
         if writes:
             log.info("the network is no longer what that profile says: measured anew")
-    hardware = measure_hardware(group, device, scratch_bytes=scratch_bytes)
+    hardware = measure_hardware(group, device, scratch_bytes=scratch_bytes, along=along)
     if path is not None and _write(hardware, path):
         log.info("hardware measured, and kept in %s. To measure anew, delete it", path)
     return hardware
@@ -180,7 +200,12 @@ def _own_address() -> str:
         return ""
 
 
-def _path(ranks: list[Any], group: dist.ProcessGroup, device: torch.device) -> Path | None:
+def _path(
+    ranks: list[Any],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    along: Mapping[str, dist.ProcessGroup] | None,
+) -> Path | None:
     """The file of a group's profile; None if the cache is off."""
     folder = cache_folder()
     if folder is None:
@@ -194,6 +219,8 @@ def _path(ranks: list[Any], group: dist.ProcessGroup, device: torch.device) -> P
         "world": dist.get_world_size(),
         "ranks": ranks,
     }
+    if along:  # the order of the dimensions is that of the ranks
+        key["mesh"] = list(_sizes(along).items())
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return folder / f"{device.type}-x{len(ranks)}-{digest[:16]}.json"
 

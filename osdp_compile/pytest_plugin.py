@@ -25,8 +25,8 @@ def osdp_graphs(request: pytest.FixtureRequest) -> Callable[..., dict[str, str]]
     """Compare a model's graphs after named passes with stored files.
 
     The fixture is a function ``(model, *args, world_size, after, plan=None, rank=0,
-    options=None)``; ``after`` names graphs as ``osdp_compile.trace.trace_graphs`` does. It
-    returns all texts.
+    options=None, levels=None)``; ``after`` names graphs as
+    ``osdp_compile.trace.trace_graphs`` does. It returns all texts.
     """
     try:
         from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
@@ -51,9 +51,16 @@ def osdp_graphs(request: pytest.FixtureRequest) -> Callable[..., dict[str, str]]
         plan: Any = None,
         rank: int = 0,
         options: dict[str, Any] | None = None,
+        levels: dict[str, int] | None = None,
     ) -> dict[str, str]:
         texts = trace_graphs(
-            model, args, world_size=world_size, rank=rank, plan=plan, options=options
+            model,
+            args,
+            world_size=world_size,
+            rank=rank,
+            plan=plan,
+            options=options,
+            levels=levels,
         )
         for name in after:
             if name not in texts:

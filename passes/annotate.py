@@ -7,9 +7,10 @@ Leaves: ``meta["cost"]`` (:class:`Cost`), ``meta["phase"]`` (forward or backward
 Formulas: FLOPs are in ``passes/flops.py``. A kernel takes the time that the profile has
 measured for it (``kernel_seconds``), or else the larger of FLOPs over the device's rate and
 bytes over its memory bandwidth (the roofline); a collective ``latency + wire bytes x inverse
-bandwidth``. A fused region costs the bytes that enter and leave it: each of its nodes is
-charged for the outside tensors that it is the first to read and for what it writes to
-memory. A node without a formula is priced by its bytes, and named once at debug level.
+bandwidth``, by the rates and the ranks of its process group. A fused region costs the bytes that
+enter and leave it: each of its nodes is charged for the outside tensors that it is the first to
+read and for what it writes to memory. A node without a formula is priced by its bytes, and named
+once at debug level.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from passes.graph import (
     COLLECTIVES,
     bytes_of,
     concrete,
+    group_of,
     is_alias,
     is_collective,
     is_getitem,
@@ -76,7 +78,7 @@ def region_of(node: fx.Node) -> int | None:
 
 
 def collective_full_bytes(node: fx.Node) -> int:
-    """Bytes of the whole tensor a collective works on: what all ranks together hold of it."""
+    """Bytes of the whole tensor a collective works on: what its ranks together hold of it."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     return max(bytes_of(node.meta["val"]), bytes_of(source.meta["val"]))
@@ -135,12 +137,13 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         own_bytes = 0 if isinstance(value, list | tuple) else bytes_of(value)
         memory_bytes = -(-own_bytes // align) * align if node in real else 0
         if is_collective(node):
-            what = COLLECTIVES[node.target], collective_full_bytes(node), ctx.world_size
+            network, ranks = ctx.network(group_of(node))
+            what = COLLECTIVES[node.target], collective_full_bytes(node), ranks
             node.meta["cost"] = Cost(
                 memory_bytes=0 if node.target is ALL_REDUCE else memory_bytes,
-                seconds=ctx.hardware.collective_seconds(*what),
-                busy_seconds=ctx.hardware.busy_seconds(*what),
-                wake_seconds=ctx.hardware.wake_seconds(COLLECTIVES[node.target], ctx.world_size),
+                seconds=network.collective_seconds(*what),
+                busy_seconds=network.busy_seconds(*what),
+                wake_seconds=network.wake_seconds(COLLECTIVES[node.target], ranks),
                 serves=names,
             )
             continue

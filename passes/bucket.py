@@ -69,7 +69,7 @@ def _as_planned(starts: list[fx.Node], planned: Sequence[Collective]) -> list[li
     return [
         [start_of[Collective((name,), bucket.gathers)] for name in bucket.names]
         for bucket in planned
-        if len(bucket.names) > 1
+        if len(bucket.names) > 1 and bucket.leg == 0
     ]
 
 

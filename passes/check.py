@@ -14,7 +14,7 @@ from torch import fx
 
 from passes.exchange import EXCHANGE, GATHER_PARTS
 from passes.fusion import effective_users
-from passes.graph import COLLECTIVES, WAIT, fake_mode_of, positions, root_of
+from passes.graph import ALL_REDUCE, COLLECTIVES, WAIT, fake_mode_of, positions, root_of
 from passes.markers import REDUCE_GRAD, UNSHARD
 
 
@@ -58,7 +58,10 @@ def _check_alive(start: fx.Node, order: dict[fx.Node, int], pass_name: str) -> N
     (wait,) = start.users
     if source.op == "placeholder":
         return
-    if not any(order[reader] > order[wait] for reader in effective_users(source)):
+    readers = effective_users(source)
+    in_place = [reader for reader in readers if reader.target is ALL_REDUCE]
+    readers += [reader for node in in_place for reader in effective_users(node)]
+    if not any(order[reader] > order[wait] for reader in readers):
         raise InvalidGraph(
             f"after pass {pass_name!r}: the input {source} of {start} may be written to before "
             f"{wait}: whatever follows the wait must take it as 'sent' (see passes/exchange.py)"

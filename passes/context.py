@@ -63,6 +63,19 @@ class Parameter:
 
 
 @dataclasses.dataclass(frozen=True)
+class Level:
+    """One dimension of a two-level mesh of the ranks.
+
+    ``name``: as the profile has it (``Hardware.dimensions``).
+    ``size``: ranks along it. ``group_name``: of this rank's process group along it.
+    """
+
+    name: str
+    size: int
+    group_name: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Context:
     """Everything a pass may ask for.
 
@@ -73,6 +86,9 @@ class Context:
     ``deciding``: the planner is at work: the best order of collectives is searched for.
     Otherwise it follows from the plan and the parameters, for all ranks alike.
     ``by_exchange``: gather and reduce by messages (gloo; see ``passes/exchange.py``).
+    ``levels``: the dimensions along which a collective may run leg by leg, the outer (between
+    hosts) and the inner (within one): rank ``h * inner.size + g`` is the g-th of host h. None:
+    the ranks are one flat group, or the profile has no rates along the dimensions.
     """
 
     plan: Plan
@@ -86,6 +102,14 @@ class Context:
     limit_bytes: int | None = None
     by_exchange: bool = False
     deciding: bool = False
+    levels: tuple[Level, Level] | None = None
+
+    def network(self, group_name: str) -> tuple[Hardware, int]:
+        """What collectives on a group cost, and how many ranks it has."""
+        for level in self.levels or ():
+            if level.group_name == group_name:
+                return self.hardware.along(level.name), level.size
+        return self.hardware, self.world_size
 
     def parameter(self, name: str) -> Parameter:
         """The parameter of that name; KeyError if the model has none."""

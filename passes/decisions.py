@@ -52,14 +52,25 @@ class ParameterPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """What a collective is for: the parameters it serves, and whether it gathers or reduces."""
+    """What a collective is for: the parameters it serves, and whether it gathers or reduces.
+
+    ``leg``: which of its legs it is, where it is carried out along the dimensions of a mesh one
+    after the other (``passes/levels.py``); what is carried out over all ranks at once is 0.
+    """
 
     names: tuple[str, ...]
     gathers: bool
+    leg: int = 0
 
     @property
     def label(self) -> str:
-        return f"{'gather' if self.gathers else 'reduce'} {'+'.join(self.names)}"
+        later = f", leg {self.leg + 1}" if self.leg else ""
+        return f"{'gather' if self.gathers else 'reduce'} {'+'.join(self.names)}{later}"
+
+    @property
+    def first(self) -> Collective:
+        """Its first leg."""
+        return dataclasses.replace(self, leg=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +97,10 @@ class Plan:
     ``in_flight_bytes``: at most this many bytes of gathered weights wait ahead of
     their use, and of gradients wait behind their reduction (None: no bound).
     ``order``: by graph (``"forward"``, ``"backward"``), what the collectives are for in the
-    order they start; those for several parameters are the buckets. It is decided once, for
-    all: ranks with other batch sizes, which would each like another order, follow it (a
-    graph it does not fit gets buckets and an order that no batch size enters).
+    order they start; those for several parameters are the buckets, and those with later legs
+    run along the levels of a mesh. It is decided once, for all: ranks with other batch sizes,
+    which would each like another order, follow it (a graph it does not fit gets buckets, legs
+    and an order that no batch size enters).
     """
 
     parameters: tuple[ParameterPlan, ...]
@@ -180,8 +192,8 @@ class Plan:
     def order_for(self, phase: str, graph: Iterable[Collective]) -> tuple[Collective, ...] | None:
         """The order of a graph's collectives, if it is the graph that the order is for.
 
-        ``graph``: the collectives of the graph, packed or not. None: other collectives, as in
-        a frame behind a graph break, or a plan made by hand.
+        ``graph``: the collectives of the graph, packed or not, in legs or not. None: other
+        collectives, as in a frame behind a graph break, or a plan made by hand.
         """
         planned = self.order.get(phase, ())
         if not planned or _served(planned) != _served(graph):
@@ -228,7 +240,10 @@ class Plan:
                 in_flight_bytes=data["in_flight_bytes"],
                 prediction=Prediction(**prediction) if prediction else None,
                 order={
-                    graph: tuple(Collective(tuple(c["names"]), c["gathers"]) for c in collectives)
+                    graph: tuple(
+                        Collective(tuple(c["names"]), c["gathers"], c.get("leg", 0))
+                        for c in collectives
+                    )
                     for graph, collectives in data["order"].items()
                 },
             )
@@ -251,7 +266,7 @@ class Plan:
 
 def _served(collectives: Iterable[Collective]) -> list[tuple[bool, str]]:
     """What is gathered and what is reduced, each parameter by itself."""
-    return sorted((c.gathers, name) for c in collectives for name in c.names)
+    return sorted((c.gathers, name) for c in collectives if c.leg == 0 for name in c.names)
 
 
 def shardable(shape: tuple[int, ...], world_size: int) -> bool:

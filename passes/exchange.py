@@ -8,7 +8,8 @@
 They are collectives: the result may be read after ``wait_tensor`` only, and the input must
 stay as it is until then. Inductor knows that of its own collectives and not of these, so
 whatever follows the wait takes the input as an argument too (``sent``), unless it is an
-input of the graph, which nobody writes to.
+input of the graph, which nobody writes to. Where that is the next leg of a gather
+(``passes/levels.py``), it is a ``gather_parts`` itself.
 
 This file holds schemas and shapes; ``osdp_compile/exchange.py`` sends the messages.
 """
@@ -19,12 +20,16 @@ import torch
 from torch import Tensor
 
 _LIBRARY = torch.library.Library("osdp", "FRAGMENT")
-_LIBRARY.define("gather_parts(Tensor part, int ranks, str group_name) -> Tensor")
+_LIBRARY.define(
+    "gather_parts(Tensor part, int ranks, str group_name, *, Tensor? sent=None) -> Tensor"
+)
 _LIBRARY.define("exchange(Tensor packed, int ranks, str group_name) -> Tensor")
 
 
 @torch.library.register_fake("osdp::gather_parts")
-def _gather_parts_shape(part: Tensor, ranks: int, group_name: str) -> Tensor:
+def _gather_parts_shape(
+    part: Tensor, ranks: int, group_name: str, *, sent: Tensor | None = None
+) -> Tensor:
     return part.new_empty([ranks * part.numel()])
 
 

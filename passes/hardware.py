@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -221,18 +222,23 @@ _KINDS = {
 }
 
 
-def generic(name: str = "generic") -> Hardware:
+def generic(name: str = "generic", dimensions: Sequence[str] = ()) -> Hardware:
     """A profile of round numbers for graph-level work, where no prediction is wanted.
 
-    One slow CPU rank on a 10 Gbit/s network; not measured on anything.
+    One slow CPU rank on a 10 Gbit/s network; not measured on anything. ``dimensions``: of a mesh
+    of two levels, if any: along the inner one all is ten times as fast.
     """
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
     link = LinkRate(latency_seconds=1e-4, seconds_per_byte=8e-10)
+    within = LinkRate(latency_seconds=1e-5, seconds_per_byte=8e-11)
     return Hardware(
         name=name,
         flops_per_second={"default": 5e10},
         memory_bytes_per_second=1e10,
         launch_seconds=5e-6,
-        collectives=dict.fromkeys(
-            ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"), link
-        ),
+        collectives=dict.fromkeys(kinds, link),
+        dimensions={
+            dimension: dict.fromkeys(kinds, rate)
+            for dimension, rate in zip(dimensions, (link, within), strict=False)
+        },
     )

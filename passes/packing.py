@@ -9,6 +9,8 @@ half of the first call. With N ranks and k elements of a tensor on each:
 ``pack_columns``  full gradients -> a table of N rows, row r all that rank r is to have
 ``unpack``        a gathered table of N rows -> the full tensor in some of its columns
 ``mean_ranks``    N ranks' parts, one after the other -> their mean
+``sum_ranks``     N ranks' parts, one after the other -> their sum
+``first_of``      a flat tensor -> its first elements (what an all-reduce was padded by goes)
 ``pad_rows``      local shard -> ``rows`` rows, zeros below (when N does not divide)
 ``trim_rows``     padded gradient shard -> as many rows as this rank's shard has
 ================  =========================================================================
@@ -16,6 +18,8 @@ half of the first call. With N ranks and k elements of a tensor on each:
 A rank's part of a tensor is ``ceil(rows / N)`` of its rows, the last ones padded by zeros;
 a tensor without dimensions has one row. All results are contiguous and newly allocated.
 ``sent`` is not read: it keeps a message's memory as it is (see ``passes/exchange.py``).
+``inner``: of a two-level mesh (``passes/levels.py``), where the table's rows go by the ranks'
+place within a host first: rank ``h * inner + g`` has row ``g * N / inner + h``.
 """
 
 from __future__ import annotations
@@ -28,11 +32,14 @@ from torch import Tensor
 
 _LIBRARY = torch.library.Library("osdp", "FRAGMENT")
 _LIBRARY.define("pack(Tensor[] tensors) -> Tensor")
-_LIBRARY.define("pack_columns(Tensor[] tensors, int ranks) -> Tensor")
+_LIBRARY.define("pack_columns(Tensor[] tensors, int ranks, int inner=1) -> Tensor")
 _LIBRARY.define(
-    "unpack(Tensor packed, int ranks, int start, int[] shape, Tensor? sent=None) -> Tensor"
+    "unpack(Tensor packed, int ranks, int start, int[] shape, Tensor? sent=None, int inner=1)"
+    " -> Tensor"
 )
 _LIBRARY.define("mean_ranks(Tensor parts, int ranks, Tensor? sent=None) -> Tensor")
+_LIBRARY.define("sum_ranks(Tensor parts, int ranks, Tensor? sent=None) -> Tensor")
+_LIBRARY.define("first_of(Tensor padded, int numel, Tensor? sent=None) -> Tensor")
 _LIBRARY.define("pad_rows(Tensor shard, SymInt rows) -> Tensor")
 _LIBRARY.define("trim_rows(Tensor padded, Tensor like) -> Tensor")
 
@@ -55,41 +62,59 @@ def _pack(tensors: list[Tensor]) -> Tensor:
 
 
 @torch.library.register_fake("osdp::pack_columns")
-def _pack_columns_shape(tensors: list[Tensor], ranks: int) -> Tensor:
+def _pack_columns_shape(tensors: list[Tensor], ranks: int, inner: int = 1) -> Tensor:
     return tensors[0].new_empty([ranks * sum(part_numel(t.shape, ranks) for t in tensors)])
 
 
 @torch.library.impl("osdp::pack_columns", "CompositeExplicitAutograd")
-def _pack_columns(tensors: list[Tensor], ranks: int) -> Tensor:
-    packed = _pack_columns_shape(tensors, ranks)
-    table = packed.view(ranks, -1)
+def _pack_columns(tensors: list[Tensor], ranks: int, inner: int = 1) -> Tensor:
+    packed = _pack_columns_shape(tensors, ranks, inner)
+    table = _by_rank(packed, ranks, inner)
     start = 0
     for tensor in tensors:
         numel = part_numel(tensor.shape, ranks)
-        columns = table[:, start : start + numel]
+        columns = table[:, :, start : start + numel]
         flat = tensor.reshape(-1)
-        full = flat.numel() // numel if numel else 0  # ranks whose part needs no padding
-        columns[:full] = flat[: full * numel].view(full, numel)
-        if full < ranks:
-            columns[full:] = 0
-            columns[full, : flat.numel() - full * numel] = flat[full * numel :]
+        whole = flat.numel() // (inner * numel) if numel else 0  # hosts that need no padding
+        columns[:whole] = flat[: whole * inner * numel].view(whole, inner, numel)
+        if whole < len(columns) and numel:
+            columns[whole:] = 0
+            rest = flat[whole * inner * numel :]
+            full = rest.numel() // numel  # ranks of the next host that need none
+            columns[whole, :full] = rest[: full * numel].view(full, numel)
+            columns[whole, full : full + 1, : rest.numel() - full * numel] = rest[full * numel :]
         start += numel
     return packed
 
 
+def _by_rank(table: Tensor, ranks: int, inner: int) -> Tensor:
+    """A flat table seen as ``[h, g]``: the row of rank ``h * inner + g``."""
+    return table.view(inner, ranks // inner, -1).transpose(0, 1)
+
+
 @torch.library.register_fake("osdp::unpack")
 def _unpack_shape(
-    packed: Tensor, ranks: int, start: int, shape: list[int], sent: Tensor | None = None
+    packed: Tensor,
+    ranks: int,
+    start: int,
+    shape: list[int],
+    sent: Tensor | None = None,
+    inner: int = 1,
 ) -> Tensor:
     return packed.new_empty(shape)
 
 
 @torch.library.impl("osdp::unpack", "CompositeExplicitAutograd")
 def _unpack(
-    packed: Tensor, ranks: int, start: int, shape: list[int], sent: Tensor | None = None
+    packed: Tensor,
+    ranks: int,
+    start: int,
+    shape: list[int],
+    sent: Tensor | None = None,
+    inner: int = 1,
 ) -> Tensor:
     numel = part_numel(shape, ranks)
-    columns = packed.view(ranks, -1)[:, start : start + numel]
+    columns = _by_rank(packed, ranks, inner)[:, :, start : start + numel]
     whole = columns.clone(memory_format=torch.contiguous_format)
     return whole.view(-1)[: math.prod(shape)].view(shape)
 
@@ -104,10 +129,36 @@ def _mean_ranks(parts: Tensor, ranks: int, sent: Tensor | None = None) -> Tensor
     table = parts.view(ranks, -1)
     if parts.element_size() < 4:  # adds up in float32
         return table.mean(0)
+    return _sum_of(table).mul_(1.0 / ranks)
+
+
+@torch.library.register_fake("osdp::sum_ranks")
+def _sum_ranks_shape(parts: Tensor, ranks: int, sent: Tensor | None = None) -> Tensor:
+    return parts.new_empty([parts.numel() // ranks])
+
+
+@torch.library.impl("osdp::sum_ranks", "CompositeExplicitAutograd")
+def _sum_ranks(parts: Tensor, ranks: int, sent: Tensor | None = None) -> Tensor:
+    table = parts.view(ranks, -1)
+    return table.sum(0) if parts.element_size() < 4 else _sum_of(table)
+
+
+def _sum_of(table: Tensor) -> Tensor:
+    """The sum of two rows or more, in their order."""
     total = table[0] + table[1]
     for part in table[2:]:
         total += part
-    return total.mul_(1.0 / ranks)
+    return total
+
+
+@torch.library.register_fake("osdp::first_of")
+def _first_of_shape(padded: Tensor, numel: int, sent: Tensor | None = None) -> Tensor:
+    return padded.new_empty([numel])
+
+
+@torch.library.impl("osdp::first_of", "CompositeExplicitAutograd")
+def _first_of(padded: Tensor, numel: int, sent: Tensor | None = None) -> Tensor:
+    return padded[:numel].clone()
 
 
 @torch.library.register_fake("osdp::pad_rows")
@@ -136,6 +187,10 @@ PACK = torch.ops.osdp.pack.default
 PACK_COLUMNS = torch.ops.osdp.pack_columns.default
 UNPACK = torch.ops.osdp.unpack.default
 MEAN_RANKS = torch.ops.osdp.mean_ranks.default
+SUM_RANKS = torch.ops.osdp.sum_ranks.default
+FIRST_OF = torch.ops.osdp.first_of.default
 PAD_ROWS = torch.ops.osdp.pad_rows.default
 TRIM_ROWS = torch.ops.osdp.trim_rows.default
-PACKING = frozenset({PACK, PACK_COLUMNS, UNPACK, MEAN_RANKS, PAD_ROWS, TRIM_ROWS})
+PACKING = frozenset(
+    {PACK, PACK_COLUMNS, UNPACK, MEAN_RANKS, SUM_RANKS, FIRST_OF, PAD_ROWS, TRIM_ROWS}
+)

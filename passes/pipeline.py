@@ -22,6 +22,7 @@ from passes.annotate import annotate
 from passes.bucket import bucket
 from passes.context import Context
 from passes.dedupe import dedupe
+from passes.levels import levels
 from passes.reorder import reorder
 from passes.shard import shard
 from passes.tag import tag
@@ -56,6 +57,7 @@ def default_passes() -> list[Pass]:
         Pass("tag", tag, Stage.JOINT, needs=("one marker each",), leaves=("tags",)),
         Pass("shard", shard, needs=("one marker each",), leaves=("collectives",)),
         Pass("bucket", bucket, needs=("collectives",), leaves=("buckets",)),
+        Pass("levels", levels, needs=("collectives",), leaves=("legs",)),
         Pass("annotate", annotate, leaves=("costs",)),
         Pass("reorder", reorder, needs=("collectives", "costs"), leaves=("schedule",)),
     ]

@@ -37,6 +37,7 @@ import numpy as np
 from passes.capture import Captured
 from passes.context import Context, Parameter, Phase
 from passes.decisions import Collective, Decision, ParameterPlan, Plan, shardable
+from passes.levels import legs_seconds
 from passes.pipeline import Pass
 from passes.predict import Step, predict
 from passes.reorder import order_of
@@ -329,8 +330,12 @@ def _choices(parameter: Parameter, ctx: Context) -> list[_Choice]:
     spared = 1 - min(1.0, full / bucket_bytes_for(ctx))
 
     def link(kind: str) -> float:
-        rate = hardware.collectives[kind]
-        return hardware.collective_seconds(kind, full, world) - spared * rate.latency_seconds
+        latency_seconds = hardware.collectives[kind].latency_seconds
+        seconds = hardware.collective_seconds(kind, full, world) - spared * latency_seconds
+        if ctx.levels is None or (kind == "reduce_scatter" and ctx.by_exchange):
+            return seconds
+        latency_seconds = legs_seconds(kind, 0, ctx)
+        return min(seconds, legs_seconds(kind, full, ctx) - spared * latency_seconds)
 
     def busy(*kinds: str) -> float:
         return sum(

@@ -20,10 +20,16 @@ tried, and in the end nothing is in flight: overlap is given up before memory.
 All ranks must start the same collectives in the same order, also those whose batch is
 smaller and whose clock runs otherwise. So the order is decided once, while planning
 (``ctx.deciding``), and followed from then on (``plan.order``). For a graph that the plan
-has no order for, the clock counts kernels and not what they cost.
+has no order for, the clock counts kernels and not what they cost. It is one order for all process
+groups: if it were one for each, ranks could wait for each other's other group.
+
+The legs of a collective (``passes/levels.py``) are collectives of their own, each of which can
+start when the former has been waited for.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 from torch import fx
 
@@ -49,7 +55,7 @@ def reorder(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         return gm
     original = list(graph.nodes)
     sequence = None if ctx.deciding else _sequence(original, jobs, ctx)
-    total = sum(job.bytes for job in jobs)
+    total = _total_bytes(jobs)
     bound = ctx.plan.in_flight_bytes
     cap = allowed = total if bound is None else bound
     free_bytes = _free_bytes(graph, jobs, ctx)
@@ -116,11 +122,13 @@ def _sequence(original: list[fx.Node], jobs: list[Job], ctx: Context) -> list[Jo
     planned = ctx.plan.order_for(ctx.phase.value, [job.purpose for job in jobs])
     if planned is not None:
         by_purpose = {job.purpose: job for job in jobs}
-        return [by_purpose[purpose] for purpose in planned]
+        # Where the mesh has no levels, what the plan has in legs is flat: the first of them.
+        own = [one for one in planned if one.leg == 0 or one in by_purpose]
+        return [by_purpose[purpose] for purpose in own]
     # As much computing as communication, evenly spread over what is no fused kernel.
     kernels = {n for n in original if n.op == "call_function" and not is_fusible(n)}
     each = sum(cost_of(job.start).seconds for job in jobs) / max(1, len(kernels))
-    total = sum(job.bytes for job in jobs)
+    total = _total_bytes(jobs)
     bound = ctx.plan.in_flight_bytes
     order = Scheduler(
         original,
@@ -140,7 +148,8 @@ def _jobs(graph: fx.Graph) -> list[Job]:
             continue
         (wait,) = start.users
         gathers = start.meta["collective"].gathers
-        before = _preparation(start, order) if gathers else []
+        prepared = gathers and start.meta["collective"].leg == 0
+        before = _preparation(start, order) if prepared else []
         after = _following(wait, order, only_marked=gathers)
         own = {wait, *after}
         readers = [user for node in own for user in node.users if user not in own]
@@ -157,7 +166,26 @@ def _jobs(graph: fx.Graph) -> list[Job]:
                 first_use,
             )
         )
+    _join_legs(jobs)
     return jobs
+
+
+def _join_legs(jobs: list[Job]) -> None:
+    """Tell legs which one they follow; all have the bytes of the largest and the last one's use."""
+    latest: dict[Collective, Job] = {}
+    for job in jobs:
+        latest[job.purpose] = job
+        if job.purpose.leg:
+            former = latest[dataclasses.replace(job.purpose, leg=job.purpose.leg - 1)]
+            job.follows, former.then = former, job
+            job.bytes = max(job.bytes, former.bytes)
+    for job in reversed(jobs):  # from each last leg to the first
+        if job.then is not None:
+            job.bytes, job.first_use = job.then.bytes, job.then.first_use
+
+
+def _total_bytes(jobs: list[Job]) -> int:
+    return sum(job.bytes for job in jobs if job.follows is None)
 
 
 def _extra_bytes(start: fx.Node, before: list[fx.Node]) -> int:
@@ -186,7 +214,7 @@ def _following(wait: fx.Node, order: dict[fx.Node, int], only_marked: bool) -> l
     """What a wait's tensor goes through on its own: it moves with the wait.
 
     Of a gather only what the passes marked (``after_wait``): the rest is the model. Of a
-    reduction also what a user's pass does with one gradient.
+    reduction also what a user's pass does with one gradient. The next leg moves by itself.
     """
     own: dict[fx.Node, None] = {wait: None}
     sent = set(wait.all_input_nodes[0].all_input_nodes)
@@ -196,7 +224,7 @@ def _following(wait: fx.Node, order: dict[fx.Node, int], only_marked: bool) -> l
         changed = False
         for node in list(frontier):
             for user in node.users:
-                if user in own or user.op != "call_function":
+                if user in own or user.op != "call_function" or "collective" in user.meta:
                     continue
                 moves = not only_marked or "after_wait" in user.meta
                 if moves and all(

@@ -15,19 +15,20 @@ from passes.annotate import cost_of
 from passes.check import InvalidGraph
 from passes.decisions import Collective
 from passes.exposure import Reason
+from passes.graph import group_of
 from passes.network import Network
 
 #: A gather is urgent once the time left before its use is below this many times its own.
 _URGENT = 1.5
-#: All collectives of a graph are on one group.
-_QUEUE = ""
 
 
 @dataclasses.dataclass(eq=False)
 class Job:
     """One collective: what must run before it starts, itself, and what follows its wait.
 
-    ``bytes``: of the whole tensor, for the plan's in-flight limit.
+    ``follows``, ``then``: the legs before and after it, where it is one of several that carry
+    out one collective (``passes/levels.py``): it cannot start before the former was waited for.
+    ``bytes``: of the whole tensor, for the plan's in-flight limit; the same for all legs.
     ``extra_bytes``: what is alive longer if a gather starts early, or a reduction is waited for
     late, than if each happened on the spot.
     """
@@ -40,6 +41,13 @@ class Job:
     bytes: int
     extra_bytes: int
     first_use: fx.Node
+    follows: Job | None = None
+    then: Job | None = None
+
+    @property
+    def group(self) -> str:
+        """The process group it runs on, and so its queue."""
+        return group_of(self.start)
 
     @property
     def purpose(self) -> Collective:
@@ -68,7 +76,11 @@ class Room:
 
 
 class Scheduler:
-    """Walks the compute nodes with two clocks, of the compute and of the network."""
+    """Walks the compute nodes with two clocks, of the compute and of the network.
+
+    A leg that has ended is waited for before the next compute node, and the leg after it started
+    at once, on its own group's queue, beside whatever is on the others'.
+    """
 
     def __init__(
         self,
@@ -94,18 +106,19 @@ class Scheduler:
         self.room = room
         self.place = {node: index for index, node in enumerate(self.compute)}
         self.at = 0  # the place of the compute node that runs next
+        self.horizon_seconds = 0.0  # how far ahead queues must have something to do
         order = {node: index for index, node in enumerate(original)}
         self.gathers = sorted(
-            (job for job in jobs if job.gathers),
+            (job for job in jobs if job.gathers and job.follows is None),
             key=lambda job: (order[job.first_use], order[job.start]),
         )
         self.used_at: dict[fx.Node, list[Job]] = {}
-        for job in [*self.gathers, *(job for job in jobs if not job.gathers)]:
+        reductions = [job for job in jobs if not job.gathers and job.follows is None]
+        for job in [*self.gathers, *reductions]:
             self.used_at.setdefault(job.first_use, []).append(job)
         self.ready_at: dict[fx.Node | None, list[Job]] = {}
-        for job in jobs:
-            if not job.gathers:
-                self.ready_at.setdefault(_ready_after(job, mine, order), []).append(job)
+        for job in reductions:
+            self.ready_at.setdefault(_ready_after(job, mine, order), []).append(job)
         # When each compute node would start if nothing ever stalled.
         self.stall_free: dict[fx.Node, float] = {}
         self.finish_seconds = 0.0
@@ -125,6 +138,7 @@ class Scheduler:
         self.ahead: dict[Job, None] = {}  # gathers started and not waited for
         self.flying: list[Job] = []  # reductions started and not waited for
         self.pending = list(self.ready_at.get(None, ()))  # reductions that may start
+        self.later: list[Job] = []  # legs that may start: the former one was waited for
         self.next_gather = 0
         self.in_line = iter(sequence or ())
         self.head = next(self.in_line, None)
@@ -138,44 +152,52 @@ class Scheduler:
         for place, node in enumerate(self.compute):
             self.at = place
             for job in self.used_at.get(node, ()):
-                self.start_now(job)
-                self.wait_for(job)
-            # Keep the network busy while this node runs.
-            while self.network.free_seconds(_QUEUE) <= self.network.now + self.seconds(node):
-                if not (self.start_best() if self.sequence is None else self.start_next()):
-                    break
+                self.finish(job)
+            self.advance()
+            self.keep_busy(self.seconds(node))
             self.result.append(node)
             self.network.compute(self.seconds(node))
             self.after(node)
         for job in self.sequence or [*self.gathers, *self.pending]:
             self.start_now(job)
         for job in self.gathers:
-            self.wait_for(job)
-        for job in list(self.flying):
-            self.wait_for(job)
+            self.finish(job)
+        while self.flying or self.later:
+            for job in [*self.later]:
+                self.start_now(job)
+            self.wait_for(self.flying[0])
         return self.result
+
+    def keep_busy(self, seconds: float) -> None:
+        """Start collectives where a queue would run dry while so much time passes."""
+        self.horizon_seconds = seconds
+        while self.start_best() if self.sequence is None else self.start_next():
+            pass
 
     def after(self, node: fx.Node) -> None:
         """What a node's end brings: gradients to reduce, and reductions that have ended."""
         for job in self.ready_at.get(node, ()):
             self.pending.append(job)
             if self.cap_bytes == 0 and self.sequence is None:
-                self.start_now(job)
-                self.wait_for(job)
-        while self.cap_bytes == 0 and self.head is not None and self.head in self.pending:
+                self.finish(job)
+        while self.cap_bytes == 0 and self.head in (*self.pending, *self.later):
+            assert self.head is not None
             job, self.head = self.head, next(self.in_line, None)
             self.begin(job)
             self.wait_for(job)
-        while self.flying and self.flying[0].start in self.network.ends:
-            self.wait_for(self.flying[0])
+        for job in [job for job in self.flying if job.start in self.network.ends]:
+            self.wait_for(job)
+        self.advance()
         # Gradients that wait in line take memory too: above the cap, stall for the oldest.
-        while self.flying and _bytes(self.flying) + _bytes(self.pending) > self.cap_bytes:
+        while self.flying and _bytes(self.reductions()) > self.cap_bytes:
             self.wait_for(self.flying[0])
+            self.advance()
         while self.is_short(self.at + 1):
             oldest = next((one for one in self.flying if one.extra_bytes), None)
             if oldest is not None:
                 self.drained[oldest] = None
                 self.wait_for(oldest)
+                self.advance()
             elif not self.start_pending():
                 break
 
@@ -187,7 +209,11 @@ class Scheduler:
 
     def held_bytes(self) -> int:
         """What the gradients on their way, or in line, keep alive for longer than on the spot."""
-        return sum(job.extra_bytes for job in (*self.flying, *self.pending))
+        return sum(job.extra_bytes for job in self.reductions())
+
+    def reductions(self) -> list[Job]:
+        """Gradients on their way, or in line: of each the leg that it is at."""
+        return [*self.flying, *self.pending, *(job for job in self.later if not job.gathers)]
 
     def start_pending(self) -> bool:
         """Start the gradient that is first in line, if one may start."""
@@ -204,19 +230,23 @@ class Scheduler:
         self.result.append(job.start)
         self.started.add(job)
         cost = cost_of(job.start)
-        self.network.start(job.start, _QUEUE, cost.seconds, cost.wake_seconds)
+        self.network.start(job.start, job.group, cost.seconds, cost.wake_seconds)
         self.network.compute(cost.busy_seconds)
-        if job.gathers:
+        if job.follows is not None:
+            self.later.remove(job)
+        elif job.gathers:
             self.next_gather += 1
+        else:
+            self.pending.remove(job)
+        if job.gathers:
             self.ahead[job] = None
             if self.room is not None:
                 self.room.take(job.extra_bytes, self.at, self.used(job))
         else:
-            self.pending.remove(job)
             self.flying.append(job)
 
     def wait_for(self, job: Job) -> None:
-        """Wait for a collective, unless that was done already."""
+        """Wait for a collective, unless that was done already. The leg after it may then start."""
         if job not in self.ahead and job not in self.flying:
             return
         self.stalled += self.network.wait(job.start)
@@ -226,13 +256,43 @@ class Scheduler:
             del self.ahead[job]
         else:
             self.flying.remove(job)
+        if job.then is not None:
+            self.later.append(job.then)
+
+    def advance(self) -> None:
+        """Wait for legs that have ended, which costs nothing, and start those after them."""
+        for job in [*self.ahead, *self.flying]:
+            if job.then is not None and job.start in self.network.ends:
+                self.wait_for(job)
+        if self.sequence is None:
+            for job in [*self.later]:
+                if self.has_room(job):
+                    self.begin(job)
+        else:
+            while self.head in self.later and self.start_next():
+                pass
+
+    def finish(self, job: Job) -> None:
+        """Start a collective and wait for it now; leg by leg, while other queues go on."""
+        leg: Job | None = job
+        while leg is not None:
+            self.start_now(leg)
+            if job.then is not None:
+                self.advance()
+                left = self.network.free_seconds(leg.group) - self.network.now
+                self.keep_busy(left + _seconds_of(leg.then))
+            self.wait_for(leg)
+            leg = leg.then
 
     def has_room(self, job: Job) -> bool:
         """Whether a collective can start within the room and the cap.
 
-        For the cap, one alone always can.
+        For the cap, one alone always can, and a later leg: its first one was counted whole.
         """
-        beside = self.ahead if job.gathers else self.flying
+        beside: list[Job] = []
+        if job.follows is None:
+            beside = [*(self.ahead if job.gathers else self.flying)]
+            beside += [leg for leg in self.later if leg.gathers == job.gathers]
         if self.room is not None and job.gathers:
             least = self.room.least(self.at, self.used(job))
             if job.extra_bytes + self.held_bytes() > least:
@@ -247,18 +307,25 @@ class Scheduler:
         """The place of the compute node that first uses what is gathered."""
         return self.place.get(job.first_use, len(self.compute))
 
+    def runs_dry(self, job: Job) -> bool:
+        """Whether the queue of a collective has nothing left to do before the time is over."""
+        return self.network.free_seconds(job.group) <= self.network.now + self.horizon_seconds
+
     def start_best(self) -> bool:
         """Start what is best now: an urgent gather, a gradient, a gather further ahead."""
         gather = self.gathers[self.next_gather] if self.next_gather < len(self.gathers) else None
+        if gather is not None and not self.runs_dry(gather):
+            gather = None
         room = gather is not None and self.has_room(gather)
         if gather is not None and room:
             used = self.stall_free.get(gather.first_use, self.finish_seconds) + self.stalled
-            free = self.network.free_seconds(_QUEUE)
-            if used - free <= _URGENT * cost_of(gather.start).seconds:
+            free = self.network.free_seconds(gather.group)
+            if used - free <= _URGENT * _seconds_of(gather):
                 self.begin(gather)
                 return True
-        if self.pending and self.has_room(self.pending[0]):
-            self.begin(self.pending[0])
+        first = self.pending[0] if self.pending else None
+        if first is not None and self.runs_dry(first) and self.has_room(first):
+            self.begin(first)
             return True
         if gather is not None and room and self.cap_bytes > 0:
             self.begin(gather)
@@ -270,7 +337,9 @@ class Scheduler:
     def start_next(self) -> bool:
         """Start what is next in the given sequence, if it can start now."""
         job = self.head
-        if job is None or (not job.gathers and job not in self.pending):
+        if job is None or not self.may_start(job):
+            return False
+        if job.follows is None and not self.runs_dry(job):
             return False
         if self.cap_bytes == 0:
             self.held_back[job] = Reason.IN_FLIGHT
@@ -281,15 +350,25 @@ class Scheduler:
         self.begin(job)
         return True
 
+    def may_start(self, job: Job) -> bool:
+        """Whether what a collective sends is there."""
+        if job.follows is not None:
+            return job in self.later
+        return job.gathers or job in self.pending
+
     def start_now(self, job: Job) -> None:
         """Start a collective that must start now, and all that are before it in line."""
         while job not in self.started:
-            if self.sequence is None:
-                first = self.gathers[self.next_gather] if job.gathers else self.pending[0]
-            else:
+            if self.sequence is not None:
                 assert self.head is not None
                 first, self.head = self.head, next(self.in_line, None)
-            if not first.gathers and first not in self.pending:
+            elif job.follows is not None:
+                first = job
+            else:
+                first = self.gathers[self.next_gather] if job.gathers else self.pending[0]
+            if first.follows is not None:
+                self.wait_for(first.follows)
+            if not self.may_start(first):
                 raise InvalidGraph(
                     f"pass 'reorder': {first.purpose.label!r} cannot start before "
                     f"{job.purpose.label!r}, as the plan's order says: the plan was made "
@@ -311,6 +390,11 @@ def moved(jobs: Iterable[Job]) -> set[fx.Node]:
 def is_compute(node: fx.Node, mine: set[fx.Node]) -> bool:
     """Whether a node stays in its place: neither moved nor part of the graph's frame."""
     return node not in mine and node.op not in _FRAME
+
+
+def _seconds_of(job: Job | None) -> float:
+    """Of a collective's legs, from this one to the last."""
+    return 0.0 if job is None else cost_of(job.start).seconds + _seconds_of(job.then)
 
 
 def _bytes(jobs: Iterable[Job]) -> int:

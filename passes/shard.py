@@ -173,18 +173,35 @@ def scatter(
     else:
         packed = call(graph, PACK_COLUMNS, (list(gradients), world_size), "bucket")
     if not exchange:
-        args = (packed, "sum", world_size, group)
-        return call(
-            graph, WAIT, (start_collective(graph, REDUCE_SCATTER, args, purpose),), "reduced"
-        )
-    if ctx.by_exchange:
-        start = start_collective(graph, EXCHANGE, (packed, world_size, group), purpose)
+        return reduce_rows(graph, REDUCE_SCATTER, packed, world_size, group, purpose)
+    target = EXCHANGE if ctx.by_exchange else ALL_TO_ALL
+    return reduce_rows(graph, target, packed, world_size, group, purpose)
+
+
+def reduce_rows(
+    graph: fx.Graph,
+    target: Any,
+    packed: fx.Node,
+    ranks: int,
+    group: Any,
+    purpose: Collective,
+    combine: Any = MEAN_RANKS,
+) -> fx.Node:
+    """Reduce a flat table that has a row for each rank of a group; returns this rank's row.
+
+    A reduce-scatter adds the rows up; after an exchange, ``combine`` does what it says.
+    """
+    if target is REDUCE_SCATTER:
+        start = start_collective(graph, target, (packed, "sum", ranks, group), purpose)
+        return call(graph, WAIT, (start,), "reduced")
+    if target is EXCHANGE:
+        start = start_collective(graph, target, (packed, ranks, group), purpose)
     else:
-        splits = [numel_of(packed.meta["val"]) // world_size] * world_size
-        start = start_collective(graph, ALL_TO_ALL, (packed, splits, splits, group), purpose)
+        splits = [numel_of(packed.meta["val"]) // ranks] * ranks
+        start = start_collective(graph, target, (packed, splits, splits, group), purpose)
     parts = call(graph, WAIT, (start,), "exchanged")
-    sent = (packed,) if ctx.by_exchange else ()
-    return after_wait(call(graph, MEAN_RANKS, (parts, world_size, *sent), "reduced"))
+    sent = (packed,) if target is EXCHANGE else ()
+    return after_wait(call(graph, combine, (parts, ranks, *sent), "reduced"))
 
 
 def _finish(node: fx.Node, by: fx.Node) -> None:

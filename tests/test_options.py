@@ -43,7 +43,7 @@ def test_an_unknown_option_lists_all_that_are_known():
         ("memory_limit", 0, "must be above zero", "'500MB'"),
         ("memory_limit", 1.5, "1.5 is not a size", "bytes as a whole number"),
         ("memory_limit", True, "True is not a size", "bytes as a whole number"),
-        ("mesh", "world", "'world' is not a DeviceMesh", "one-dimensional DeviceMesh"),
+        ("mesh", "world", "'world' is not a DeviceMesh", "DeviceMesh over the data-parallel ranks"),
         ("optimizer", "adamwest", "'adamwest' is not one of", "adamw"),
         ("optimizer", -1, "below zero", "bytes of optimizer state"),
         ("optimizer", 1.5, "neither a number of bytes nor a name", "'adamw'"),
@@ -129,10 +129,28 @@ def world_of_one(tmp_path):
     dist.destroy_process_group()
 
 
-def test_a_mesh_of_two_dimensions_is_refused_with_advice(world_of_one):
-    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
-    with pytest.raises(ValueError, match=r"2 dimensions, one is supported: give mesh\['data'\]"):
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (
+            ("host", "gpu", "tensor"),
+            r"3 dimensions, one or two .*\['host'\], or mesh\['host', 'gpu'\]",
+        ),
+        (("host", "gpu"), None),
+    ],
+)
+def test_a_mesh_of_three_dimensions_is_refused_with_advice(world_of_one, names, said):
+    mesh = init_device_mesh("cpu", (1,) * len(names), mesh_dim_names=names)
+    if said is None:
+        assert Options.parse({"mesh": mesh}).mesh is mesh
+        return
+    with pytest.raises(ValueError, match=said):
         call_with(mesh=mesh)
+
+
+def test_a_mesh_of_two_dimensions_needs_names(world_of_one):
+    with pytest.raises(ValueError, match="two dimensions without names"):
+        call_with(mesh=init_device_mesh("cpu", (1, 1)))
 
 
 @pytest.fixture

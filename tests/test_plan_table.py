@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from osdp_compile.plan_table import log_plan, plan_table, plan_text, prediction_lines
-from passes.decisions import Decision, ParameterPlan, Plan, Prediction
+from passes.decisions import Collective, Decision, ParameterPlan, Plan, Prediction
 
 AGAIN, KEEP, WHOLE = Decision.SHARD_AGAIN, Decision.SHARD_KEEP, Decision.REPLICATE
 MIB = 1 << 20
@@ -134,6 +134,9 @@ def test_the_prediction_follows_the_table():
     ]
     assert plan_text(predicted).splitlines()[-2:] == prediction_lines(predicted)
     assert prediction_lines(plan(row("w"))) == []
+    gather, reduce = Collective(("w",), True), Collective(("w",), False)
+    in_legs = predicted.replace(order={"forward": (gather, Collective(("w",), True, 1), reduce)})
+    assert prediction_lines(in_legs)[2:] == ["1 of 2 collectives go leg by leg over the mesh"]
 
 
 def test_brackets_in_names_are_text_and_not_markup():

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from torch.distributed.device_mesh import init_device_mesh
 
 from examples.gpt import GPT, GPTConfig
 from osdp_compile import PeakMemory, plan_of
 from osdp_compile.backend import compile_graph
 from osdp_compile.options import Options
 from osdp_compile.trace import fake_world
+from passes.hardware import LinkRate
 from passes.reorder import order_of
 from passes.simulate import simulate
 from passes.units import format_bytes
 from tests.training import SLOW
 
+#: Between hosts half of what flat collectives take for a byte, within a host hardly anything.
+TWO_LEVELS = dataclasses.replace(
+    SLOW,
+    dimensions={
+        name: dict.fromkeys(SLOW.collectives, LinkRate(1e-5, seconds_per_byte))
+        for name, seconds_per_byte in (("host", 1e-8), ("gpu", 1e-9))
+    },
+)
 CONFIG = GPTConfig(vocab=256, layers=2, width=192, heads=4, context=64)
 MIB = 1 << 20
 
@@ -24,7 +36,7 @@ def tokens() -> torch.Tensor:
     return torch.zeros(4, CONFIG.context, dtype=torch.long)
 
 
-def planned_and_lowered(world_size, limit):
+def planned_and_lowered(world_size, limit, hosts=1):
     """The plan of a step, and by graph what the simulator says of what would be compiled."""
     lowered = {}
 
@@ -36,7 +48,12 @@ def planned_and_lowered(world_size, limit):
         return make_boxed_func(gm.forward)
 
     def backend(gm, inputs):
-        options = Options.parse({"hardware": SLOW, "debug": True, "memory_limit": limit})
+        given = {"hardware": SLOW, "debug": True, "memory_limit": limit}
+        if hosts > 1:
+            shape = (hosts, world_size // hosts)
+            given["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("host", "gpu"))
+            given["hardware"] = TWO_LEVELS
+        options = Options.parse(given)
         return compile_graph(gm, inputs, options, uncompiled, observe)
 
     model = GPT(CONFIG)
@@ -48,11 +65,19 @@ def planned_and_lowered(world_size, limit):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "limit"),
-    [(2, "15MiB"), (2, None), (3, "12.5MiB"), (8, "10MiB")],
+    ("world_size", "limit", "hosts"),
+    [
+        (2, "15MiB", 1),
+        (2, None, 1),
+        (3, "12.5MiB", 1),
+        (8, "10MiB", 1),
+        (8, None, 2),
+        (8, "11MiB", 2),
+    ],
 )
-def test_the_graphs_that_are_lowered_are_those_that_were_planned_on(world_size, limit):
-    plan, lowered = planned_and_lowered(world_size, limit)
+def test_the_graphs_that_are_lowered_are_those_that_were_planned_on(world_size, limit, hosts):
+    plan, lowered = planned_and_lowered(world_size, limit, hosts)
+    assert any(one.leg for order in plan.order.values() for one in order) == (hosts > 1)
     prediction = plan.prediction
     assert {graph: order for graph, (order, *_) in lowered.items()} == plan.order
     exposed = sum(simulation.exposed_seconds for *_, simulation in lowered.values())

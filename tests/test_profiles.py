@@ -33,7 +33,7 @@ def named(rank, world_size, folders, name, host="host", scratch_bytes=1 << 24, c
     handler.emit = lambda record: said.append(record.getMessage())
     log = logging.getLogger("osdp_compile")
 
-    def measure(group, device, scratch_bytes):
+    def measure(group, device, scratch_bytes, along):
         dist.barrier(group)  # hangs unless every rank measures
         measured.append(scratch_bytes)
         return generic(name)

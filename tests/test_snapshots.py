@@ -109,7 +109,23 @@ def test_every_pass_on_the_way(osdp_graphs, world_size):
         for name in names
     ]
     texts = osdp_graphs(*words(), world_size=world_size, plan="shard_again", after=after)
-    assert sorted(texts) == sorted(after)
+    # Without levels, that pass leaves all as it is.
+    assert sorted(texts) == sorted([*after, "forward/levels", "backward/levels"])
+    assert texts["forward/levels"] == texts["forward/bucket"]
+
+
+@ONE_TORCH
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("plan", ["replicate", "shard_again"])
+def test_a_step_on_hosts_of_four_ranks(osdp_graphs, plan, world_size):
+    model = wide() if plan == "replicate" else words()
+    levels = {"host": world_size // 4, "gpu": 4}
+    after = ["forward/reorder", "backward/reorder"]
+    texts = osdp_graphs(*model, world_size=world_size, plan=plan, levels=levels, after=after)
+    backward = texts["backward/reorder"]
+    assert "leg 2" in backward and "<host group>" in backward
+    # The words' scale is one number: it goes all at once.
+    assert ("<data-parallel group>" in backward) == (plan == "shard_again")
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -123,10 +139,12 @@ def test_the_planners_own_mix_under_a_limit(osdp_graphs, world_size):
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_the_text_is_the_same_on_every_rank(world_size):
-    model, *args = words()
+@pytest.mark.parametrize("levels", [False, True], ids=["flat", "levels"])
+def test_the_text_is_the_same_on_every_rank(world_size, levels):
+    model, *args = wide() if levels else words()
+    mesh = {"host": world_size // 4, "gpu": 4} if levels else None
     texts = [
-        trace_graphs(model, args, world_size=world_size, rank=rank, plan="shard_again")
+        trace_graphs(model, args, world_size=world_size, rank=rank, plan="shard_again", levels=mesh)
         for rank in (0, 1, world_size - 1)
     ]
     assert texts[0] == texts[1] == texts[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import fx
 
 from passes._torch import FakeTensorMode
 from passes.annotate import Cost
-from passes.context import Context, Parameter
+from passes.context import Context, Level, Parameter
 from passes.decisions import Decision, ParameterPlan, Plan
 from passes.graph import set_value
 from passes.hardware import Hardware, LinkRate
@@ -18,6 +19,8 @@ from passes.memory import STATIC
 
 #: A process group that exists nowhere: no pass may look it up.
 GROUP = "no-such-group"
+#: Those of a mesh of two levels.
+OUTER, INNER = "no-such-group-between-hosts", "no-such-group-within-a-host"
 
 
 class GraphBuilder:
@@ -72,6 +75,20 @@ def hardware(**changes: Any) -> Hardware:
         "allocator_alignment_bytes": 1,
     }
     return Hardware(**{**fields, **changes})
+
+
+def two_levels(hosts: int, world_size: int) -> tuple[Level, Level]:
+    """The levels of a mesh of hosts with as many ranks each."""
+    return Level("host", hosts, OUTER), Level("gpu", world_size // hosts, INNER)
+
+
+def with_levels(given: Hardware, outer: LinkRate, inner: LinkRate) -> Hardware:
+    """The profile with one rate for all collectives between hosts, and one within a host."""
+    dimensions = {
+        name: dict.fromkeys(given.collectives, rate)
+        for name, rate in (("host", outer), ("gpu", inner))
+    }
+    return dataclasses.replace(given, dimensions=dimensions)
 
 
 def parameter(

@@ -5,6 +5,8 @@ all ranks stand at one; then the data is exchanged and all go on. So what ranks 
 on shows as an error at once, where real ranks would hang: which collective comes next, on
 what shape, with which splits, for which parameters.
 
+A collective runs within its process group: of all ranks, unless ``groups`` says who is together.
+
 The time between a collective's start and its wait is treated as badly as a network may:
 the output holds garbage until the wait, and the input must not change before it.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,9 +60,13 @@ class _InFlight:
 
 
 def run_ranks(
-    graphs: Sequence[fx.GraphModule], inputs: Sequence[Sequence[Any]]
+    graphs: Sequence[fx.GraphModule],
+    inputs: Sequence[Sequence[Any]],
+    groups: Mapping[str, Sequence[Sequence[int]]] | None = None,
 ) -> list[tuple[Any, ...]]:
     """Each rank's outputs.
+
+    ``groups``: by the name of a process group, which ranks are together in one of that name.
 
     Raises:
         RanksError: if the ranks disagree, a value contradicts its ``meta["val"]``, an input of
@@ -85,7 +91,11 @@ def run_ranks(
                 raise RanksError(
                     f"rank 0 starts {requests[0].must_agree()}, rank {rank} {request.must_agree()}"
                 )
-        replies = list(_exchange(requests))
+        everyone = [range(len(runs))]
+        for together in (groups or {}).get(str(requests[0].rest[-1]), everyone):
+            exchanged = _exchange([requests[rank] for rank in together])
+            for rank, reply in zip(together, exchanged, strict=True):
+                replies[rank] = reply
 
 
 def _walk(

@@ -20,6 +20,7 @@ from passes.bucket import bucket
 from passes.check import check
 from passes.context import Context
 from passes.decisions import Decision, shardable
+from passes.levels import levels
 from passes.markers import REDUCE_GRAD, UNSHARD
 from passes.reorder import reorder
 from passes.shard import shard
@@ -50,6 +51,7 @@ class Step:
     """``batch_rows``: rows of each rank's batch, which need not agree (default: 4).
 
     ``again``: what is decided so is gathered a second time for its gradient.
+    ``hosts``: with more than one, the ranks are a mesh of two levels.
     """
 
     weights: tuple[Weight, ...]
@@ -62,6 +64,7 @@ class Step:
     hardware: Any = dataclasses.field(default_factory=graphs.hardware)
     batch_rows: tuple[int, ...] = ()
     again: bool = False
+    hosts: int = 1
 
     def names(self) -> list[str]:
         return [f"w{index}" for index in range(len(self.weights))]
@@ -83,7 +86,17 @@ class Step:
             deciding=self.deciding,
             limit_bytes=self.limit_bytes,
             hardware=self.hardware,
+            levels=graphs.two_levels(self.hosts, self.world_size) if self.hosts > 1 else None,
         )
+
+    def groups(self) -> dict[str, list[list[int]]]:
+        """The ranks that are together in each level's process groups."""
+        each = self.world_size // self.hosts
+        hosts = [list(range(h * each, (h + 1) * each)) for h in range(self.hosts)]
+        return {
+            graphs.INNER: hosts,
+            graphs.OUTER: [list(ranks) for ranks in zip(*hosts, strict=True)],
+        }
 
     def rows(self, rank: int) -> int:
         return self.batch_rows[rank] if self.batch_rows else 4
@@ -169,13 +182,13 @@ class Step:
 
     def run(self, *passes: Any) -> list[tuple[Any, ...]]:
         """Every rank's outputs after these passes."""
-        return run_ranks(self.lowered(*passes), self.values())
+        return run_ranks(self.lowered(*passes), self.values(), self.groups())
 
 
 _F32 = torch.float32
 
 #: The passes from markers to a schedule, in order.
-LOWERING = (shard, bucket, annotate, reorder)
+LOWERING = (shard, bucket, levels, annotate, reorder)
 
 
 def assert_close(found: Sequence[Any], wanted: Sequence[Any]) -> None:

@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from passes.decisions import Decision, ParameterPlan, Plan, Prediction, shardable
+from passes.decisions import (
+    Collective,
+    Decision,
+    ParameterPlan,
+    Plan,
+    Prediction,
+    shardable,
+)
 
 
 def model():
@@ -127,6 +134,25 @@ def test_a_saved_plan_loads_as_it_was(tmp_path):
     bare = Plan.uniform([("weight", torch.empty(2, 2))], "replicate", world_size=1)
     bare.save(tmp_path / "bare.json")
     assert Plan.load(tmp_path / "bare.json") == bare
+
+
+def test_an_order_keeps_its_legs_and_one_that_was_saved_without_any_has_none():
+    first, second = Collective(("a", "b"), True), Collective(("a", "b"), True, leg=1)
+    plan = a_plan().replace(order={"forward": (first, second)})
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    assert second.first == first and second.label == "gather a+b, leg 2"
+    saved = a_plan().replace(order={"forward": (first,)}).to_dict()
+    for one in saved["order"]["forward"]:
+        del one["leg"]
+    assert Plan.from_dict(saved).order == {"forward": (first,)}
+
+
+def test_an_order_is_found_whether_the_graph_has_legs_or_not():
+    first, second = Collective(("a",), True), Collective(("a",), True, leg=1)
+    plan = a_plan().replace(order={"forward": (first, second)})
+    for graph in ([first], [first, second]):
+        assert plan.order_for("forward", graph) == (first, second)
+    assert plan.order_for("forward", [Collective(("b",), True)]) is None
 
 
 names = st.text(st.characters(codec="utf-8"), min_size=1)

@@ -1,0 +1,72 @@
+"""Hosts of several ranks behind one link each: collectives leg by leg beside flat ones.
+
+    sudo python -m benchmarks.levels                 # two hosts of two ranks, 400 Mbit/s a host
+
+The same GPT is trained by DDP and by osdp, over a mesh with one dimension and with two, in turns
+(``--repeats``): quote ratios. Ranks of a host reach each other without the limit; what they send
+to other hosts shares the host's rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.hosts import Hosts, HostsError
+from benchmarks.launch import measure_on
+from benchmarks.train import Work
+
+#: What is measured, by the name that benchmarks.peers has for it.
+WAYS = {"DDP": "DDP", "osdp, flat": "osdp", "osdp, two levels": "osdp on levels"}
+
+
+def measure(hosts: Hosts, work: Work, cache: Path, repeats: int) -> dict[str, list[Any]]:
+    """What ``benchmarks.train`` found, by way, one for each round."""
+    found: dict[str, list[Any]] = {name: [] for name in WAYS}
+    for _ in range(repeats):
+        for name, way in WAYS.items():
+            result = measure_on(hosts, work, way, "time", cache=cache)
+            found[name].append(result)
+            print(f"{name}: {result['step_seconds']:.3f} s", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ranks-per-host", type=int, default=2)
+    parser.add_argument("--rate", default="400mbit", help="what each host may send")
+    parser.add_argument("--batch", type=int, default=2, help="sequences of 128 tokens a rank")
+    parser.add_argument("--repeats", type=int, default=3)
+    given = parser.parse_args()
+    try:
+        with (
+            Hosts(given.hosts, given.rate, given.ranks_per_host) as hosts,
+            tempfile.TemporaryDirectory(prefix="osdp-bench-cache") as cache,
+        ):
+            found = measure(hosts, Work(batch=given.batch), Path(cache), given.repeats)
+    except HostsError as error:
+        sys.exit(str(error))
+    seconds = {
+        name: statistics.median(one["step_seconds"] for one in results)
+        for name, results in found.items()
+    }
+    for name, results in found.items():
+        off = max(
+            abs(ours - theirs)
+            for ours, theirs in zip(results[0]["losses"], found["DDP"][0]["losses"], strict=True)
+        )
+        predicted = results[-1].get("predicted", {}).get("step_seconds")
+        print(
+            f"{name}: {seconds[name]:.3f} s, {seconds['DDP'] / seconds[name]:.2f} times DDP's "
+            f"speed, losses {off:.1e} off DDP's"
+            + ("" if predicted is None else f", predicted {predicted:.3f} s")
+        )
+
+
+if __name__ == "__main__":
+    main()

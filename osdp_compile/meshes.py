@@ -1,0 +1,79 @@
+"""Meshes: the ranks as one flat group, and as hosts of ranks where the mesh has two dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from osdp_compile import _torch
+from passes.context import Level
+from passes.hardware import Hardware
+
+
+def flat_mesh(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
+    """The one-dimensional mesh over all ranks of a mesh. Collective.
+
+    ``mesh``: what the user's options say, checked by :func:`check_mesh` (None: all ranks).
+    """
+    if mesh is None:
+        return init_device_mesh(device_type, (dist.get_world_size(),))
+    return mesh if mesh.ndim == 1 else _torch.flattened(mesh)
+
+
+def groups_along(mesh: DeviceMesh | None) -> dict[str, dist.ProcessGroup]:
+    """This rank's groups along two dimensions, the outer first, by name; empty if flat.
+
+    A mesh with one rank along either dimension is flat, whatever its shape.
+    """
+    if mesh is None or mesh.ndim == 1 or 1 in mesh.shape:
+        return {}
+    assert mesh.mesh_dim_names is not None
+    return {name: mesh.get_group(name) for name in mesh.mesh_dim_names}
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Refuse a mesh over which the ranks cannot be laid out.
+
+    Raises:
+        ValueError: saying what to give.
+    """
+    names = mesh.mesh_dim_names
+    if mesh.ndim > 2:
+        pick = f"mesh[{names[0]!r}]" if names else "a mesh with one dimension"
+        two = f"mesh[{names[0]!r}, {names[1]!r}]" if names else "one with two"
+        raise ValueError(
+            f"the mesh has {mesh.ndim} dimensions, one or two are supported: give {pick}, or {two} "
+            "(hosts, ranks of a host)"
+        )
+    if mesh.ndim == 2:
+        if not names:
+            raise ValueError(
+                "the mesh has two dimensions without names: make it with mesh_dim_names, such as "
+                "('host', 'gpu')"
+            )
+        ranks = mesh.mesh.flatten().tolist()
+        if ranks != sorted(ranks):
+            raise ValueError(
+                f"the mesh's ranks {ranks} are not in ascending order along {names[0]!r} and then "
+                f"{names[1]!r}"
+            )
+
+
+def levels_of(
+    along: Mapping[str, dist.ProcessGroup], hardware: Hardware, by_exchange: bool
+) -> tuple[Level, Level] | None:
+    """The levels of a mesh, if the profile prices whatever the passes may emit along both.
+
+    ``along``: see :func:`groups_along`. ``by_exchange``: of the passes' context.
+    """
+    if not along:
+        return None
+    needed = {"all_gather", "all_reduce", "all_to_all"}
+    if not by_exchange:
+        needed.add("reduce_scatter")
+    if any(needed - set(hardware.dimensions.get(name, ())) for name in along):
+        return None
+    outer, inner = (Level(name, group.size(), group.group_name) for name, group in along.items())
+    return outer, inner
