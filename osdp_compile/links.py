@@ -76,7 +76,7 @@ def quick_link(
     size is sent without a pause.
     """
     small, _ = _sample(kind, _SMALL_BYTES, group, device, budget_seconds / 4, least=7)
-    size_bytes, most_bytes = _FIRST_BYTES, _most_bytes(scratch_bytes)
+    size_bytes, most_bytes = _FIRST_BYTES, _most_bytes(scratch_bytes, device)
     while True:
         large, _ = _sample(kind, size_bytes, group, device, 0.0)
         if large.seconds >= budget_seconds / 2 or 4 * size_bytes > most_bytes:
@@ -140,7 +140,7 @@ def rates_hold(
     if world == 1:
         return True
     kind = _one_for_all(group, device)
-    size_bytes, most_bytes = _FIRST_BYTES, _most_bytes(scratch_bytes)
+    size_bytes, most_bytes = _FIRST_BYTES, _most_bytes(scratch_bytes, device)
     while (
         hardware.collective_seconds(kind, size_bytes, world) < _CHECK_SECONDS
         and 4 * size_bytes <= most_bytes
@@ -166,7 +166,7 @@ def swept_link(
 
     Sizes that the budget or the scratch memory does not reach are left out; three remain.
     """
-    most_bytes = _most_bytes(scratch_bytes)
+    most_bytes = _most_bytes(scratch_bytes, device)
     sizes = [_SMALL_BYTES * 4**i for i in range(8) if _SMALL_BYTES * 4**i <= most_bytes]
     samples: list[Sample] = []
     left_seconds = 0.7 * budget_seconds
@@ -236,8 +236,10 @@ def median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def _most_bytes(scratch_bytes: int) -> int:
-    return min(_MOST_BYTES, scratch_bytes // (_BUFFERS * _IN_FLIGHT))
+def _most_bytes(scratch_bytes: int, device: torch.device) -> int:
+    """The largest tensor to send. On a CPU there is never more than one on its way."""
+    in_flight = 1 if device.type == "cpu" else _IN_FLIGHT
+    return min(_MOST_BYTES, scratch_bytes // (_BUFFERS * in_flight))
 
 
 def _collective(
