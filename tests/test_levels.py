@@ -43,7 +43,7 @@ def batch(step: int, rank: int) -> torch.Tensor:
 def train(rank, world_size, hardware, steps):
     """How far all is from one process; the plan's later legs by graph; the groups in the graphs."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "gpu"))
-    model = many_small_layers()
+    model = many_small_layers((13, 6, 9))
     alone = copy.deepcopy(model)
     plan = mixed_plan(model, list(Decision), bucket_bytes=BUCKET_BYTES, world_size=world_size)
     with tempfile.TemporaryDirectory() as folder:

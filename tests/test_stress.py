@@ -20,12 +20,12 @@ STEPS, ROWS = 200, 3
 TOLERANCE = 1e-10
 
 
-def many_small_layers() -> nn.Module:
+def many_small_layers(widths: tuple[int, ...] = (13, 6, 17, 9, 21, 7, 4)) -> nn.Module:
     """20 parameters of a few hundred bytes, most of them with rows that 4 does not divide."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     before = 8
-    for width in (13, 6, 17, 9, 21, 7, 4):
+    for width in widths:
         layers += [nn.Linear(before, width), nn.Tanh()]
         before = width
         if width % 3 == 0:
