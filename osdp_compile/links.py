@@ -79,7 +79,7 @@ def quick_link(
     size_bytes, most_bytes = _FIRST_BYTES, _most_bytes(scratch_bytes, device)
     while True:
         large, _ = _sample(kind, size_bytes, group, device, 0.0)
-        if large.seconds >= budget_seconds / 2 or 4 * size_bytes > most_bytes:
+        if large.seconds >= budget_seconds / 4 or 4 * size_bytes > most_bytes:
             break
         size_bytes *= 4
     large, _ = _sample(kind, size_bytes, group, device, 2 * budget_seconds, least=5)

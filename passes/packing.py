@@ -119,8 +119,9 @@ def _unpack(
     return whole.view(-1)[: math.prod(shape)].view(shape)
 
 
+@torch.library.register_fake("osdp::sum_ranks")
 @torch.library.register_fake("osdp::mean_ranks")
-def _mean_ranks_shape(parts: Tensor, ranks: int, sent: Tensor | None = None) -> Tensor:
+def _one_part_shape(parts: Tensor, ranks: int, sent: Tensor | None = None) -> Tensor:
     return parts.new_empty([parts.numel() // ranks])
 
 
@@ -130,11 +131,6 @@ def _mean_ranks(parts: Tensor, ranks: int, sent: Tensor | None = None) -> Tensor
     if parts.element_size() < 4:  # adds up in float32
         return table.mean(0)
     return _sum_of(table).mul_(1.0 / ranks)
-
-
-@torch.library.register_fake("osdp::sum_ranks")
-def _sum_ranks_shape(parts: Tensor, ranks: int, sent: Tensor | None = None) -> Tensor:
-    return parts.new_empty([parts.numel() // ranks])
 
 
 @torch.library.impl("osdp::sum_ranks", "CompositeExplicitAutograd")
