@@ -90,8 +90,8 @@ class Wire:
         wire_bytes = size_bytes * (world_size - 1) // world_size * (1 + (kind == "all_reduce"))
 
         def start():
-            until = time.perf_counter() + self.each + wire_bytes * self.starting
-            while time.perf_counter() < until:
+            until = time.thread_time() + self.each + wire_bytes * self.starting
+            while time.thread_time() < until:
                 pass
             takes = self.rate.latency_seconds + wire_bytes * self.rate.seconds_per_byte
             self.free_at = max(time.perf_counter(), self.free_at) + takes
