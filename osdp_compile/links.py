@@ -36,10 +36,9 @@ _BUFFERS = 4
 _BESIDE_SECONDS = 0.02
 #: A large message of a training step, and how often its end beside computing is timed.
 _WAKE_BYTES, _WAKE_REPEATS = 1 << 22, 11
-#: A collective of hardly any bytes, and how many tell what each takes of computing.
-_START_BYTES, _START_REPEATS = 1 << 12, 20
-#: How many large ones tell what a byte takes.
-_LARGE_REPEATS = 3
+#: How many small collectives tell what each takes of computing, and how many large ones what a
+#: byte takes.
+_START_REPEATS, _LARGE_REPEATS = 20, 3
 #: A wait for what is there already takes no longer.
 _THERE_SECONDS = 2e-4
 #: How long the check of a kept profile's collective should take, by that profile; how often it
@@ -109,13 +108,9 @@ def with_busy(
         budget_seconds,
     )
     wake = _wake_seconds(kind, links[kind].fit, group, device)
-    return {
-        name: dataclasses.replace(
-            link,
-            rate=dataclasses.replace(link.rate, busy_seconds_per_byte=busy, wake_seconds=wake),
-        )
-        for name, link in links.items()
-    }
+    rate = dataclasses.replace(links[kind].rate, busy_seconds_per_byte=busy, wake_seconds=wake)
+    looked_at = dataclasses.replace(links[kind], rate=rate)
+    return {name: as_busy_as(link, looked_at) for name, link in links.items()}
 
 
 def as_busy_as(link: Link, other: Link) -> Link:
@@ -415,7 +410,7 @@ def _start_seconds(kind: str, group: dist.ProcessGroup, device: torch.device) ->
     On a CPU the processor time of all threads of this process: those that carry it out take the
     core away from the computing. Elsewhere what the call takes that starts one; the median.
     """
-    start, _ = _collective(kind, group, _START_BYTES, device)
+    start, _ = _collective(kind, group, _SMALL_BYTES, device)
     if device.type == "cpu":
         return agreed(_processor_seconds(start, _START_REPEATS), group, device)
     times: list[float] = []

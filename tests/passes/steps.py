@@ -46,6 +46,17 @@ class Weight:
     transposed: bool = False
 
 
+#: Weights of several shapes and dtypes, by all decisions; what a test adds comes after them.
+SEVERAL = (
+    Weight((12, 3)),
+    Weight((5, 2), decision=Decision.SHARD_KEEP, returned=True),
+    Weight((7,), decision=Decision.REPLICATE),
+    Weight((6,), torch.float64),
+    Weight((3, 2), decision=Decision.REPLICATE, returned=True, transposed=True),
+    Weight((3, 7, 2), transposed=True),
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """``batch_rows``: rows of each rank's batch, which need not agree (default: 4).

@@ -16,19 +16,14 @@ from passes.fusion import effective_users
 from passes.graph import COLLECTIVES, WAIT, is_collective, root_of
 from passes.shard import shard
 from tests.passes.examples import examples
-from tests.passes.steps import Step, Weight, assert_same_bits, steps
+from tests.passes.steps import SEVERAL, Step, Weight, assert_same_bits, steps
 
 aten = torch.ops.aten
 MANY = 1 << 20
 
 MIXED = Step(
     (
-        Weight((12, 3)),
-        Weight((5, 2), decision=Decision.SHARD_KEEP, returned=True),
-        Weight((7,), decision=Decision.REPLICATE),
-        Weight((6,), torch.float64),
-        Weight((3, 2), decision=Decision.REPLICATE, returned=True, transposed=True),
-        Weight((3, 7, 2), transposed=True),
+        *SEVERAL,
         Weight((5,), torch.float64, trained=False),
     ),
     bucket_bytes=MANY,

@@ -23,7 +23,15 @@ from passes.shard import shard
 from tests.passes.captures import capture_step
 from tests.passes.examples import examples
 from tests.passes.graphs import GROUP, INNER, OUTER, hardware, two_levels, with_levels
-from tests.passes.steps import LOWERING, Step, Weight, assert_close, assert_same_bits, steps
+from tests.passes.steps import (
+    LOWERING,
+    SEVERAL,
+    Step,
+    Weight,
+    assert_close,
+    assert_same_bits,
+    steps,
+)
 
 MANY = 1 << 20
 #: Legs are always faster.
@@ -33,12 +41,7 @@ FAST = with_levels(
 
 MIXED = Step(
     (
-        Weight((12, 3)),
-        Weight((5, 2), decision=Decision.SHARD_KEEP, returned=True),
-        Weight((7,), decision=Decision.REPLICATE),
-        Weight((6,), torch.float64),
-        Weight((3, 2), decision=Decision.REPLICATE, returned=True, transposed=True),
-        Weight((3, 7, 2), transposed=True),
+        *SEVERAL,
         Weight((16, 2)),
         Weight((2, 4), torch.bfloat16, decision=Decision.REPLICATE),
         Weight((5,), torch.float64, trained=False),
