@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from osdp_compile.collectives import all_gather_single, backend_of, reduce_scatter_single
 from osdp_compile.exchange import by_messages, start_exchange, start_gather
-from osdp_compile.fit import Fit, Sample, fit_line
+from osdp_compile.fit import Fit, Sample, fit_line, typical_seconds
 from passes.hardware import Hardware, LinkRate, wire_bytes
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
@@ -81,7 +81,8 @@ def quick_link(
         if large.seconds >= budget_seconds / 4 or 4 * size_bytes > most_bytes:
             break
         size_bytes *= 4
-    large, _ = _sample(kind, size_bytes, group, device, 2 * budget_seconds, least=5)
+    # Of seven, one that was late for other reasons is in two of six pairs, and does not count.
+    large, _ = _sample(kind, size_bytes, group, device, 2 * budget_seconds, least=7)
     fit = fit_line([small, large])
     rate = _fitted(kind, fit, group, device)
     return Link(rate, fit, (small, large))
@@ -300,11 +301,7 @@ def _sample(
 
 
 def _stream(start: Start, count: int, group: dist.ProcessGroup, device: torch.device) -> float:
-    """Mean seconds of one collective of ``count`` that follow each other, after a first one.
-
-    The quickest and the slowest are left out. (Not the median: what one sends sooner, because
-    a shaped link lets some pass at once, the next pays for, and they may alternate.)
-    """
+    """Seconds of one collective of ``count`` that follow each other, after a first one."""
     times: list[float] = []
     for _ in range(count + 1):
         begin = time.perf_counter()
@@ -312,8 +309,7 @@ def _stream(start: Start, count: int, group: dist.ProcessGroup, device: torch.de
             work.wait()
         synchronize(device)
         times.append(time.perf_counter() - begin)
-    kept = sorted(times[1:])[1:-1] if count > 2 else times[1:]
-    return agreed(sum(kept) / len(kept), group, device)
+    return agreed(typical_seconds(times[1:]), group, device)
 
 
 def _busy_seconds_per_byte(

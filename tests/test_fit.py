@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from osdp_compile.fit import Sample, fit_line
+from osdp_compile.fit import Sample, fit_line, typical_seconds
 
 SIZES = [4096 * 4**i for i in range(8)]
 NO_NOISE = [0.0] * len(SIZES)
@@ -75,3 +75,17 @@ def test_larger_but_faster_is_noise_and_bytes_are_not_free():
 def test_one_sample_makes_no_line():
     with pytest.raises(ValueError, match="two samples, not 1"):
         fit_line([Sample(1, 1.0)])
+
+
+@given(st.floats(1e-4, 1.0), st.floats(0, 0.9), st.integers(7, 30), st.data())
+def test_one_late_message_of_many_that_alternate_changes_nothing(each, swing, count, data):
+    times = [each * (1 + swing * (-1) ** i) for i in range(count)]
+    late = data.draw(st.integers(0, count - 1))
+    times[late] += data.draw(st.floats(0, 100))
+    assert math.isclose(typical_seconds(times), each)
+
+
+def test_a_single_time_is_typical_and_none_is_an_error():
+    assert typical_seconds([3.0]) == 3.0
+    with pytest.raises(ValueError):
+        typical_seconds([])
