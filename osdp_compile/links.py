@@ -91,27 +91,36 @@ def quick_link(
 def with_busy(
     links: dict[str, Link], group: dist.ProcessGroup, device: torch.device, budget_seconds: float
 ) -> dict[str, Link]:
-    """The links with what computing and they do to each other, measured on one for all.
+    """The links with what computing and they do to each other.
 
-    It is a byte's way through the operating system's network stack (on a GPU, through the
-    communication library's own kernels), and the kinds differ by less than the noise.
+    On a CPU each kind's own processor time counts. Elsewhere what is seen in computing is noise
+    in large part, and the kinds differ by less: it is measured on one for all. So is how much
+    later one ends beside computing.
     """
-    kind = _one_for_all(group, device)
-    last = links[kind].samples[-1]
     world = dist.get_world_size(group)
-    busy = _busy_seconds_per_byte(
-        kind,
-        round(last.wire_bytes * world / (world - 1)),
-        last.seconds,
-        links[kind].rate,
-        group,
-        device,
-        budget_seconds,
-    )
-    wake = _wake_seconds(kind, links[kind].fit, group, device)
-    rate = dataclasses.replace(links[kind].rate, busy_seconds_per_byte=busy, wake_seconds=wake)
-    looked_at = dataclasses.replace(links[kind], rate=rate)
-    return {name: as_busy_as(link, looked_at) for name, link in links.items()}
+
+    def busy_of(kind: str) -> float:
+        last = links[kind].samples[-1]
+        full_bytes = round(last.wire_bytes / wire_bytes(kind, 1, world))
+        return _busy_seconds_per_byte(
+            kind, full_bytes, last.seconds, links[kind].rate, group, device, budget_seconds
+        )
+
+    one = _one_for_all(group, device)
+    wake = _wake_seconds(one, links[one].fit, group, device)
+    if device.type == "cpu":
+        busy = {kind: busy_of(kind) for kind in links}
+    else:
+        busy = dict.fromkeys(links, busy_of(one))
+    return {
+        kind: dataclasses.replace(
+            link,
+            rate=dataclasses.replace(
+                link.rate, busy_seconds_per_byte=busy[kind], wake_seconds=wake
+            ),
+        )
+        for kind, link in links.items()
+    }
 
 
 def as_busy_as(link: Link, other: Link) -> Link:

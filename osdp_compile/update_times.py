@@ -20,10 +20,14 @@ from torch.distributed.tensor import DTensor, Shard
 from osdp_compile.links import agreed
 from passes.hardware import UPDATE_PASSES, Hardware
 
-_MOST_NUMEL = 1 << 21  # 48 MiB with gradient, state and temporaries: beyond the caches
-_LEAST_NUMEL = 1 << 14
-_PARAMETERS = 8
-_TENSORS = 6  # parameter, gradient, two averages, two temporaries
+#: Elements of a large parameter. On a CPU its operators find what the ones before them left in a
+#: cache, as they do for most parameters of a model.
+_LARGE_NUMEL, _LARGE_NUMEL_CUDA, _LEAST_NUMEL = 1 << 19, 1 << 22, 1 << 14
+#: How many of them: together beyond the caches, so that each step begins in memory. If there is
+#: no memory for so many, what is in a cache from one step to the next would look too fast.
+_LARGE, _BEYOND_CACHES = 12, 4
+_SMALL = 8
+_HELD, _TEMPORARIES = 4, 2  # parameter, gradient, two averages; of one parameter at a time
 
 
 def with_update_seconds(
@@ -34,18 +38,20 @@ def with_update_seconds(
     The parameters are DTensors, as the sharded model's are. Collective: ranks of one machine
     share its memory's bandwidth, so all measure at once. Each returns its own figures.
     """
-    numel = min(_MOST_NUMEL, max(_LEAST_NUMEL, most_bytes // (4 * _TENSORS)))
+    most_numel = most_bytes // 4
+    wanted = _LARGE_NUMEL_CUDA if device.type == "cuda" else _LARGE_NUMEL
+    numel = min(wanted, max(_LEAST_NUMEL, most_numel // (_HELD + _TEMPORARIES)))
+    count = min(_LARGE, max(1, (most_numel - _TEMPORARIES * numel) // (_HELD * numel)))
     mesh = DeviceMesh.from_group(group, device.type)
     agreed(0.0, group, device)
-    small = _step_seconds(mesh, 1, _PARAMETERS, device) / _PARAMETERS
-    large = _step_seconds(mesh, numel, 1, device)
-    held_bytes = 4 * 4 * numel
+    small = _step_seconds(mesh, 1, _SMALL, device) / _SMALL
+    large = _step_seconds(mesh, numel, count, device) / count
+    each = (large - small) / (_HELD * 4 * numel)
+    floor = UPDATE_PASSES / hardware.memory_bytes_per_second
+    known = numel == wanted and count >= _BEYOND_CACHES and each > 0
     return dataclasses.replace(
         hardware,
-        # What is small enough to be measured here may stay in a cache; in training it does not.
-        update_seconds_per_byte=max(
-            (large - small) / held_bytes, UPDATE_PASSES / hardware.memory_bytes_per_second
-        ),
+        update_seconds_per_byte=each if known else max(each, floor),
         update_seconds_per_parameter=small,
     )
 

@@ -37,6 +37,7 @@ from passes.graph import (
     root_of,
     tensor_inputs,
 )
+from passes.packing import PICKING
 from passes.serves import serves
 from passes.workspace import workspace_bytes
 
@@ -111,6 +112,15 @@ def kernel_key(node: fx.Node) -> str:
     return f"{node.target} {args} {kwargs if kwargs else ''}".rstrip()
 
 
+def _packing_read_bytes(node: fx.Node) -> int:
+    """What a copy into or out of a collective reads: of a bucket its own columns only."""
+    sources = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
+    read_bytes = sum(bytes_of(s.meta["val"]) for s in sources if isinstance(s, fx.Node))
+    if node.target in PICKING:
+        return min(read_bytes, bytes_of(node.meta["val"]))
+    return read_bytes
+
+
 def _dtype_of(value: object) -> str:
     """The dtype's name of a result, of the first of several; ``float32`` where there is none."""
     if isinstance(value, list | tuple):
@@ -151,7 +161,9 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
             node.meta["cost"] = Cost(memory_bytes=memory_bytes, serves=names)
             continue
         read_bytes = 0
-        for source in tensor_inputs(node):
+        if is_packing(node):
+            read_bytes = _packing_read_bytes(node)
+        for source in () if is_packing(node) else tensor_inputs(node):
             root = root_of(source)
             if node in region:
                 if region.get(root) == region[node] or (region[node], root) in entered:

@@ -190,3 +190,5 @@ TRIM_ROWS = torch.ops.osdp.trim_rows.default
 PACKING = frozenset(
     {PACK, PACK_COLUMNS, UNPACK, MEAN_RANKS, SUM_RANKS, FIRST_OF, PAD_ROWS, TRIM_ROWS}
 )
+#: Of them, those that read only as much of their first argument as they write.
+PICKING = frozenset({UNPACK, FIRST_OF, TRIM_ROWS})

@@ -48,8 +48,10 @@ _WEIGHTS = ((1.0, 1.0), (0.0, 1.0), (1.0, 0.0), (0.3, 1.0))
 _MOST_TRIES = 6
 #: How many of the fastest plans get buckets of their own size.
 _SIZED_PLANS = 4
-#: Bucket sizes that are tried, and by what factor from one to the next.
-_LEAST_BUCKET_BYTES, _MOST_BUCKET_BYTES, _BUCKET_FACTOR = 1 << 10, 1 << 28, 4
+#: Bucket sizes that are tried: by what factors from one to the next, and how many in a row that
+#: are no better end a direction.
+_LEAST_BUCKET_BYTES, _MOST_BUCKET_BYTES = 1 << 10, 1 << 28
+_BUCKET_FACTORS, _BUCKET_MISSES = (4, 1 / 4, 2, 1 / 2), 2
 _MOST_LOOKS = 48
 _REFINED_NODES = 6000  # nodes that refining may simulate in all: two seconds or so
 
@@ -238,26 +240,29 @@ class _Search:
         Plans that are looked at later start from the size that was best.
         """
         fitting = [key for key, (_, step) in self.seen.items() if self.fits(step)]
-        left = 2 + self._affordable_looks() // 4
+        left = 2 + self._affordable_looks() // 2
         for key in sorted(fitting, key=self._seconds)[:plans]:
-            for factor in (_BUCKET_FACTOR, 1 / _BUCKET_FACTOR):
-                while left > 0:
-                    left -= 1
-                    if not self._with_buckets(key, factor):
+            for factor in _BUCKET_FACTORS:
+                size_bytes, misses = self.seen[key][0].bucket_bytes, 0
+                # A size that is no better does not say that the next one is not: one bucket more
+                # or less may end at a good or a bad moment.
+                while left > 0 and misses < _BUCKET_MISSES:
+                    size_bytes = round(size_bytes * factor)
+                    if not _LEAST_BUCKET_BYTES <= size_bytes <= _MOST_BUCKET_BYTES:
                         break
+                    misses += 1
+                    if size_bytes not in self.sizes[key]:
+                        left -= 1
+                        if self._with_buckets(key, size_bytes):
+                            misses = 0
         best = min(fitting, key=self._seconds)
         self.empty = self.empty.replace(bucket_bytes=self.seen[best][0].bucket_bytes)
 
-    def _with_buckets(self, key: tuple[Decision, ...], factor: float) -> bool:
+    def _with_buckets(self, key: tuple[Decision, ...], size_bytes: int) -> bool:
         """Whether a plan fits and is faster with buckets of another size; it then has them."""
-        plan, step = self.seen[key]
-        size_bytes = round(plan.bucket_bytes * factor)
-        if not _LEAST_BUCKET_BYTES <= size_bytes <= _MOST_BUCKET_BYTES:
-            return False
-        if size_bytes in self.sizes[key]:
-            return False
         self.sizes[key].add(size_bytes)
         found = self._price(key, self.ctx, size_bytes)
+        step = self.seen[key][1]
         faster = found[1].prediction.step_seconds < step.prediction.step_seconds
         if self.fits(found[1]) and faster:
             self.seen[key] = found
