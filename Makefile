@@ -23,7 +23,7 @@ demo: $(VENV)/installed
 	  examples/train_gpt.py --memory-limit $(LIMIT) $(DEMO_FLAGS)
 
 # Tests that start ranks use little more than one core; on two, others run beside them.
-WORKERS ?= 2
+WORKERS ?= 3
 
 test: lint types
 	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadgroup

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from osdp_compile.kernel_times import with_kernel_seconds
+from osdp_compile.links import agreed
 from osdp_compile.update_times import with_update_seconds
 from passes.capture import Captured
 from passes.context import Context
@@ -38,6 +39,7 @@ def with_step_seconds(
     hardware = ctx.hardware
     if not hardware.update_seconds_per_byte:
         hardware = with_update_seconds(hardware, group, device, most_bytes)
+    agreed(0.0, group, device)  # rank 0 does not begin before the others are there
     if captured is None:
         _work_until_told(group, device)
         return hardware

@@ -163,6 +163,29 @@ def test_computing_beside_a_busy_wire_is_found_to_take_longer(two_ranks):
     assert any(found(0.0) < 4e-9 for _ in range(4))
 
 
+def measure_busy_by_kind(rank, world_size):
+    """What a byte takes of this rank's core, by kind: all-reduces three times as much."""
+    wires = {"all_gather": Wire(1e-3, 2e-8, starting=1e-8)}
+    wires["all_to_all"] = wires["all_gather"]  # what stands for all where one does
+    wires["all_reduce"] = Wire(1e-3, 2e-8, starting=3e-8)
+
+    def collective(kind, *args):
+        return wires[kind].collective(kind, *args)
+
+    group, device = dist.group.WORLD, torch.device("cpu")
+    with mock.patch.object(links, "_collective", collective):
+        found = {kind: links.quick_link(kind, group, device, 0.15, 1 << 28) for kind in wires}
+        busy = links.with_busy(found, group, device, 0.5)
+    return {kind: link.rate.busy_seconds_per_byte for kind, link in busy.items()}
+
+
+def test_each_kinds_own_share_of_the_processor_is_found(two_ranks):
+    one, other = two_ranks.run(measure_busy_by_kind)
+    assert one == other
+    assert one["all_gather"] == pytest.approx(1e-8, rel=0.3)
+    assert one["all_reduce"] == pytest.approx(3e-8, rel=0.3)
+
+
 def check_over(rank, world_size, seconds_per_byte, said_seconds_per_byte):
     """Whether rates are found to hold on a wire."""
     wire = Wire(1e-3, seconds_per_byte)

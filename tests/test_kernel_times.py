@@ -17,6 +17,7 @@ from osdp_compile.kernel_times import with_kernel_seconds
 from osdp_compile.step_times import with_step_seconds
 from osdp_compile.update_times import with_update_seconds
 from passes.annotate import cost_of, kernel_key, stands_alone
+from passes.hardware import UPDATE_PASSES
 from passes.pipeline import default_passes
 from passes.plan import complete
 from passes.predict import predict
@@ -138,3 +139,28 @@ def test_a_plan_made_by_hand_gets_an_order_and_a_prediction(step):
     assert completed.prediction == predict(captured, completed, ctx, default_passes()).prediction
     kept = complete(completed, captured, ctx, default_passes())
     assert kept == completed
+
+
+@pytest.mark.parametrize(
+    ("most_bytes", "as_measured"),
+    [(1 << 28, True), (4 * 6 << 19, False), (1 << 20, False)],
+    ids=["plenty", "for one parameter", "for a small one"],
+)
+def test_what_an_optimizers_step_takes_in_a_cache_is_not_believed(most_bytes, as_measured):
+    taken = []
+
+    def step_seconds(mesh, numel, count, device):
+        taken.append(4 * (4 * count + 2) * numel)
+        return count * (1e-4 + 1e-12 * 16 * numel)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with mock.patch("osdp_compile.update_times._step_seconds", step_seconds):
+            hardware = with_update_seconds(graphs.hardware(), dist.group.WORLD, CPU, most_bytes)
+    finally:
+        dist.destroy_process_group()
+    from_memory = UPDATE_PASSES / hardware.memory_bytes_per_second
+    expected = 1e-12 if as_measured else from_memory
+    assert hardware.update_seconds_per_byte == pytest.approx(expected)
+    assert hardware.update_seconds_per_parameter == pytest.approx(1e-4)
+    assert max(taken) <= most_bytes

@@ -12,6 +12,7 @@ from torch import fx
 from passes.annotate import Cost, annotate, cost_of
 from passes.context import Context
 from passes.graph import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
+from passes.packing import FIRST_OF, MEAN_RANKS, PACK, PACK_COLUMNS, UNPACK
 from tests.passes.graphs import GROUP, GraphBuilder, context, hardware
 
 aten = torch.ops.aten
@@ -86,6 +87,20 @@ def test_an_embedding_reads_what_it_gives_and_not_its_table():
     annotated(b, found)
     assert cost_of(found).write_bytes == 256 * 8 * 4
     assert cost_of(found).read_bytes < 10 * 256 * 8 * 4
+
+
+def test_a_copy_out_of_a_bucket_reads_its_own_columns_and_not_what_was_sent():
+    b = GraphBuilder()
+    bucket, sent = b.input("bucket", [4 * 1000]), b.input("sent", [1000])
+    weight = b.call(UNPACK, bucket, 4, 0, [10, 20], sent)
+    mean = b.call(MEAN_RANKS, bucket, 4, sent)
+    first = b.call(FIRST_OF, bucket, 7, sent)
+    packed = b.call(PACK, [sent, bucket])
+    columns = b.call(PACK_COLUMNS, [sent], 4)
+    annotated(b, weight, mean, first, packed, columns)
+    read = [cost_of(node).read_bytes // 4 for node in (weight, mean, first, packed, columns)]
+    assert read == [200, 4000, 7, 5000, 1000]
+    assert cost_of(weight).seconds == pytest.approx(4 * (200 + 200) * 1e-9)
 
 
 @pytest.mark.parametrize(

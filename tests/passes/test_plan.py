@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 
@@ -215,3 +216,22 @@ def test_every_row_says_what_its_decision_saves_and_why():
         assert row.saved_bytes == (3 * 4 * 64 * 64 * 4 // 4 if row.decision.sharded else 0)
         assert ("gather" in row.reason) == row.decision.sharded
         assert "reduce" in row.reason
+
+
+def test_a_bucket_size_that_is_no_better_does_not_end_the_search_for_one(monkeypatch):
+    captured_step, ctx = captured("even")
+    start = bucket_bytes_for(ctx)
+    looked_at = []
+    real = predict
+
+    def priced(captured_step, plan, ctx, passes):
+        """Seconds by the buckets' size alone: four times it is worse, sixteen times better."""
+        step = real(captured_step, plan, ctx, passes)
+        looked_at.append(plan.bucket_bytes // start)
+        seconds = {1: 2.0, 4: 3.0, 16: 1.0}.get(plan.bucket_bytes / start, 4.0)
+        prediction = dataclasses.replace(step.prediction, step_seconds=seconds)
+        return dataclasses.replace(step, prediction=prediction)
+
+    monkeypatch.setattr("passes.plan.predict", priced)
+    assert make_plan(captured_step, ctx, PASSES).bucket_bytes == 16 * start
+    assert max(looked_at) == 16 * 16  # two in a row that are no better end it
