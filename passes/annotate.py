@@ -160,10 +160,9 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         if node.op != "call_function" or is_alias(node) or is_marker(node) or is_getitem(node):
             node.meta["cost"] = Cost(memory_bytes=memory_bytes, serves=names)
             continue
-        read_bytes = 0
-        if is_packing(node):
-            read_bytes = _packing_read_bytes(node)
-        for source in () if is_packing(node) else tensor_inputs(node):
+        packs = is_packing(node)
+        read_bytes = _packing_read_bytes(node) if packs else 0
+        for source in () if packs else tensor_inputs(node):
             root = root_of(source)
             if node in region:
                 if region.get(root) == region[node] or (region[node], root) in entered:
