@@ -22,6 +22,7 @@ from passes.annotate import annotate
 from passes.bucket import bucket
 from passes.context import Context
 from passes.dedupe import dedupe
+from passes.hoist import hoist
 from passes.levels import levels
 from passes.reorder import reorder
 from passes.shard import shard
@@ -55,6 +56,7 @@ def default_passes() -> list[Pass]:
     return [
         Pass("dedupe", dedupe, Stage.JOINT, leaves=("one marker each",)),
         Pass("tag", tag, Stage.JOINT, needs=("one marker each",), leaves=("tags",)),
+        Pass("hoist", hoist, needs=("one marker each",), leaves=("gradients first",)),
         Pass("shard", shard, needs=("one marker each",), leaves=("collectives",)),
         Pass("bucket", bucket, needs=("collectives",), leaves=("buckets",)),
         Pass("levels", levels, needs=("collectives",), leaves=("legs",)),
