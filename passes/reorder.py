@@ -10,12 +10,14 @@ Before::                                  After::
     r = wait(reduce(g)); ...                  b = wait(t); x = mm(x, b)
 
 The pass walks the compute nodes with a clock for the network beside that of the compute.
-Whenever the network would run dry it starts the next collective: a gather that is urgent
+Whenever the network would run dry soon it starts the next collective: a gather that is urgent
 (its data would come late), else a gradient that is ready, else a gather further ahead, as
-long as there is room. A reduction is waited for when it has ended, or at once when there is
-no room for its gradient. The room at each node is what the limit leaves there while every
-collective is on the spot. If the simulated peak is above the limit all the same, less room is
-tried, and in the end nothing is in flight: overlap is given up before memory.
+long as there is room. Soon is the next kernel's or wait's time and the collective's own besides:
+no clock is right. Where no gather is left, gradients start as soon as they are ready. A reduction
+is waited for when it has ended, or at once when there is no room for its gradient. The room at
+each node is what the limit leaves there while every collective is on the spot. If the simulated
+peak is above the limit all the same, less room is tried, and in the end nothing is in flight:
+overlap is given up before memory.
 
 All ranks must start the same collectives in the same order, also those whose batch is
 smaller and whose clock runs otherwise. So the order is decided once, while planning
@@ -163,6 +165,7 @@ def _jobs(graph: fx.Graph) -> list[Job]:
                 gathers,
                 collective_full_bytes(start),
                 _extra_bytes(start, before),
+                0 if gathers else cost_of(start).memory_bytes,
                 first_use,
             )
         )
@@ -192,8 +195,7 @@ def _extra_bytes(start: fx.Node, before: list[fx.Node]) -> int:
     """What a gather's early start, or a reduction's late wait, keeps alive; see :class:`Job`."""
     if start.meta["collective"].gathers:
         return sum(cost_of(node).memory_bytes for node in (start, *before))
-    # The reduced part is there on the spot, too; what is sent is there longer. An all-reduce
-    # works in place: nothing is.
+    # What is sent is there longer; an all-reduce works in place.
     sent = root_of(start.args[0])  # type: ignore[arg-type]
     return 0 if start.target is ALL_REDUCE else cost_of(sent).memory_bytes
 

@@ -30,7 +30,8 @@ class Job:
     out one collective (``passes/levels.py``): it cannot start before the former was waited for.
     ``bytes``: of the whole tensor, for the plan's in-flight limit; the same for all legs.
     ``extra_bytes``: what is alive longer if a gather starts early, or a reduction is waited for
-    late, than if each happened on the spot.
+    late, than if each happened on the spot. ``flying_bytes``: what a reduction that has started
+    keeps alive besides: that into which it receives.
     """
 
     before: list[fx.Node]
@@ -40,6 +41,7 @@ class Job:
     gathers: bool
     bytes: int
     extra_bytes: int
+    flying_bytes: int
     first_use: fx.Node
     follows: Job | None = None
     then: Job | None = None
@@ -209,7 +211,8 @@ class Scheduler:
 
     def held_bytes(self) -> int:
         """What the gradients on their way, or in line, keep alive for longer than on the spot."""
-        return sum(job.extra_bytes for job in self.reductions())
+        received_bytes = sum(job.flying_bytes for job in self.flying)
+        return received_bytes + sum(job.extra_bytes for job in self.reductions())
 
     def reductions(self) -> list[Job]:
         """Gradients on their way, or in line: of each the leg that it is at."""
@@ -273,14 +276,13 @@ class Scheduler:
                 pass
 
     def finish(self, job: Job) -> None:
-        """Start a collective and wait for it now; leg by leg, while other queues go on."""
+        """Start a collective and wait for it now, leg by leg; meanwhile queues stay filled."""
         leg: Job | None = job
         while leg is not None:
             self.start_now(leg)
-            if job.then is not None:
-                self.advance()
-                left = self.network.free_seconds(leg.group) - self.network.now
-                self.keep_busy(left + _seconds_of(leg.then))
+            self.advance()
+            left = self.network.free_seconds(leg.group) - self.network.now
+            self.keep_busy(left + _seconds_of(leg.then))
             self.wait_for(leg)
             leg = leg.then
 
@@ -293,9 +295,11 @@ class Scheduler:
         if job.follows is None:
             beside = [*(self.ahead if job.gathers else self.flying)]
             beside += [leg for leg in self.later if leg.gathers == job.gathers]
-        if self.room is not None and job.gathers:
-            least = self.room.least(self.at, self.used(job))
-            if job.extra_bytes + self.held_bytes() > least:
+        if self.room is not None:
+            least, more = self.room.at(self.at), job.flying_bytes
+            if job.gathers:
+                least, more = self.room.least(self.at, self.used(job)), job.extra_bytes
+            if more + self.held_bytes() > least:
                 self.held_back[job] = Reason.MEMORY
                 return False
         if beside and _bytes(beside) + job.bytes > self.cap_bytes:
@@ -307,14 +311,23 @@ class Scheduler:
         """The place of the compute node that first uses what is gathered."""
         return self.place.get(job.first_use, len(self.compute))
 
-    def runs_dry(self, job: Job) -> bool:
-        """Whether the queue of a collective has nothing left to do before the time is over."""
-        return self.network.free_seconds(job.group) <= self.network.now + self.horizon_seconds
+    def is_due(self, job: Job) -> bool:
+        """Whether a collective may start by now, as far as its queue goes.
+
+        It may when the queue would run dry before the time is over and so much longer as the
+        collective takes: kernels take other times than the clock says, and a queue that has
+        something left when they do stays filled. A gradient that no gather is to overtake need
+        not wait at all.
+        """
+        if not job.gathers and self.next_gather == len(self.gathers):
+            return True
+        due = self.network.now + self.horizon_seconds + cost_of(job.start).seconds
+        return self.network.free_seconds(job.group) <= due
 
     def start_best(self) -> bool:
         """Start what is best now: an urgent gather, a gradient, a gather further ahead."""
         gather = self.gathers[self.next_gather] if self.next_gather < len(self.gathers) else None
-        if gather is not None and not self.runs_dry(gather):
+        if gather is not None and not self.is_due(gather):
             gather = None
         room = gather is not None and self.has_room(gather)
         if gather is not None and room:
@@ -324,7 +337,7 @@ class Scheduler:
                 self.begin(gather)
                 return True
         first = self.pending[0] if self.pending else None
-        if first is not None and self.runs_dry(first) and self.has_room(first):
+        if first is not None and self.is_due(first) and self.has_room(first):
             self.begin(first)
             return True
         if gather is not None and room and self.cap_bytes > 0:
@@ -339,7 +352,7 @@ class Scheduler:
         job = self.head
         if job is None or not self.may_start(job):
             return False
-        if job.follows is None and not self.runs_dry(job):
+        if job.follows is None and not self.is_due(job):
             return False
         if self.cap_bytes == 0:
             self.held_back[job] = Reason.IN_FLIGHT

@@ -64,7 +64,8 @@ def three_gathers() -> fx.GraphModule:
     return b.finish(state)
 
 
-IN_TURN = "a0 k b0 -a0 a1 -a1 k c0 -b0 b1 -b1 k -c0 c1 -c1 k"
+# Between hosts there is always one more in line than the time until the next wait needs.
+IN_TURN = "a0 b0 k c0 -a0 a1 -a1 k -b0 b1 -b1 k -c0 c1 -c1 k"
 
 
 def test_one_gathers_second_leg_runs_beside_the_next_ones_first():
