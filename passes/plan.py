@@ -18,9 +18,9 @@ The method, in two levels:
    expected to be exposed: hidden communication costs nothing, so a plan may move bytes
    from the backward, where an all-reduce lies wholly, into the forward.
 2. *The simulator decides.* For each weighting the budget v is lowered by what the simulated
-   peak exceeds the limit by, until the plan fits. The fastest simulated plan that fits is
-   then refined: one group of like parameters, or one parameter, at a time; at last the size
-   of its buckets is.
+   peak exceeds the limit by, and by ever more, until the plan fits. The fastest simulated plan
+   that fits is then refined: one group of like parameters, or one parameter, at a time; at last
+   the size of its buckets is.
 
 Recurrence: the 0/1 knapsack of OSDP (arXiv 2209.13258, section 3.3) and Galvatron.
 """
@@ -45,7 +45,8 @@ from passes.units import format_bytes, format_seconds
 
 _UNITS = 1024
 _WEIGHTS = ((1.0, 1.0), (0.0, 1.0), (1.0, 0.0), (0.3, 1.0))
-_MOST_TRIES = 6
+#: How many plans are looked at for each weighting until one fits, and then to fit more closely.
+_MOST_TRIES, _CLOSER_TRIES = 6, 2
 #: How many of the fastest plans get buckets of their own size.
 _SIZED_PLANS = 4
 #: Bucket sizes that are tried: by what factors from one to the next, and how many in a row that
@@ -183,19 +184,38 @@ class _Search:
         self.look([options[0].decision for options in self.choices])
 
     def propose(self, weights: tuple[float, float]) -> None:
-        """Look at the dynamic programme's plans, for ever smaller budgets until one fits."""
+        """Look at the dynamic programme's plans for ever smaller budgets until one fits.
+
+        Then for budgets between that one and the last that did not.
+        """
         table = _Table(self.choices, weights, self.ctx)
         limit_bytes = self.ctx.limit_bytes
         budget = table.most_bytes if limit_bytes is None else min(table.most_bytes, limit_bytes)
-        for _ in range(_MOST_TRIES):
+        too_much, shrink_bytes, known = budget, table.unit_bytes, len(self.seen)
+        while len(self.seen) < known + _MOST_TRIES:
             decisions = table.best(budget)
             if decisions is None:
                 return
             step = self.look(decisions)
-            if limit_bytes is None or self.fits(step):
+            if limit_bytes is None:
                 return
+            if self.fits(step):
+                break
+            # Where a plan is just above the limit, a budget that is just smaller need not help:
+            # the peak may be somewhere else than what the budget is of.
             over = step.prediction.peak_bytes - limit_bytes
-            budget = min(budget, table.memory_bytes(decisions)) - max(over, table.unit_bytes)
+            too_much = min(budget, table.memory_bytes(decisions))
+            budget = too_much - max(over, shrink_bytes)
+            shrink_bytes *= 2
+        else:
+            return
+        for _ in range(_CLOSER_TRIES):
+            between = (budget + too_much) // 2
+            decisions = table.best(between)
+            if decisions is not None and self.fits(self.look(decisions)):
+                budget = between
+            else:
+                too_much = between
 
     def refine(self) -> None:
         """Change groups of parameters, or single ones, while that makes a plan that fits faster.
