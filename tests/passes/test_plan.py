@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from passes.capture import Captured
 from passes.context import Context
@@ -18,7 +19,7 @@ from passes.pipeline import default_passes
 from passes.plan import Infeasible, bucket_bytes_for, make_plan
 from passes.predict import predict
 from tests.passes.captures import capture_step
-from tests.passes.graphs import hardware, plan_of
+from tests.passes.graphs import context, hardware, parameter, plan_of
 
 PASSES = default_passes()
 
@@ -235,3 +236,23 @@ def test_a_bucket_size_that_is_no_better_does_not_end_the_search_for_one(monkeyp
     monkeypatch.setattr("passes.plan.predict", priced)
     assert make_plan(captured_step, ctx, PASSES).bucket_bytes == 16 * start
     assert max(looked_at) == 16 * 16  # two in a row that are no better end it
+
+
+def test_a_peak_that_hardly_falls_with_the_budget_does_not_end_the_search(monkeypatch):
+    # Of twelve weights five must be gathered again; until then the peak is one byte too much.
+    limit_bytes, least_again = 2_000_000, 5
+    empty = fx.GraphModule({}, fx.Graph())
+
+    def predicted(captured, plan, ctx, passes):
+        again = [row.decision for row in plan.parameters].count(Decision.SHARD_AGAIN)
+        peak_bytes = limit_bytes + (1 if again < least_again else -again)
+        found = SimpleNamespace(peak_bytes=peak_bytes, step_seconds=1.0 + again, peak={})
+        return SimpleNamespace(prediction=found, forward=empty, backward=empty, simulations=())
+
+    monkeypatch.setattr("passes.plan.predict", predicted)
+    many = SimpleNamespace(graph=SimpleNamespace(nodes=range(10_000)))  # refining would take long
+    parameters = [parameter(f"layer{i}.weight", (128, 64)) for i in range(12)]
+    ctx = context(parameters, limit_bytes=limit_bytes, hardware=network(NETWORKS["slow"]))
+    plan = make_plan(SimpleNamespace(forward=many, backward=many), ctx, PASSES)
+    again = [row.decision for row in plan.parameters].count(Decision.SHARD_AGAIN)
+    assert least_again <= again <= least_again + 2
