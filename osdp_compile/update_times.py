@@ -27,7 +27,7 @@ _LARGE_NUMEL, _LARGE_NUMEL_CUDA, _LEAST_NUMEL = 1 << 19, 1 << 22, 1 << 14
 #: no memory for so many, what is in a cache from one step to the next would look too fast.
 _LARGE, _BEYOND_CACHES = 12, 4
 _SMALL = 8
-_HELD, _TEMPORARIES = 4, 2  # parameter, gradient, two averages; of one parameter at a time
+_HELD, _TEMPORARIES = 4, 3  # parameter, gradient, two averages; of one parameter at a time
 
 
 def with_update_seconds(
