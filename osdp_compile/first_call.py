@@ -63,10 +63,12 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
     agree(fingerprint(gm, entries), group)
 
     optimizers = OptimizerIndex(entry.parameter for entry in entries)
+    held_bytes = _held_bytes(roots, inputs, entries)
+    spare_bytes = _spare_bytes(entries, held_bytes, options)
     hardware = hardware_of(
         group,
         device,
-        _spare_bytes(entries, options),
+        spare_bytes,
         options.hardware,
         mesh.mesh_dim_names[0] if mesh.mesh_dim_names else None,
         along,
@@ -79,7 +81,7 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
         world_size=mesh.size(),
         rank=mesh.get_local_rank(),
         group_name=group.group_name,
-        base_bytes=_held_bytes(roots, inputs, entries),
+        base_bytes=held_bytes,
         limit_bytes=options.memory_limit_bytes,
         by_exchange=by_exchange,
         levels=levels_of(along, hardware, by_exchange),
@@ -109,9 +111,9 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
 
     measures = from_rank_zero(prepare, group)
     if measures:
-        spare = _spare_bytes(entries, options)
         step = captured[0] if captured else None
-        context = context.replace(hardware=with_step_seconds(step, context, group, device, spare))
+        hardware = with_step_seconds(step, context, group, device, spare_bytes)
+        context = context.replace(hardware=hardware)
     plan, hardware = from_rank_zero(decide, group)
     if measures:
         keep(hardware, group, device, along)
@@ -213,11 +215,13 @@ def _held_bytes(
     return sum(t.numel() * t.element_size() for t in held.values()) + _UNSEEN_BYTES
 
 
-def _spare_bytes(entries: Sequence[ModelParameter], options: Options) -> int:
+def _spare_bytes(entries: Sequence[ModelParameter], held_bytes: int, options: Options) -> int:
     """What measuring may take beside the whole model without passing the peak of training.
 
     Without a limit that is not known yet, but gradients and optimizer state come on top of the
     model, and rarely take less than it.
     """
-    held = sum(e.parameter.numel() * e.parameter.element_size() for e in entries)
-    return (options.memory_limit_bytes or 2 * held) - held
+    whole_bytes = sum(e.parameter.numel() * e.parameter.element_size() for e in entries)
+    if options.memory_limit_bytes is None:
+        return whole_bytes
+    return options.memory_limit_bytes - whole_bytes - held_bytes
