@@ -30,8 +30,9 @@ from tests.training import (
 TWO_LAYERS = GPTConfig(vocab=61, layers=2, width=64, heads=2, context=12)
 ONE_LAYER = dataclasses.replace(TWO_LAYERS, layers=1)
 BATCH = 2
-#: Halfway between the least possible limit and no limit.
-HALFWAY = 0.5
+#: Of the way from the least possible limit to no limit: so near the least that one decision for
+#: all parameters either does not fit or is not the fastest.
+NEAR_THE_LEAST = 0.1
 
 
 def tokens(step: int, micro: int, rank: int) -> torch.Tensor:
@@ -129,7 +130,7 @@ def test_one_decision_for_all_parameters_equals_one_process(two_ranks, plan, opt
 
 
 def test_the_planners_own_mix_equals_one_process(two_ranks):
-    taken = equals_one_process(two_ranks, ONE_LAYER, HALFWAY, adamw)
+    taken = equals_one_process(two_ranks, ONE_LAYER, NEAR_THE_LEAST, adamw)
     assert len(taken) > 1, "the limit does not force a mix"
 
 
