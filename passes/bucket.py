@@ -33,9 +33,7 @@ from passes.graph import (
     REDUCE_SCATTER,
     WAIT,
     call,
-    last_of,
     numel_of,
-    positions,
 )
 from passes.packing import MEAN_RANKS, PACK, PACK_COLUMNS, UNPACK
 from passes.shard import after_wait, gather, scatter, start_collective
@@ -139,20 +137,19 @@ def _drop(graph: fx.Graph, result: fx.Node, by: fx.Node) -> None:
     graph.erase_node(start)
 
 
-def _move_inputs_before(node: fx.Node, anchor: fx.Node, order: dict[fx.Node, int]) -> None:
+def _move_inputs_before(node: fx.Node, anchor: fx.Node) -> None:
     """Bring a gather's input chain (a pad of a placeholder) before the anchor."""
-    if node.op == "call_function" and order[node] > order[anchor]:
+    if node.op == "call_function" and node > anchor:
         for source in node.all_input_nodes:
-            _move_inputs_before(source, anchor, order)
+            _move_inputs_before(source, anchor)
         anchor.prepend(node)
 
 
 def _pack_gathers(graph: fx.Graph, members: list[fx.Node], ctx: Context) -> None:
-    order = positions(graph)
-    anchor = min(members, key=order.__getitem__)
+    anchor = min(members)
     sources = [_tensor(node) for node in members]
     for source in sources:
-        _move_inputs_before(source, anchor, order)
+        _move_inputs_before(source, anchor)
     with graph.inserting_before(anchor):
         packed, sent = gather(graph, sources, anchor.args[-1], _purpose(members), ctx)
         start = 0
@@ -169,7 +166,7 @@ def _pack_gathers(graph: fx.Graph, members: list[fx.Node], ctx: Context) -> None
 
 
 def _pack_all_reduces(graph: fx.Graph, members: list[fx.Node]) -> None:
-    anchor = last_of(members, positions(graph))
+    anchor = max(members)
     sources: list[fx.Node] = [node.args[0] for node in members]  # type: ignore[misc]
     with graph.inserting_before(anchor):
         packed = call(graph, PACK, (sources,), "bucket")
@@ -185,7 +182,7 @@ def _pack_all_reduces(graph: fx.Graph, members: list[fx.Node]) -> None:
 
 
 def _pack_scatters(graph: fx.Graph, members: list[fx.Node], ctx: Context) -> None:
-    anchor = last_of(members, positions(graph))
+    anchor = max(members)
     gradients = [_gradient(node) for node in members]
     results = [_result_of(node) for node in members]
     group = anchor.args[-1]
@@ -218,19 +215,19 @@ def _drop_late(graph: fx.Graph, replaced: list[tuple[fx.Node, fx.Node]]) -> None
     last = replaced[-1][1]
     for wait, piece in replaced:
         tail = last
-        for user in _users_before(wait, positions(graph), last):
+        for user in _users_before(wait, last):
             tail.append(user)
             tail = user
         _drop(graph, wait, piece)
 
 
-def _users_before(node: fx.Node, order: dict[fx.Node, int], anchor: fx.Node) -> list[fx.Node]:
+def _users_before(node: fx.Node, anchor: fx.Node) -> list[fx.Node]:
     """Everything that depends on a node and stands before the anchor, in order."""
     found: set[fx.Node] = set()
     stack = [node]
     while stack:
         for user in stack.pop().users:
-            if user.op == "call_function" and order[user] < order[anchor] and user not in found:
+            if user.op == "call_function" and user < anchor and user not in found:
                 found.add(user)
                 stack.append(user)
-    return sorted(found, key=order.__getitem__)
+    return sorted(found)

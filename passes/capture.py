@@ -8,24 +8,28 @@ can be priced without tracing again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
-import torch
 from torch import fx
 
 from passes.context import Context, Phase
 from passes.decisions import Decision, Plan
-from passes.graph import copy_module, fake_mode_of, output_node
+from passes.graph import copy_module, empty_value, fake_mode_of, output_node
 from passes.markers import REDUCE_GRAD, UNSHARD
 from passes.memory import STATIC
 
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """A partitioned training step with a marker for every parameter it reads."""
+    """A partitioned training step with a marker for every parameter it reads.
+
+    ``values``: what the graphs that are made of it share (:func:`passes.graph.shared_values`).
+    """
 
     forward: fx.GraphModule
     backward: fx.GraphModule
+    values: dict[Hashable, Any] = dataclasses.field(default_factory=dict, repr=False)
 
 
 def add_markers(
@@ -121,11 +125,11 @@ def _set_shards(gm: fx.GraphModule, plan: Plan, ctx: Context) -> None:
             start = min(ctx.rank * rows, whole.shape[0])
             rows = min(rows, whole.shape[0] - start)
         local = list(shape) if rows is None else [rows, *shape[1:]]
-        with mode, torch.no_grad():
+        with mode:
             if sharded:
-                shard.meta["val"] = shard.meta["val"].new_empty(local)
+                shard.meta["val"] = empty_value(shard.meta["val"], local)
             if node.target is REDUCE_GRAD:
-                node.meta["val"] = node.meta["val"].new_empty(local)
+                node.meta["val"] = empty_value(node.meta["val"], local)
 
 
 def _save(forward: fx.GraphModule, backward: fx.GraphModule, kept: Mapping[str, fx.Node]) -> None:

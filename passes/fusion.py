@@ -13,19 +13,15 @@ barrier and raise the depth.
 
 from __future__ import annotations
 
+from typing import Any
+
 import networkx as nx
 import torch
 from torch import fx
 
-from passes.graph import (
-    is_alias,
-    is_collective,
-    is_getitem,
-    is_marker,
-    is_packing,
-    output_nodes,
-    root_of,
-)
+from passes.graph import COLLECTIVES, by_target, is_alias, is_getitem, output_nodes, root_of
+from passes.markers import REDUCE_GRAD, UNSHARD
+from passes.packing import PACKING
 
 _aten = torch.ops.aten
 #: Reductions that lack the tag.
@@ -71,14 +67,21 @@ _ALSO_FUSIBLE = REDUCTIONS | {
 
 def is_fusible(node: fx.Node) -> bool:
     """Whether Inductor may run this node inside a fused kernel."""
-    if node.op != "call_function" or is_collective(node) or is_marker(node) or is_packing(node):
+    if node.op != "call_function":
         return False
-    if node.target in _ALSO_FUSIBLE or str(node.target).startswith("prims.inductor_"):
-        return True
     if is_getitem(node):
         source = node.args[0]
         return isinstance(source, fx.Node) and is_fusible(source)
-    tags = getattr(node.target, "tags", ())
+    return _fuses(node.target)
+
+
+@by_target
+def _fuses(target: Any) -> bool:
+    if target in COLLECTIVES or target in (UNSHARD, REDUCE_GRAD) or target in PACKING:
+        return False
+    if target in _ALSO_FUSIBLE or str(target).startswith("prims.inductor_"):
+        return True
+    tags = getattr(target, "tags", ())
     return torch.Tag.pointwise in tags or torch.Tag.reduction in tags
 
 

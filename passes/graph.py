@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -36,22 +38,49 @@ _aten = torch.ops.aten
 _FREE = {_aten._unsafe_view.default, _aten.reshape.default, _aten.detach.default}
 
 
+def by_target(ask: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Remember what is asked of an operator.
+
+    By identity: passes ask a million times, and the hash of torch's operators is Python code.
+    """
+    known: dict[int, tuple[Any, bool]] = {}  # with the operator, so that it keeps its identity
+
+    def remembered(target: Any) -> bool:
+        found = known.get(id(target))
+        if found is None:
+            found = known[id(target)] = target, ask(target)
+        return found[1]
+
+    return remembered
+
+
+@by_target
+def _views(target: Any) -> bool:
+    return target in _FREE or bool(getattr(target, "is_view", False))
+
+
+@by_target
+def _aliases(target: Any) -> bool:
+    return target is WAIT or _views(target)
+
+
+@by_target
+def _communicates(target: Any) -> bool:
+    return target in COLLECTIVES
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether a node's output is its first argument's memory seen another way."""
-    if node.op != "call_function":
-        return False
-    if node.target in _FREE:
-        return True
-    return bool(getattr(node.target, "is_view", False))
+    return node.op == "call_function" and _views(node.target)
 
 
 def is_alias(node: fx.Node) -> bool:
     """A view, or a wait: the waited tensor is the collective's own output."""
-    return is_view(node) or node.target is WAIT
+    return node.op == "call_function" and _aliases(node.target)
 
 
 def is_collective(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target in COLLECTIVES
+    return node.op == "call_function" and _communicates(node.target)
 
 
 def group_of(node: fx.Node) -> str:
@@ -150,11 +179,75 @@ def call(
 
 def set_value(node: fx.Node) -> None:
     """Compute ``meta["val"]`` of a node from those of its inputs."""
+    known = _shared.get()
+    key = None if known is None else _value_key(node)
+    if known is not None and key in known:
+        node.meta["val"] = known[key]
+        return
     args = fx.node.map_arg(node.args, lambda source: source.meta["val"])
     kwargs = fx.node.map_arg(node.kwargs, lambda source: source.meta["val"])
     mode = fake_mode_of(node.graph)
     with mode, torch.no_grad():
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+    if known is not None and key is not None:
+        known[key] = node.meta["val"]
+
+
+def empty_value(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A fake tensor of another shape; shared as :func:`shared_values` says."""
+    known = _shared.get()
+    key = ("empty", tuple(shape), like.dtype, like.device)
+    if known is not None and key in known:
+        return known[key]
+    with torch.no_grad():
+        made = like.new_empty(list(shape))
+    if known is not None:
+        known[key] = made
+    return made
+
+
+#: Values of nodes by what they are computed from; None: every node gets one of its own.
+_shared: ContextVar[dict[Hashable, Any] | None] = ContextVar("_shared", default=None)
+
+
+@contextmanager
+def shared_values(known: dict[Hashable, Any]) -> Iterator[None]:
+    """Within it, nodes that compute the same from the same shapes share one value.
+
+    For graphs that are looked at and never compiled: a planner lowers a hundred of them, and
+    most of what that takes are fake tensors. What shares memory is no longer seen from values.
+
+    ``known``: what is shared, for as long as the caller keeps it.
+    """
+    token = _shared.set(known)
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
+
+def _value_key(node: fx.Node) -> Hashable | None:
+    """All that a node's value depends on, with tensors by their shape and kind.
+
+    None where that is more than can be compared: symbolic sizes.
+    """
+
+    def described(argument: Any) -> Hashable:
+        if isinstance(argument, fx.Node):
+            return described(argument.meta["val"])
+        if isinstance(argument, torch.Tensor):
+            return tuple(argument.shape), argument.stride(), argument.dtype, argument.device
+        if isinstance(argument, list | tuple):
+            return type(argument).__name__, *map(described, argument)
+        return type(argument), argument
+
+    kwargs = tuple((name, described(value)) for name, value in node.kwargs.items())
+    key = id(node.target), described(node.args), kwargs
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 def compact(graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -170,13 +263,27 @@ def is_getitem(node: fx.Node) -> bool:
     return node.target is operator.getitem
 
 
+class _Uncompiled(fx.GraphModule):
+    """A module whose graph is looked at and not run: its code is written when it is asked for."""
+
+    def recompile(self) -> Any:
+        return None
+
+    @property
+    def code(self) -> str:
+        return self.graph.python_code("self").src
+
+
 def copy_module(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy whose graph can be rewritten; fake tensors and constants are shared."""
+    """A copy whose graph can be rewritten, and which cannot be called.
+
+    Fake tensors and constants are shared.
+    """
     graph = fx.Graph()
     output = graph.graph_copy(gm.graph, val_map={})
     graph.output(output)
     output_node(graph).meta = dict(output_node(gm.graph).meta)
-    return fx.GraphModule(gm, graph)
+    return _Uncompiled(gm, graph)
 
 
 def positions(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -11,7 +11,7 @@ and what it reads is written row by row: they are two kernels.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import fx
@@ -33,6 +33,9 @@ class _Loop:
     by_column: bool
 
 
+_NO_LOOP = _Loop(0, by_column=False)
+
+
 @dataclasses.dataclass
 class _Kernel:
     """``place``: of its first result. ``number``: of kernels before it."""
@@ -42,58 +45,99 @@ class _Kernel:
     number: int
 
 
-def kernel_places(place: dict[fx.Node, int]) -> dict[fx.Node, int]:
-    """For every node, the place of the kernel that writes its result.
+@dataclasses.dataclass(frozen=True)
+class _Fused:
+    """What does not depend on the order of a fused node: what it reads, and its loop.
 
-    ``place``: of every node in the order of the graph, in that order. Nodes inside a kernel
-    that write nothing are at their own.
+    ``inside``: tensors of its own region, and whether each is written to memory.
+    ``outside``: other tensors that it reads itself.
+    ``large``: tensors outside that its region reads on the way to it, of as many elements.
     """
-    runs: dict[fx.Node, int] = {}
-    needs: dict[fx.Node, int] = {}  # the last place of what a fused node's region reads
-    reads: dict[fx.Node, dict[fx.Node, None]] = {}  # the outside tensors that its region reads
-    mates: dict[int | fx.Node, list[_Kernel]] = {}  # kernels by region and by what they read
-    number = 0
-    for node, index in place.items():
-        runs[node] = index
-        source = node.args[0] if is_getitem(node) else None
-        if isinstance(source, fx.Node) and not is_fusible(node):
-            runs[node] = runs[source]  # all results of one kernel are there at once
-            continue
-        region = region_of(node)
-        if region is None:
-            number += cost_of(node).memory_bytes > 0
-            continue
-        needs[node] = -1
-        reads[node] = {}
-        for read in map(_written_at, node.all_input_nodes):
-            if region_of(read) != region:
-                needs[node] = max(needs[node], runs[read])
-                reads[node][read] = None
+
+    region: int
+    inside: tuple[tuple[fx.Node, bool], ...]
+    outside: tuple[fx.Node, ...]
+    writes: bool
+    loop: _Loop
+    large: tuple[fx.Node, ...]
+
+
+class Kernels:
+    """The kernels of an annotated graph, for any order that its nodes are put in."""
+
+    def __init__(self, graph: Iterable[fx.Node]) -> None:
+        """``graph``: its nodes, in one of the orders they can run in."""
+        self._fused: dict[fx.Node, _Fused] = {}
+        self._same_kernel: dict[fx.Node, fx.Node] = {}  # one of several results, and the kernel
+        self._alone: dict[fx.Node, bool] = {}  # whether it writes
+        reads: dict[fx.Node, dict[fx.Node, None]] = {}  # outside tensors that its region reads
+        for node in graph:
+            source = node.args[0] if is_getitem(node) else None
+            if isinstance(source, fx.Node) and not is_fusible(node):
+                self._same_kernel[node] = source
                 continue
-            # One that writes may be in the same kernel, not in a later one.
-            writes = cost_of(read).memory_bytes > 0
-            needs[node] = max(needs[node], needs[read], runs[read] - 1 if writes else -1)
-            reads[node] |= reads[read]
-        if cost_of(node).memory_bytes == 0:
-            continue
-        loop = _loop_of(node)
-        large = [read for read in reads[node] if _numel(read) == loop.numel]
-        for kernel in _earlier(mates, region, large, number):
-            if needs[node] < kernel.place and loop == kernel.loop:
-                break
-        else:
-            kernel = _Kernel(index, loop, number)
-            number += 1
-        runs[node] = kernel.place
-        keys: list[int | fx.Node] = [region, *large]
-        for key in keys:
-            if kernel not in mates.setdefault(key, []):
-                mates[key].append(kernel)
-    return runs
+            region, writes = region_of(node), cost_of(node).memory_bytes > 0
+            if region is None:
+                self._alone[node] = writes
+                continue
+            inside, outside = [], []
+            reads[node] = {}
+            for read in map(_written_at, node.all_input_nodes):
+                if region_of(read) == region:
+                    inside.append((read, cost_of(read).memory_bytes > 0))
+                    reads[node] |= reads[read]
+                else:
+                    outside.append(read)
+                    reads[node][read] = None
+            loop = _loop_of(node) if writes else _NO_LOOP
+            large = [read for read in reads[node] if writes and _numel(read) == loop.numel]
+            self._fused[node] = _Fused(
+                region, tuple(inside), tuple(outside), writes, loop, tuple(large)
+            )
+
+    def places(self, place: dict[fx.Node, int]) -> dict[fx.Node, int]:
+        """For every node, the place of the kernel that writes its result.
+
+        ``place``: of every node in the order of the graph, in that order. Nodes inside a kernel
+        that write nothing are at their own.
+        """
+        runs: dict[fx.Node, int] = {}
+        needs: dict[fx.Node, int] = {}  # the last place of what a fused node's region reads
+        mates: dict[int | fx.Node, list[_Kernel]] = {}  # kernels by region and what they read
+        number = 0
+        for node, index in place.items():
+            one = self._fused.get(node)
+            if one is None:
+                source = self._same_kernel.get(node)  # all its results are there at once
+                runs[node] = index if source is None else runs[source]
+                number += source is None and self._alone[node]
+                continue
+            needed = -1
+            for read in one.outside:
+                needed = max(needed, runs[read])
+            for read, writes in one.inside:
+                # One that writes may be in the same kernel, not in a later one.
+                needed = max(needed, needs[read], runs[read] - 1 if writes else -1)
+            needs[node] = needed
+            runs[node] = index
+            if not one.writes:
+                continue
+            for kernel in _earlier(mates, one.region, one.large, number):
+                if needed < kernel.place and one.loop == kernel.loop:
+                    break
+            else:
+                kernel = _Kernel(index, one.loop, number)
+                number += 1
+            runs[node] = kernel.place
+            keys: list[int | fx.Node] = [one.region, *one.large]
+            for key in keys:
+                if kernel not in mates.setdefault(key, []):
+                    mates[key].append(kernel)
+        return runs
 
 
 def _earlier(
-    mates: dict[int | fx.Node, list[_Kernel]], region: int, read: list[fx.Node], number: int
+    mates: dict[int | fx.Node, list[_Kernel]], region: int, read: Sequence[fx.Node], number: int
 ) -> Iterator[_Kernel]:
     """Kernels that a result may join: of its region, then near ones that read the same."""
     yield from mates.get(region, [])

@@ -19,12 +19,11 @@ from passes.graph import (
     WAIT,
     is_alias,
     is_collective,
-    output_node,
     output_nodes,
     positions,
     root_of,
 )
-from passes.kernels import kernel_places
+from passes.kernels import Kernels
 from passes.packing import UNPACK
 
 #: meta key of a placeholder whose memory is not the graph's: a parameter or a buffer.
@@ -55,99 +54,141 @@ class Memory:
         return max(self.curve, default=0)
 
 
-def memory_of(graph: fx.Graph) -> Memory:
-    """Run an annotated graph. See the module's docstring."""
-    place = positions(graph)
-    nodes = list(place)
-    birth = kernel_places(place)
-    death = _deaths(graph, place, birth)
-    dying: list[list[fx.Node]] = [[] for _ in nodes]
-    born: list[list[fx.Node]] = [[] for _ in nodes]
-    for node, last in death.items():
-        dying[last].append(node)
-        born[birth[node]].append(node)
-    alive_bytes = 0
-    curve: list[int] = []
-    best = 0
-    over: list[fx.Node] = []  # what is written over at the peak
-    for index, node in enumerate(nodes):
-        replaced = _written_over(born[index], dying[index])
-        alive_bytes += sum(map(_born_bytes, born[index]))
-        curve.append(alive_bytes - sum(map(_born_bytes, replaced)) + cost_of(node).workspace_bytes)
-        alive_bytes -= sum(map(_born_bytes, dying[index]))
-        if curve[-1] > curve[best]:
-            best = index
-        if best == index:
-            over = replaced
-    alive = [
-        node
-        for node, last in death.items()
-        if birth[node] <= best <= last and _born_bytes(node) and node not in over
-    ]
-    peak = dict.fromkeys(KINDS, 0)
-    returned = returned_roots(graph)
-    for node in alive:
-        peak[kind_of(node, node in returned)] += _born_bytes(node)
-    peak["workspace"] = cost_of(nodes[best]).workspace_bytes
-    kept = sum(_born_bytes(node) for node, last in death.items() if last == len(nodes) - 1)
-    return Memory(curve, nodes[best], alive, {k: v for k, v in peak.items() if v}, kept)
+@dataclasses.dataclass(frozen=True)
+class _Buffer:
+    """What does not depend on the order of a node's memory.
 
-
-def _written_over(born: list[fx.Node], dying: list[fx.Node]) -> list[fx.Node]:
-    """What Inductor puts a pointwise result in the place of: inputs of its size that die.
-
-    Of the graph's own inputs only what the forward saved, which AOTAutograd donates.
+    ``size_bytes``: of what it allocates (0: nothing, or not the graph's). ``users``: who reads
+    it, views and waits looked through. ``inlined``: it lives only inside its readers' kernels.
+    ``owns``: it is no view. ``over``: it may be written over what dies. ``own``: others over it.
     """
-    found: list[fx.Node] = []
-    for node in born:
-        if not is_fusible(node) or not _born_bytes(node):
-            continue
-        for dead in dying:
-            own = dead.op == "call_function" or dead.meta.get("saved", False)
-            same = _born_bytes(dead) == _born_bytes(node)
-            if own and same and dead not in found and dead not in born:
-                found.append(dead)
-                break
-    return found
+
+    size_bytes: int
+    users: tuple[fx.Node, ...]
+    inlined: bool
+    owns: bool
+    over: bool
+    own: bool
 
 
-def _born_bytes(node: fx.Node) -> int:
-    return 0 if node.meta.get(STATIC) else cost_of(node).memory_bytes
+class MemoryModel:
+    """The memory of an annotated graph, for any order that its nodes are put in."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._kernels = Kernels(graph.nodes)
+        self._buffers: dict[fx.Node, _Buffer] = {}
+        self._held: list[tuple[fx.Node, fx.Node]] = []  # and the wait until which
+        self._returned = returned_roots(graph)
+        for node in graph.nodes:
+            if node.op == "output":
+                continue
+            size_bytes = 0 if node.meta.get(STATIC) else cost_of(node).memory_bytes
+            users, fusible = tuple(effective_users(node)), is_fusible(node)
+            self._buffers[node] = _Buffer(
+                size_bytes,
+                users,
+                inlined=fusible and cost_of(node).memory_bytes == 0 and bool(users),
+                owns=not is_alias(node),
+                over=fusible and size_bytes > 0,
+                own=node.op == "call_function" or bool(node.meta.get("saved", False)),
+            )
+            if node.target is WAIT and isinstance(node.args[0], fx.Node):
+                start = node.args[0]
+                if is_collective(start):
+                    source = root_of(start.args[0])  # type: ignore[arg-type]
+                    self._held += [(source, node), (start, node)]
+
+    def run(self) -> Memory:
+        """Memory in the order that the nodes have now. See the module's docstring."""
+        place = positions(self._graph)
+        nodes = list(place)
+        birth = self._kernels.places(place)
+        death = self._deaths(place, birth)
+        dying: list[list[fx.Node]] = [[] for _ in nodes]
+        born: list[list[fx.Node]] = [[] for _ in nodes]
+        for node, last in death.items():
+            if self._buffers[node].size_bytes:
+                dying[last].append(node)
+                born[birth[node]].append(node)
+        alive_bytes = 0
+        curve: list[int] = []
+        best = 0
+        over: list[fx.Node] = []  # what is written over at the peak
+        for index, node in enumerate(nodes):
+            replaced = self._written_over(born[index], dying[index])
+            alive_bytes += self._sum(born[index])
+            curve.append(alive_bytes - self._sum(replaced) + cost_of(node).workspace_bytes)
+            alive_bytes -= self._sum(dying[index])
+            if curve[-1] > curve[best]:
+                best = index
+            if best == index:
+                over = replaced
+        alive = [
+            node
+            for node, last in death.items()
+            if birth[node] <= best <= last and self._buffers[node].size_bytes and node not in over
+        ]
+        peak = dict.fromkeys(KINDS, 0)
+        for node in alive:
+            peak[kind_of(node, node in self._returned)] += self._buffers[node].size_bytes
+        peak["workspace"] = cost_of(nodes[best]).workspace_bytes
+        end = len(nodes) - 1
+        kept = self._sum([node for node, last in death.items() if last == end])
+        return Memory(curve, nodes[best], alive, {k: v for k, v in peak.items() if v}, kept)
+
+    def _sum(self, nodes: list[fx.Node]) -> int:
+        return sum([self._buffers[node].size_bytes for node in nodes])
+
+    def _written_over(self, born: list[fx.Node], dying: list[fx.Node]) -> list[fx.Node]:
+        """What Inductor puts a pointwise result in the place of: inputs of its size that die.
+
+        Of the graph's own inputs only what the forward saved, which AOTAutograd donates.
+        """
+        found: list[fx.Node] = []
+        for node in born if dying else ():
+            new = self._buffers[node]
+            if not new.over:
+                continue
+            for dead in dying:
+                old = self._buffers[dead]
+                same = old.own and old.size_bytes == new.size_bytes
+                if same and dead not in found and dead not in born:
+                    found.append(dead)
+                    break
+        return found
+
+    def _deaths(
+        self, place: dict[fx.Node, int], birth: dict[fx.Node, int]
+    ) -> dict[fx.Node, int]:
+        """For every node that owns memory or feeds a kernel: the place of its last reader."""
+        last = len(place) - 1
+        runs: dict[fx.Node, int] = {}  # where the kernel of a node really runs
+        death: dict[fx.Node, int] = {}
+        held: dict[fx.Node, int] = {}  # inputs and outputs of collectives, until the wait
+        for node, wait in self._held:
+            held[node] = max(held.get(node, 0), place[wait])
+        for node in reversed(place):
+            if node.op == "output":
+                continue
+            buffer = self._buffers[node]
+            ends = [runs.get(user, last) for user in buffer.users]
+            runs[node] = max(ends) if buffer.inlined else birth[node]
+            if buffer.owns:
+                death[node] = max(birth[node], held.get(node, 0), *ends)
+        for node in self._returned:
+            death[node] = last
+        return death
+
+
+def memory_of(graph: fx.Graph) -> Memory:
+    """Memory of an annotated graph in its order. See the module's docstring."""
+    return MemoryModel(graph).run()
 
 
 def returned_roots(graph: fx.Graph) -> set[fx.Node]:
     """The nodes whose memory the graph returns."""
     return {root_of(node) for node in output_nodes(graph)}
-
-
-def _deaths(
-    graph: fx.Graph, place: dict[fx.Node, int], birth: dict[fx.Node, int]
-) -> dict[fx.Node, int]:
-    """For every node that owns memory or feeds a kernel: the place of its last reader."""
-    last = len(place) - 1
-    runs: dict[fx.Node, int] = {}  # where the kernel of a node really runs
-    death: dict[fx.Node, int] = {}
-    held: dict[fx.Node, int] = {}  # inputs and outputs of collectives, until the wait
-    for node in graph.nodes:
-        if node.target is WAIT and isinstance(node.args[0], fx.Node):
-            start = node.args[0]
-            if is_collective(start):
-                source = root_of(start.args[0])  # type: ignore[arg-type]
-                held[source] = max(held.get(source, 0), place[node])
-                held[start] = place[node]
-    for node in reversed(list(graph.nodes)):
-        if node.op == "output":
-            continue
-        users = effective_users(node)
-        inlined = is_fusible(node) and cost_of(node).memory_bytes == 0 and users
-        runs[node] = max(runs.get(user, last) for user in users) if inlined else birth[node]
-        if is_alias(node):
-            continue
-        ends = [runs.get(user, last) for user in users]
-        death[node] = max([birth[node], held.get(node, 0), *ends])
-    for node in output_node(graph).all_input_nodes:
-        death[root_of(node)] = last
-    return death
 
 
 def kind_of(node: fx.Node, returned: bool) -> str:

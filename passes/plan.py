@@ -28,15 +28,17 @@ Recurrence: the 0/1 knapsack of OSDP (arXiv 2209.13258, section 3.3) and Galvatr
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
 from passes.capture import Captured
 from passes.context import Context, Parameter, Phase
-from passes.decisions import Collective, Decision, ParameterPlan, Plan, shardable
+from passes.decisions import Collective, Decision, ParameterPlan, Plan, Prediction, shardable
 from passes.levels import legs_seconds
 from passes.pipeline import Pass
 from passes.predict import Step, predict
@@ -60,11 +62,11 @@ _REFINED_NODES = 6000  # nodes that refining may simulate in all: two seconds or
 class Infeasible(ValueError):
     """No plan fits; ``least_bytes`` is the smallest limit that would."""
 
-    def __init__(self, limit_bytes: int, least: Step, world_size: int) -> None:
+    def __init__(self, limit_bytes: int, least: Prediction, world_size: int) -> None:
         self.limit_bytes = limit_bytes
-        self.least_bytes = least.prediction.peak_bytes
+        self.least_bytes = least.peak_bytes
         filling = ", ".join(
-            f"{kind} {format_bytes(size)}" for kind, size in least.prediction.peak.items()
+            f"{kind} {format_bytes(size)}" for kind, size in least.peak.items()
         )
         super().__init__(
             f"memory_limit={format_bytes(limit_bytes)} is below the least possible "
@@ -100,13 +102,18 @@ def make_plan(captured: Captured, ctx: Context, passes: Sequence[Pass]) -> Plan:
     Raises:
         Infeasible: if even the plan that takes the least memory is above the limit.
     """
+    with _young_garbage_only():
+        return _searched(captured, ctx, passes)
+
+
+def _searched(captured: Captured, ctx: Context, passes: Sequence[Pass]) -> Plan:
     search = _Search(captured, ctx, passes)
     search.replicate_all()
     for weights in _WEIGHTS:
         search.propose(weights)
     if search.feasible() is None and ctx.limit_bytes is not None:
         least = search.least_memory()
-        if least.prediction.peak_bytes > ctx.limit_bytes:
+        if least.peak_bytes > ctx.limit_bytes:
             raise Infeasible(ctx.limit_bytes, least, ctx.world_size)
     search.size_buckets(1)
     search.refine()
@@ -114,6 +121,28 @@ def make_plan(captured: Captured, ctx: Context, passes: Sequence[Pass]) -> Plan:
     found = search.feasible()
     assert found is not None
     return _explained(*found, ctx)
+
+
+@contextmanager
+def _young_garbage_only() -> Iterator[None]:
+    """Collect no garbage but what :func:`_collect` is called for.
+
+    A graph is a cycle, so that garbage must be collected; but looking through all of torch's
+    objects for it, again and again, takes a third of the planner's time.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _collect() -> None:
+    """Free the graphs of the plan that was looked at last."""
+    if not gc.isenabled():
+        gc.collect(0)
 
 
 def complete(plan: Plan, captured: Captured, ctx: Context, passes: Sequence[Pass]) -> Plan:
@@ -146,11 +175,11 @@ class _Search:
             memory_limit_bytes=ctx.limit_bytes,
             bucket_bytes=bucket_bytes_for(ctx),
         )
-        self.seen: dict[tuple[Decision, ...], tuple[Plan, Step]] = {}
+        self.seen: dict[tuple[Decision, ...], tuple[Plan, Prediction]] = {}
         #: Bucket sizes that were priced under the limit: what was seen is the best of them.
         self.sizes: dict[tuple[Decision, ...], set[int]] = {}
 
-    def look(self, decisions: Sequence[Decision]) -> Step:
+    def look(self, decisions: Sequence[Decision]) -> Prediction:
         """Lower and simulate a plan, once; the order of its collectives becomes its own."""
         key = tuple(decisions)
         if key not in self.seen:
@@ -160,23 +189,24 @@ class _Search:
 
     def _price(
         self, decisions: tuple[Decision, ...], ctx: Context, bucket_bytes: int | None = None
-    ) -> tuple[Plan, Step]:
+    ) -> tuple[Plan, Prediction]:
+        _collect()
         plan = self.empty.replace(parameters=_rows(ctx, decisions))
         if bucket_bytes is not None:
             plan = plan.replace(bucket_bytes=bucket_bytes)
         step = predict(self.captured, plan, ctx.replace(deciding=True), self.passes)
-        return plan.replace(order=_orders(step)), step
+        return plan.replace(order=_orders(step)), step.prediction
 
-    def fits(self, step: Step) -> bool:
+    def fits(self, said: Prediction) -> bool:
         limit_bytes = self.ctx.limit_bytes
-        return limit_bytes is None or step.prediction.peak_bytes <= limit_bytes
+        return limit_bytes is None or said.peak_bytes <= limit_bytes
 
     def feasible(self) -> tuple[Plan, Step] | None:
         """The fastest plan that fits, with what the simulator says of it as it will be lowered."""
         found = [pair for pair in self.seen.values() if self.fits(pair[1])]
-        for plan, _ in sorted(found, key=lambda pair: pair[1].prediction.step_seconds):
+        for plan, _ in sorted(found, key=lambda pair: pair[1].step_seconds):
             step = predict(self.captured, plan, self.ctx, self.passes)
-            if self.fits(step):
+            if self.fits(step.prediction):
                 return plan, step
         return None
 
@@ -196,14 +226,14 @@ class _Search:
             decisions = table.best(budget)
             if decisions is None:
                 return
-            step = self.look(decisions)
+            said = self.look(decisions)
             if limit_bytes is None:
                 return
-            if self.fits(step):
+            if self.fits(said):
                 break
             # Where a plan is just above the limit, a budget that is just smaller need not help:
             # the peak may be somewhere else than what the budget is of.
-            over = step.prediction.peak_bytes - limit_bytes
+            over = said.peak_bytes - limit_bytes
             too_much = min(budget, table.memory_bytes(decisions))
             budget = too_much - max(over, shrink_bytes)
             shrink_bytes *= 2
@@ -223,10 +253,10 @@ class _Search:
         The additive model sees no overlap: what hides behind what only the simulator knows.
         """
         left = self._affordable_looks()
-        fitting = {key: step for key, (_, step) in self.seen.items() if self.fits(step)}
+        fitting = {key: said for key, (_, said) in self.seen.items() if self.fits(said)}
 
         def seconds(key: tuple[Decision, ...]) -> float:
-            return fitting[key].prediction.step_seconds
+            return fitting[key].step_seconds
 
         best = min(fitting, key=seconds)
         moves = [*self._alike(), *([index] for index in range(len(self.choices)))]
@@ -241,9 +271,9 @@ class _Search:
                 if left == 0:
                     return
                 left -= 1
-                step = self.look(key)
-                if self.fits(step):
-                    fitting[key] = step
+                said = self.look(key)
+                if self.fits(said):
+                    fitting[key] = said
                     if seconds(key) < seconds(best):
                         best = key
 
@@ -259,7 +289,7 @@ class _Search:
         gradient, and is there with its last byte) and in memory, is what the simulator says.
         Plans that are looked at later start from the size that was best.
         """
-        fitting = [key for key, (_, step) in self.seen.items() if self.fits(step)]
+        fitting = [key for key, (_, said) in self.seen.items() if self.fits(said)]
         left = 2 + self._affordable_looks() // 2
         for key in sorted(fitting, key=self._seconds)[:plans]:
             for factor in _BUCKET_FACTORS:
@@ -282,17 +312,16 @@ class _Search:
         """Whether a plan fits and is faster with buckets of another size; it then has them."""
         self.sizes[key].add(size_bytes)
         found = self._price(key, self.ctx, size_bytes)
-        step = self.seen[key][1]
-        faster = found[1].prediction.step_seconds < step.prediction.step_seconds
+        faster = found[1].step_seconds < self._seconds(key)
         if self.fits(found[1]) and faster:
             self.seen[key] = found
             return True
         return False
 
     def _seconds(self, key: tuple[Decision, ...]) -> float:
-        return self.seen[key][1].prediction.step_seconds
+        return self.seen[key][1].step_seconds
 
-    def least_memory(self) -> Step:
+    def least_memory(self) -> Prediction:
         """The least peak that is found, or the first on the way there that fits.
 
         Not always that of gathering everything again: a second gather may be in flight at
@@ -307,14 +336,14 @@ class _Search:
             [options[min(1, len(options) - 1)].decision for options in self.choices],
             [options[0].decision for options in self.choices],
         ]
-        looks: dict[tuple[Decision, ...], tuple[Plan, Step]] = {}
+        looks: dict[tuple[Decision, ...], tuple[Plan, Prediction]] = {}
 
         def peak(decisions: Sequence[Decision]) -> int:
             key = tuple(decisions)
             if key not in looks:
                 plan, _ = self._price(key, ctx)
-                looks[key] = plan, predict(self.captured, plan, ctx, self.passes)
-            return looks[key][1].prediction.peak_bytes
+                looks[key] = plan, predict(self.captured, plan, ctx, self.passes).prediction
+            return looks[key][1].peak_bytes
 
         best = min(starts, key=peak)
         improved = True

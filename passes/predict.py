@@ -10,7 +10,7 @@ from torch import fx
 from passes.capture import Captured, lay_out
 from passes.context import Context, Phase
 from passes.decisions import Plan, Prediction
-from passes.graph import bytes_of, output_node
+from passes.graph import bytes_of, output_node, shared_values
 from passes.pipeline import Pass, Stage, run
 from passes.simulate import Simulation, simulate
 
@@ -71,6 +71,11 @@ def predict(captured: Captured, plan: Plan, ctx: Context, passes: Sequence[Pass]
     ``ctx.base_bytes``: bytes of buffers, the batch, and of whatever else is held besides
     parameters and optimizer state.
     """
+    with shared_values(captured.values):
+        return _predict(captured, plan, ctx, passes)
+
+
+def _predict(captured: Captured, plan: Plan, ctx: Context, passes: Sequence[Pass]) -> Step:
     laid = lay_out(captured, plan, ctx)
     state = state_bytes(ctx, plan)
     held = ctx.base_bytes + state["parameters"] + state["optimizer"]

@@ -41,9 +41,8 @@ from passes.decisions import Collective
 from passes.exposure import DRAINED, HELD_BACK, Reason
 from passes.fusion import is_fusible
 from passes.graph import ALL_REDUCE, COLLECTIVES, output_node, positions, root_of
-from passes.memory import memory_of
+from passes.memory import MemoryModel
 from passes.schedule import Job, Room, Scheduler, is_compute, moved
-from passes.simulate import simulate
 
 #: How often less room is tried before nothing is in flight at all.
 _ROOM_TRIES = 6
@@ -60,7 +59,8 @@ def reorder(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     total = _total_bytes(jobs)
     bound = ctx.plan.in_flight_bytes
     cap = allowed = total if bound is None else bound
-    free_bytes = _free_bytes(graph, jobs, ctx)
+    memory = MemoryModel(graph)
+    free_bytes = _free_bytes(graph, jobs, memory, ctx)
     spare_bytes = 0  # of the room, to be on the safe side
     tried: list[tuple[int, Scheduler]] = []
     while True:
@@ -69,7 +69,7 @@ def reorder(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         _apply(graph, scheduler.run())
         if ctx.limit_bytes is None:
             break
-        tried.append((simulate(graph).peak_bytes, scheduler))
+        tried.append((memory.run().peak_bytes, scheduler))
         above_bytes = ctx.base_bytes + tried[-1][0] - ctx.limit_bytes
         if above_bytes <= 0:
             break
@@ -80,6 +80,7 @@ def reorder(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         spare_bytes += above_bytes
         if len(tried) >= _ROOM_TRIES:
             cap = 0
+    graph.lint()
     for job in jobs:
         job.start.meta[HELD_BACK] = _held_back(job, scheduler, allowed)
         job.start.meta[DRAINED] = job in scheduler.drained
@@ -95,13 +96,15 @@ def _held_back(job: Job, scheduler: Scheduler, allowed_bytes: int) -> Reason:
     return scheduler.held_back[job]
 
 
-def _free_bytes(graph: fx.Graph, jobs: list[Job], ctx: Context) -> list[int] | None:
+def _free_bytes(
+    graph: fx.Graph, jobs: list[Job], memory: MemoryModel, ctx: Context
+) -> list[int] | None:
     """What the limit leaves at each compute node while every collective is on the spot."""
     if ctx.limit_bytes is None:
         return None
     mine = moved(jobs)
     free_bytes: list[int] = []
-    for node, alive_bytes in zip(graph.nodes, memory_of(graph).curve, strict=True):
+    for node, alive_bytes in zip(graph.nodes, memory.run().curve, strict=True):
         left = ctx.limit_bytes - ctx.base_bytes - alive_bytes
         if is_compute(node, mine):
             free_bytes.append(left)
@@ -245,4 +248,3 @@ def _apply(graph: fx.Graph, order: list[fx.Node]) -> None:
     output = output_node(graph)
     for node in order:
         output.prepend(node)
-    graph.lint()

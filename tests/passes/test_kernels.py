@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from passes.graph import positions
-from passes.kernels import FAR_KERNELS, kernel_places
+from passes.kernels import FAR_KERNELS, Kernels
 from tests.passes.graphs import price
 from tests.passes.test_simulate import Priced
 
@@ -27,7 +27,8 @@ def fused(
 
 def places(b: Priced, *outputs: fx.Node) -> dict[fx.Node, int]:
     """Where each kernel runs, in a graph that returns these."""
-    return kernel_places(positions(b.finish(*outputs).graph))
+    place = positions(b.finish(*outputs).graph)
+    return Kernels(place).places(place)
 
 
 def test_results_that_share_what_they_read_are_written_by_the_first_ones_kernel():
@@ -39,7 +40,7 @@ def test_results_that_share_what_they_read_are_written_by_the_first_ones_kernel(
     second = fused(b, aten.mul.Tensor, source, inside, memory_bytes=10)
     found = b.simulated(product, b.kernel(second, memory_bytes=1))
     place = positions(b.graph)
-    runs = kernel_places(place)
+    runs = Kernels(place).places(place)
     assert runs[second] == runs[first] == place[first]
     assert runs[product] == place[product]
     # Both results are there as the kernel runs, one over the source, which nobody reads then.
