@@ -130,7 +130,7 @@ def begin(configuration: Configuration, steps: int) -> Run:
     task = TASKS[configuration.task]
     torch.manual_seed(0)
     model = task.model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate)
     plan = plan_for(model, configuration.plan, dist.get_world_size())
     compiled = torch.compile(model, backend="osdp", options={"plan": plan})
     generator = torch.Generator().manual_seed(dist.get_rank())

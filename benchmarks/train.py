@@ -58,6 +58,10 @@ class Work:
             return TASKS[self.task].model()
         return GPT(GPTConfig(layers=self.layers, width=self.width, context=self.context))
 
+    @property
+    def learning_rate(self) -> float:
+        return TASKS[self.task].learning_rate if self.task else 1e-3
+
     def inputs(self, step: int) -> tuple[Any, ...]:
         """This rank's batch, the same for every way; the model's loss comes of it."""
         generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
@@ -69,7 +73,7 @@ def train(work: Work, way: str, options: dict[str, Any], steps: int) -> dict[str
     """Train for some steps: losses and seconds of each, and what osdp decided."""
     model = work.model()
     called = WAYS[way](model, options)
-    optimizer = torch.optim.AdamW(called.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(called.parameters(), lr=work.learning_rate)
     losses: list[float] = []
     seconds: list[float] = []
     for step in range(steps):
