@@ -70,7 +70,8 @@ def hardware_of(
         OsdpError: on every rank, if what is given lacks a collective that the group needs.
     """
     if given is not None:
-        chosen = given.along(dimension)
+        ranks = {name: one.size() for name, one in (along or {}).items()}
+        chosen = given.over(ranks or {"": group.size()}).along(dimension)
         return on_every_rank(lambda: _complete(chosen, group, device), group)
     known = _known(group, device, along)
     if known not in _in_process:

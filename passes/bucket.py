@@ -19,6 +19,7 @@ it: nothing is copied back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,18 @@ from passes.packing import MEAN_RANKS, PACK, PACK_COLUMNS, UNPACK
 from passes.shard import after_wait, gather, scatter, start_collective
 
 _aten = torch.ops.aten
+
+
+def bucket_bytes_for(ctx: Context) -> int:
+    """Up to what size collectives travel together: where latency is a tenth of the transfer.
+
+    A power of two from 64 KiB to 32 MiB.
+    """
+    rate = ctx.hardware.collectives["all_gather"]
+    if rate.seconds_per_byte <= 0:
+        return 1 << 25
+    worth = 10 * rate.latency_seconds / rate.seconds_per_byte
+    return 1 << min(25, max(16, math.ceil(math.log2(max(worth, 1)))))
 
 
 def bucket(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,32 @@ class LinkRate:
         return cls(**_checked(cls, data))
 
 
+@dataclasses.dataclass(frozen=True)
+class Hosts:
+    """How the host that a profile describes is joined to others like it.
+
+    ``ranks``: of one host; the profile's ``collectives`` are among no more than these.
+    ``between``: rates of a group with one rank on each host, while the other ranks' groups do
+    the same.
+    ``hop_seconds``, ``host_hop_seconds``: that a ring takes longer for every rank that it passes
+    within a host, and for every host.
+    """
+
+    ranks: int
+    between: dict[str, LinkRate]
+    hop_seconds: float = 0.0
+    host_hop_seconds: float = 0.0
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Hosts:
+        """Raises ValueError if a field is missing, unknown or of a wrong kind."""
+        fields = _checked(cls, data)
+        fields["between"] = _links(" between hosts", fields["between"])
+        if not fields["ranks"]:
+            raise ValueError("a host has no ranks")
+        return cls(**fields)
+
+
 def wire_bytes(kind: str, full_bytes: int, world_size: int) -> float:
     """Bytes one rank sends for a collective on a tensor of ``full_bytes`` over all ranks."""
     share = full_bytes * (world_size - 1) / world_size
@@ -66,6 +92,8 @@ class Hardware:
     and state (0: :data:`UPDATE_PASSES` over memory); ``update_seconds_per_parameter``: besides.
     ``kernel_seconds``: measured times, by :func:`passes.annotate.kernel_key`; what is not in it
     is priced by the rates.
+    ``hosts``: what lies beyond the host whose rates these are (:meth:`over`); None: the rates
+    are what they are among any number of ranks.
     """
 
     name: str
@@ -80,6 +108,45 @@ class Hardware:
     update_seconds_per_byte: float = 0.0
     update_seconds_per_parameter: float = 0.0
     kernel_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    hosts: Hosts | None = None
+
+    def over(self, ranks: Mapping[str, int]) -> Hardware:
+        """The profile for so many ranks, on as few hosts as hold them.
+
+        A ring through all ranks of several hosts leaves each by all of its ranks' cards at once,
+        as NCCL's channels do: ``ranks`` times the rate between hosts, or the rate within one.
+
+        Args:
+            ranks: by dimension of the mesh, one or two. With two, of which the inner one lies
+                within a host, there are rates along both.
+        """
+        hosts, world_size = self.hosts, math.prod(ranks.values())
+        if hosts is None or world_size <= hosts.ranks:
+            return self
+        count = -(-world_size // hosts.ranks)
+        hops_seconds = hosts.hop_seconds * (world_size - count) + hosts.host_hop_seconds * count
+        flat = {}
+        for kind, within in self.collectives.items():
+            between = hosts.between[kind]
+            slower = max(within, between, key=lambda rate: rate.latency_seconds)
+            each = max(within.seconds_per_byte, between.seconds_per_byte / hosts.ranks)
+            share = within.busy_seconds_per_byte / within.seconds_per_byte
+            flat[kind] = dataclasses.replace(
+                slower,
+                latency_seconds=slower.latency_seconds + hops_seconds,
+                seconds_per_byte=each,
+                busy_seconds_per_byte=share * each,
+            )
+        dimensions = dict(self.dimensions)
+        names = list(ranks)
+        if len(names) == 2 and ranks[names[1]] <= hosts.ranks:
+            crossing = hosts.host_hop_seconds * ranks[names[0]]
+            dimensions[names[0]] = {
+                kind: dataclasses.replace(rate, latency_seconds=rate.latency_seconds + crossing)
+                for kind, rate in hosts.between.items()
+            }
+            dimensions[names[1]] = self.collectives
+        return dataclasses.replace(self, collectives=flat, dimensions=dimensions, hosts=None)
 
     def along(self, dimension: str | None) -> Hardware:
         """The profile for collectives along a mesh dimension; itself if it does not know it."""
@@ -135,6 +202,8 @@ class Hardware:
                 dimension: _links(f" along {dimension!r}", kinds)
                 for dimension, kinds in fields.get("dimensions", {}).items()
             }
+            if fields.get("hosts") is not None:
+                fields["hosts"] = Hosts.from_dict(fields["hosts"])
             if "default" not in fields["flops_per_second"]:
                 raise ValueError("flops_per_second has no 'default'")
             return cls(**fields)
@@ -204,12 +273,15 @@ def _value(name: str, kind: Any, value: Any) -> Any:
         return {key: _value(name, "float", one) for key, one in value.items()}
     elif kind in _NESTED and isinstance(value, dict):
         return dict(value)
+    elif kind == _HOSTS and (value is None or isinstance(value, dict)):
+        return value
     above = " above zero" if name in _ABOVE_ZERO else ""
     raise ValueError(f"{name}={value!r} is no {_KINDS[kind]}{above}")
 
 
 #: Read further by whoever asked.
 _NESTED = ("dict[str, LinkRate]", "dict[str, dict[str, LinkRate]]")
+_HOSTS = "Hosts | None"
 
 #: Annotations of the fields above, for people.
 _KINDS = {
@@ -219,6 +291,7 @@ _KINDS = {
     "dict[str, float]": "table of numbers",
     "dict[str, LinkRate]": "table of collectives",
     "dict[str, dict[str, LinkRate]]": "table of mesh dimensions",
+    _HOSTS: "description of hosts",
 }
 
 

@@ -6,46 +6,35 @@ the simulator says of the schedule that the passes emit; neither is a sum over p
 
 The method, in two levels:
 
-1. *Dynamic programming over memory* on an additive model. A choice d of parameter i takes
-   m(i, d) bytes (its state, plus the gathered weight if it is kept) and costs
-   ``c(i, d) = wf * forward communication + wb * backward communication + computing``, where
-   computing is the optimizer's step and what collectives take of the computing beside them.
-   With memory cut into units of limit/1024 and parameters in order::
-
-       f[i][v] = min over d of f[i-1][v - m(i, d)] + c(i, d)
-
-   The weights (wf, wb) say how much of the forward's and the backward's communication is
-   expected to be exposed: hidden communication costs nothing, so a plan may move bytes
-   from the backward, where an all-reduce lies wholly, into the forward.
+1. *Dynamic programming over memory* on an additive model (``passes/knapsack.py``), for several
+   weights of the forward's and the backward's communication: hidden communication costs nothing,
+   so a plan may move bytes from the backward, where an all-reduce lies wholly, into the forward.
 2. *The simulator decides.* For each weighting the budget v is lowered by what the simulated
    peak exceeds the limit by, and by ever more, until the plan fits. The fastest simulated plan
    that fits is then refined: one group of like parameters, or one parameter, at a time; at last
    the size of its buckets is.
-
-Recurrence: the 0/1 knapsack of OSDP (arXiv 2209.13258, section 3.3) and Galvatron.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
-import math
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import numpy as np
-
+from passes.bucket import bucket_bytes_for
 from passes.capture import Captured
-from passes.context import Context, Parameter, Phase
+from passes.context import Context, Phase
 from passes.decisions import Collective, Decision, ParameterPlan, Plan, Prediction, shardable
-from passes.levels import legs_seconds
+from passes.knapsack import Table, choices_of
 from passes.pipeline import Pass
-from passes.predict import Step, predict
+from passes.predict import Step, predict, state_bytes
 from passes.reorder import order_of
 from passes.units import format_bytes, format_seconds
 
-_UNITS = 1024
 _WEIGHTS = ((1.0, 1.0), (0.0, 1.0), (1.0, 0.0), (0.3, 1.0))
 #: How many plans are looked at for each weighting until one fits, and then to fit more closely.
 _MOST_TRIES, _CLOSER_TRIES = 6, 2
@@ -56,7 +45,8 @@ _SIZED_PLANS = 4
 _LEAST_BUCKET_BYTES, _MOST_BUCKET_BYTES = 1 << 10, 1 << 28
 _BUCKET_FACTORS, _BUCKET_MISSES = (4, 1 / 4, 2, 1 / 2), 2
 _MOST_LOOKS = 48
-_REFINED_NODES = 6000  # nodes that refining may simulate in all: two seconds or so
+#: How many plans refining may look at, and how many nodes it may simulate in all: a second or two.
+_MOST_REFINED, _REFINED_NODES = 200, 10_000
 
 
 class Infeasible(ValueError):
@@ -73,27 +63,6 @@ class Infeasible(ValueError):
             f"{format_bytes(self.least_bytes)} for this model on {world_size} ranks ({filling}). "
             "Raise it, use a smaller batch, or run on more ranks."
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Choice:
-    decision: Decision
-    memory_bytes: int
-    forward_seconds: float
-    backward_seconds: float
-    compute_seconds: float
-
-
-def bucket_bytes_for(ctx: Context) -> int:
-    """Up to what size collectives travel together: where latency is a tenth of the transfer.
-
-    A power of two from 64 KiB to 32 MiB.
-    """
-    rate = ctx.hardware.collectives["all_gather"]
-    if rate.seconds_per_byte <= 0:
-        return 1 << 25
-    worth = 10 * rate.latency_seconds / rate.seconds_per_byte
-    return 1 << min(25, max(16, math.ceil(math.log2(max(worth, 1)))))
 
 
 def make_plan(captured: Captured, ctx: Context, passes: Sequence[Pass]) -> Plan:
@@ -168,7 +137,7 @@ class _Search:
 
     def __init__(self, captured: Captured, ctx: Context, passes: Sequence[Pass]) -> None:
         self.captured, self.ctx, self.passes = captured, ctx, passes
-        self.choices = [_choices(parameter, ctx) for parameter in ctx.parameters]
+        self.choices = [choices_of(parameter, ctx) for parameter in ctx.parameters]
         self.empty = Plan(
             (),
             world_size=ctx.world_size,
@@ -176,6 +145,7 @@ class _Search:
             bucket_bytes=bucket_bytes_for(ctx),
         )
         self.seen: dict[tuple[Decision, ...], tuple[Plan, Prediction]] = {}
+        self.left = 0  # looks that refining may still take
         #: Bucket sizes that were priced under the limit: what was seen is the best of them.
         self.sizes: dict[tuple[Decision, ...], set[int]] = {}
 
@@ -218,7 +188,7 @@ class _Search:
 
         Then for budgets between that one and the last that did not.
         """
-        table = _Table(self.choices, weights, self.ctx)
+        table = Table(self.choices, weights, self.ctx)
         limit_bytes = self.ctx.limit_bytes
         budget = table.most_bytes if limit_bytes is None else min(table.most_bytes, limit_bytes)
         too_much, shrink_bytes, known = budget, table.unit_bytes, len(self.seen)
@@ -248,39 +218,63 @@ class _Search:
                 too_much = between
 
     def refine(self) -> None:
-        """Change groups of parameters, or single ones, while that makes a plan that fits faster.
+        """Change a group of parameters, one, or two, until no such change is faster and fits.
 
-        The additive model sees no overlap: what hides behind what only the simulator knows.
+        Or until what may be looked at is used up. The additive model sees no overlap: what hides
+        behind what only the simulator knows.
         """
-        left = self._affordable_looks()
-        fitting = {key: said for key, (_, said) in self.seen.items() if self.fits(said)}
+        self.left = self._affordable_looks()
+        single = [[index] for index in range(len(self.choices))]
+        pairs = [[i, j] for (i,), (j,) in itertools.combinations(single, 2)]
+        groups = [members for members in self._alike() if len(members) > 1]
+        fitting = [key for key, (_, said) in self.seen.items() if self.fits(said)]
+        best = min(fitting, key=self._seconds)
+        by_size = functools.partial(sorted, key=self._size_bytes, reverse=True)
+        while self.left > 0:
+            found = self._better(best, by_size([*groups, *single]))
+            if found == best:
+                found = self._better(best, by_size(pairs), together=True)
+            if found == best:
+                return
+            best = found
 
-        def seconds(key: tuple[Decision, ...]) -> float:
-            return fitting[key].step_seconds
+    def _better(
+        self, best: tuple[Decision, ...], moves: list[list[int]], together: bool = False
+    ) -> tuple[Decision, ...]:
+        """The fastest plan that fits, after each of these moves in turn where it is an improvement.
 
-        best = min(fitting, key=seconds)
-        moves = [*self._alike(), *([index] for index in range(len(self.choices)))]
-        for members in sorted(moves, key=self._size_bytes, reverse=True):
-            for option in range(len(self.choices[members[0]])):
+        ``moves``: indices of parameters that get one decision, all the same; or, ``together``,
+        each its own, all other than what they have.
+        """
+        for members in moves:
+            options = [[choice.decision for choice in self.choices[index]] for index in members]
+            combined = itertools.product(*options) if together else zip(*options, strict=True)
+            for decisions in combined:
                 tried = list(best)
-                for index in members:
-                    tried[index] = self.choices[index][option].decision
+                for index, decision in zip(members, decisions, strict=True):
+                    tried[index] = decision
                 key = tuple(tried)
-                if key in self.seen:
+                kept = together and any(best[i] is tried[i] for i in members)
+                if key in self.seen or kept or not self._may_fit(key):
                     continue
-                if left == 0:
-                    return
-                left -= 1
-                said = self.look(key)
-                if self.fits(said):
-                    fitting[key] = said
-                    if seconds(key) < seconds(best):
-                        best = key
+                if self.left <= 0:
+                    return best
+                self.left -= 1
+                if self.fits(self.look(key)) and self._seconds(key) < self._seconds(best):
+                    best = key
+        return best
+
+    def _may_fit(self, decisions: tuple[Decision, ...]) -> bool:
+        """Whether what is held between steps leaves anything of the limit."""
+        if self.ctx.limit_bytes is None:
+            return True
+        plan = self.empty.replace(parameters=_rows(self.ctx, decisions))
+        return sum(state_bytes(self.ctx, plan).values()) <= self.ctx.limit_bytes
 
     def _affordable_looks(self) -> int:
         """How many plans may be looked at: fewer of a large graph, which takes long to simulate."""
         nodes = len(self.captured.forward.graph.nodes) + len(self.captured.backward.graph.nodes)
-        return min(_MOST_LOOKS, _REFINED_NODES // nodes)
+        return min(_MOST_REFINED, _REFINED_NODES // nodes)
 
     def size_buckets(self, plans: int) -> None:
         """Larger and smaller buckets for the fastest plans that fit, while that helps.
@@ -373,106 +367,6 @@ class _Search:
 
     def _size_bytes(self, members: list[int]) -> int:
         return sum(self.ctx.parameters[index].full_bytes for index in members)
-
-
-def _choices(parameter: Parameter, ctx: Context) -> list[_Choice]:
-    """What can be done with a parameter; replicate first, the least memory last."""
-    world, hardware, full = ctx.world_size, ctx.hardware, parameter.full_bytes
-    trained = parameter.requires_grad
-
-    # Small collectives share a bucket and so most of what each costs whatever its size.
-    spared = 1 - min(1.0, full / bucket_bytes_for(ctx))
-
-    def link(kind: str) -> float:
-        latency_seconds = hardware.collectives[kind].latency_seconds
-        seconds = hardware.collective_seconds(kind, full, world) - spared * latency_seconds
-        if ctx.levels is None or (kind == "reduce_scatter" and ctx.by_exchange):
-            return seconds
-        latency_seconds = legs_seconds(kind, 0, ctx)
-        return min(seconds, legs_seconds(kind, full, ctx) - spared * latency_seconds)
-
-    def busy(*kinds: str) -> float:
-        return sum(
-            hardware.busy_seconds(kind, full, world)
-            - spared * hardware.collectives[kind].start_seconds
-            for kind in kinds
-        )
-
-    def update(state: int) -> float:
-        return hardware.update_seconds(state, 1)
-
-    whole, part = parameter.state_bytes(world, False), parameter.state_bytes(world, True)
-    reduce_whole = link("all_reduce") if trained else 0.0
-    computing = update(whole) + (busy("all_reduce") if trained else 0.0)
-    found = [_Choice(Decision.REPLICATE, whole, 0.0, reduce_whole, computing)]
-    if shardable(parameter.shape, world):
-        gather = link("all_gather")
-        kind = min(("reduce_scatter", "all_to_all"), key=link)
-        reduce = link(kind) if trained else 0.0
-        computing = update(part) + busy("all_gather", *([kind] if trained else []))
-        again = computing + busy("all_gather")
-        found.append(_Choice(Decision.SHARD_KEEP, part + full, gather, reduce, computing))
-        found.append(_Choice(Decision.SHARD_AGAIN, part, gather, gather + reduce, again))
-    return found
-
-
-class _Table:
-    """The dynamic programme for one weighting: the best decisions for any budget."""
-
-    def __init__(
-        self, choices: list[list[_Choice]], weights: tuple[float, float], ctx: Context
-    ) -> None:
-        self.choices = choices
-        self.most_bytes = sum(max(o.memory_bytes for o in options) for options in choices)
-        whole = (
-            self.most_bytes if ctx.limit_bytes is None else min(ctx.limit_bytes, self.most_bytes)
-        )
-        self.unit_bytes = max(1, whole // _UNITS)
-        self.units = whole // self.unit_bytes
-        forward, backward = weights
-        best = np.zeros(self.units + 1)
-        self.picks = np.zeros((len(choices), self.units + 1), dtype=np.int8)
-        # Rounding each parameter up would waste half a unit a parameter: carry the remainder.
-        self.sizes: list[list[int]] = []
-        carried = [0.0, 0.0, 0.0]
-        for index, options in enumerate(choices):
-            sizes = []
-            found = np.full((len(options), self.units + 1), np.inf)
-            for pick, option in enumerate(options):
-                exact = option.memory_bytes / self.unit_bytes + carried[pick]
-                size = round(exact)
-                carried[pick] = exact - size
-                sizes.append(size)
-                seconds = (
-                    forward * option.forward_seconds
-                    + backward * option.backward_seconds
-                    + option.compute_seconds
-                )
-                if size <= self.units:
-                    found[pick, size:] = best[: self.units + 1 - size] + seconds
-            self.sizes.append(sizes)
-            self.picks[index] = found.argmin(axis=0)
-            best = found.min(axis=0)
-        self.cost = best
-
-    def best(self, budget_bytes: int) -> list[Decision] | None:
-        """The cheapest decisions whose additive memory is within the budget; None if none is."""
-        left = min(self.units, budget_bytes // self.unit_bytes)
-        if left < 0 or not np.isfinite(self.cost[left]):
-            return None
-        picked: list[Decision] = []
-        for index in range(len(self.choices) - 1, -1, -1):
-            pick = int(self.picks[index, left])
-            picked.append(self.choices[index][pick].decision)
-            left -= self.sizes[index][pick]
-        return picked[::-1]
-
-    def memory_bytes(self, decisions: Sequence[Decision]) -> int:
-        """Additive memory of some decisions."""
-        return sum(
-            next(o.memory_bytes for o in options if o.decision is decision)
-            for options, decision in zip(self.choices, decisions, strict=True)
-        )
 
 
 def _rows(ctx: Context, decisions: Sequence[Decision]) -> tuple[ParameterPlan, ...]:

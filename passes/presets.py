@@ -7,20 +7,22 @@ Published rates are peaks that no program reaches, so each is multiplied by a na
 efficiency below. Those are our choices, rounded from what matrix products and NCCL's own
 tests commonly reach; nothing here was measured by this project. Expect tens of percent.
 
-The collectives of a GPU preset run over what joins the GPUs of one host;
-:func:`between_hosts` gives them a network card instead.
+The collectives of a GPU preset run over what joins the eight GPUs of one host, and for more
+ranks also over the network cards that such hosts have (``Hardware.over``);
+:func:`between_hosts` is for one rank on each host.
 
 Sources: NVIDIA's data sheets and architecture papers of the H100, H200, A100 and TITAN RTX
 (dense rates: their figures with "sparsity" are twice these); PCI Express Base
 Specification 3.0; OSDP (arXiv 2209.13258), most of whose experiments ran on one server of 8
-TITAN RTX cards on PCIe 3.0.
+TITAN RTX cards on PCIe 3.0; NCCL's own tuning tables (src/graph/tuning.cc) for what a ring takes
+from rank to rank.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from passes.hardware import Hardware, LinkRate
+from passes.hardware import Hardware, Hosts, LinkRate
 
 #: Of the peak FLOP/s: large matrix products reach 0.6 to 0.8; the power limit is one reason.
 MATMUL_EFFICIENCY = 0.7
@@ -33,12 +35,19 @@ NCCL_COMPUTE_SHARE = 0.15
 #: What a small NCCL collective takes between the GPUs of a host, and between hosts.
 NVLINK_LATENCY_SECONDS = 15e-6
 NETWORK_LATENCY_SECONDS = 30e-6
+#: NCCL's LL128 protocol, from rank to rank of a ring: over NVLink, PCIe, and the network.
+NVLINK_HOP_SECONDS = 1.9e-6
+PCIE_HOP_SECONDS = 2.5e-6
+NETWORK_HOP_SECONDS = 4e-6
 #: The least a CUDA kernel takes from its predecessor's end to its own.
 CUDA_LAUNCH_SECONDS = 4e-6
 
+_GPUS_OF_A_HOST = 8
 _CUDA_ALIGNMENT_BYTES = 512  # of torch's caching allocator
 #: One card a GPU, as in a DGX H100: InfiniBand NDR.
 _NDR_BITS_PER_SECOND = 400e9
+#: As in a DGX A100: InfiniBand HDR.
+_HDR_BITS_PER_SECOND = 200e9
 # 8 GT/s, 16 lanes, 128b/130b coding.
 _PCIE3_X16_BYTES_PER_SECOND = 8e9 * 16 * 128 / 130 / 8
 
@@ -69,6 +78,7 @@ def between_hosts(hardware: Hardware, bits_per_second: float = _NDR_BITS_PER_SEC
         name=f"{hardware.name}, network",
         collectives=_nccl(bits_per_second / 8, NETWORK_LATENCY_SECONDS),
         source=f"{hardware.source}; collectives over {bits_per_second / 1e9:g} Gb/s a rank",
+        hosts=None,
     )
 
 
@@ -93,9 +103,13 @@ def _gpu(
     memory_bytes_per_second: float,
     memory_bytes: int,
     link_bytes_per_second: float,
+    card_bits_per_second: float,
     source: str,
+    hop_seconds: float = NVLINK_HOP_SECONDS,
 ) -> Hardware:
     """A GPU from its published peaks; rates a second, the link's in one direction.
+
+    ``card_bits_per_second``: each GPU's share of its host's network cards.
 
     ``float32`` is the rate without TF32, as torch multiplies unless told otherwise; under
     ``torch.set_float32_matmul_precision("high")`` put the rate of ``tf32`` there.
@@ -118,6 +132,12 @@ def _gpu(
         collectives=_nccl(link_bytes_per_second, NVLINK_LATENCY_SECONDS),
         allocator_alignment_bytes=_CUDA_ALIGNMENT_BYTES,
         memory_bytes=memory_bytes,
+        hosts=Hosts(
+            ranks=_GPUS_OF_A_HOST,
+            between=_nccl(card_bits_per_second / 8, NETWORK_LATENCY_SECONDS),
+            hop_seconds=hop_seconds,
+            host_hop_seconds=NETWORK_HOP_SECONDS,
+        ),
         source=f"{source}; peaks times {MATMUL_EFFICIENCY} (FLOP/s), {MEMORY_EFFICIENCY} "
         f"(memory), {LINK_EFFICIENCY} (links); latencies and launch assumed",
     )
@@ -157,6 +177,7 @@ PRESETS: dict[str, Hardware] = {
         memory_bytes_per_second=3.35e12,
         memory_bytes=80 * 10**9,
         link_bytes_per_second=450e9,  # NVLink 4: 900 GB/s both ways together
+        card_bits_per_second=_NDR_BITS_PER_SECOND,
         source="NVIDIA H100 data sheet and architecture paper (SXM5)",
     ),
     "h200": _gpu(
@@ -167,6 +188,7 @@ PRESETS: dict[str, Hardware] = {
         memory_bytes_per_second=4.8e12,
         memory_bytes=141 * 10**9,
         link_bytes_per_second=450e9,  # NVLink 4: 900 GB/s both ways together
+        card_bits_per_second=_NDR_BITS_PER_SECOND,
         source="NVIDIA H200 data sheet (SXM; compute as the H100)",
     ),
     "a100-40gb": _gpu(
@@ -177,6 +199,7 @@ PRESETS: dict[str, Hardware] = {
         memory_bytes_per_second=1.555e12,
         memory_bytes=40 * 10**9,
         link_bytes_per_second=300e9,  # NVLink 3: 600 GB/s both ways together
+        card_bits_per_second=_HDR_BITS_PER_SECOND,
         source="NVIDIA A100 data sheet (SXM4, 40 GB)",
     ),
     "a100-80gb": _gpu(
@@ -187,6 +210,7 @@ PRESETS: dict[str, Hardware] = {
         memory_bytes_per_second=2.039e12,
         memory_bytes=80 * 10**9,
         link_bytes_per_second=300e9,  # NVLink 3: 600 GB/s both ways together
+        card_bits_per_second=_HDR_BITS_PER_SECOND,
         source="NVIDIA A100 data sheet (SXM4, 80 GB)",
     ),
     "rtx-titan-pcie3": _gpu(
@@ -198,6 +222,8 @@ PRESETS: dict[str, Hardware] = {
         memory_bytes=24 * 10**9,
         # Where several cards share a root port each has less.
         link_bytes_per_second=_PCIE3_X16_BYTES_PER_SECOND,
+        card_bits_per_second=100e9 / 8,  # one card of 100 Gb/s for all: assumed
+        hop_seconds=PCIE_HOP_SECONDS,
         source="NVIDIA Turing architecture paper (TITAN RTX); PCIe 3.0 x16; the card of OSDP's "
         "experiments (arXiv 2209.13258)",
     ),

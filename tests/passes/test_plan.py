@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import fx, nn
 
+from passes.bucket import bucket_bytes_for
 from passes.capture import Captured
 from passes.context import Context
 from passes.decisions import Decision, Plan, shardable
 from passes.hardware import Hardware, LinkRate
 from passes.pipeline import default_passes
-from passes.plan import Infeasible, bucket_bytes_for, make_plan
+from passes.plan import Infeasible, make_plan
 from passes.predict import predict
 from tests.passes.captures import capture_step
 from tests.passes.graphs import context, hardware, parameter, plan_of

@@ -68,3 +68,54 @@ def test_between_hosts_only_the_collectives_are_others(name):
 def test_an_unknown_machine_is_an_error_that_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"'h300'; there are h100-sxm, h200, .*cpu-gloo"):
         preset("h300")
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_up_to_eight_ranks_are_one_host(name):
+    assert preset(name).over({"ranks": 8}) == preset(name)
+    assert preset("cpu-gloo").over({"ranks": 64}) == preset("cpu-gloo")
+
+
+@pytest.mark.parametrize(
+    ("name", "within", "of_eight_cards"),
+    [("h100-sxm", 450e9, 400e9), ("a100-80gb", 300e9, 200e9), ("rtx-titan-pcie3", 15.75e9, 12.5e9)],
+)
+def test_a_ring_through_hosts_uses_all_their_cards(name, within, of_eight_cards):
+    near, far = preset(name), preset(name).over({"ranks": 64})
+    for kind in KINDS:
+        rate = far.collectives[kind]
+        slower = 1 / near.collectives[kind].seconds_per_byte / (1 / rate.seconds_per_byte)
+        assert slower == pytest.approx(within / of_eight_cards, rel=0.01)
+        ratio = rate.busy_seconds_per_byte / rate.seconds_per_byte
+        assert ratio == pytest.approx(0.15)
+    # 56 ranks that are followed by one of their host, and 8 that are not.
+    passing = 56 * preset(name).hosts.hop_seconds + 8 * 4e-6
+    assert far.collectives["all_gather"].latency_seconds == pytest.approx(30e-6 + passing)
+    more = preset(name).over({"ranks": 1024}).collectives["all_gather"]
+    assert more.latency_seconds > 10 * far.collectives["all_gather"].latency_seconds
+
+
+def test_a_mesh_of_hosts_has_rates_along_both_dimensions():
+    hardware = preset("h100-sxm").over({"host": 8, "gpu": 8})
+    assert hardware.dimensions["gpu"] == preset("h100-sxm").collectives
+    between = hardware.dimensions["host"]["all_gather"]
+    assert 1 / between.seconds_per_byte == pytest.approx(0.8 * 50e9)
+    assert between.latency_seconds == pytest.approx(30e-6 + 8 * 4e-6)
+    # Sixteen ranks are no host of these, so that what is along them is not known.
+    assert preset("h100-sxm").over({"host": 4, "gpu": 16}).dimensions == {}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"ranks": 8}, "missing: between"),
+        ({"ranks": 0, "between": {}}, "no ranks"),
+        ({"ranks": 8, "between": {}, "cards": 8}, "unknown: cards"),
+        ("eight", "hosts='eight' is no description of hosts"),
+    ],
+)
+def test_a_profile_with_malformed_hosts_is_refused(wrong, said):
+    data = preset("h100-sxm").to_dict()
+    data["hosts"] = wrong
+    with pytest.raises(ValueError, match=said):
+        Hardware.from_dict(data)
