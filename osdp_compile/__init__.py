@@ -7,6 +7,7 @@ Importing this package changes nothing; ``torch.compile`` finds the backend by i
 
 from osdp_compile.errors import InfeasibleLimit, OsdpError, PlanMismatch, RanksDiffer
 from osdp_compile.measure import PeakMemory
+from osdp_compile.offline import plan
 from osdp_compile.session import plan_of
 from osdp_compile.step_report import Report, report
 from passes.decisions import Decision, ParameterPlan, Plan, Prediction
@@ -24,6 +25,7 @@ __all__ = [
     "Prediction",
     "RanksDiffer",
     "Report",
+    "plan",
     "plan_of",
     "report",
 ]

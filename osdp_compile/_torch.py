@@ -34,12 +34,16 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 # 2.11.0, 2.13.0: the hook for the partitioner.
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+# 2.11.0, 2.13.0: tensors that have a shape and a device but no memory.
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 # 2.11.0, 2.13.0: tensors inside nested containers and dataclasses such as model outputs.
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
+    "FakeTensorMode",
     "Partitioner",
     "aot_input_index",
     "compile_fx",
@@ -53,6 +57,7 @@ __all__ = [
     "register_work",
     "restart_tracing",
     "tree_leaves",
+    "tree_map_only",
     "without_autograd_cache",
 ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -61,19 +61,24 @@ def check_mesh(mesh: DeviceMesh) -> None:
             )
 
 
+def level(name: str, group: dist.ProcessGroup) -> Level:
+    """A dimension as the passes see it."""
+    return Level(name, group.size(), group.group_name)
+
+
 def levels_of(
-    along: Mapping[str, dist.ProcessGroup], hardware: Hardware, by_exchange: bool
+    levels: Sequence[Level], hardware: Hardware, by_exchange: bool
 ) -> tuple[Level, Level] | None:
     """The levels of a mesh, if the profile prices whatever the passes may emit along both.
 
-    ``along``: see :func:`groups_along`. ``by_exchange``: of the passes' context.
+    ``levels``: the outer and the inner, or none. ``by_exchange``: of the passes' context.
     """
-    if not along:
+    if not levels:
         return None
     needed = {"all_gather", "all_reduce", "all_to_all"}
     if not by_exchange:
         needed.add("reduce_scatter")
-    if any(needed - set(hardware.dimensions.get(name, ())) for name in along):
+    if any(needed - set(hardware.dimensions.get(one.name, ())) for one in levels):
         return None
-    outer, inner = (Level(name, group.size(), group.group_name) for name, group in along.items())
+    outer, inner = levels
     return outer, inner

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from osdp_compile.meshes import check_mesh, flat_mesh, groups_along, levels_of
 from osdp_compile.trace import fake_world
+from passes.context import Level
 from passes.hardware import generic
 
 
@@ -46,19 +47,15 @@ def test_one_rank_along_a_dimension_is_no_level(shape):
 
 
 def test_levels_need_all_rates_along_both_dimensions():
-    with fake_world(8):
-        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("host", "gpu"))
-        along = groups_along(mesh)
-        found = levels_of(along, generic(dimensions=("host", "gpu")), by_exchange=False)
-        assert found is not None
-        assert [(level.name, level.size) for level in found] == [("host", 2), ("gpu", 4)]
-        assert levels_of(along, generic(), by_exchange=False) is None
-        assert levels_of(along, generic(dimensions=("host",)), by_exchange=False) is None
-        partly = generic(dimensions=("host", "gpu"))
-        del partly.dimensions["gpu"]["reduce_scatter"]  # which messages do not need
-        assert levels_of(along, partly, by_exchange=False) is None
-        assert levels_of(along, partly, by_exchange=True) is not None
-        assert levels_of({}, partly, by_exchange=True) is None
+    levels = [Level("host", 2, "hosts"), Level("gpu", 4, "gpus")]
+    both = generic(dimensions=("host", "gpu"))
+    assert levels_of(levels, both, by_exchange=False) == tuple(levels)
+    assert levels_of(levels, generic(), by_exchange=False) is None
+    assert levels_of(levels, generic(dimensions=("host",)), by_exchange=False) is None
+    del both.dimensions["gpu"]["reduce_scatter"]  # which messages do not need
+    assert levels_of(levels, both, by_exchange=False) is None
+    assert levels_of(levels, both, by_exchange=True) is not None
+    assert levels_of([], both, by_exchange=True) is None
 
 
 def test_ranks_out_of_order_are_refused():

@@ -1,0 +1,98 @@
+"""Describe: what the planner is told of a model, from the Dynamo graph that reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from osdp_compile.capture import capture
+from osdp_compile.lower import static_inputs
+from osdp_compile.optimizer_names import state_bytes_per_element
+from osdp_compile.optimizers import OptimizerIndex
+from osdp_compile.roots import find_roots
+from osdp_compile.state import ModelParameter, buffers_of, check_shardable, model_parameters
+from passes.capture import Captured
+from passes.context import Context, Parameter
+from passes.pipeline import Pass
+
+_UNSEEN_BYTES = 1 << 16
+
+
+def owned_parameters(
+    gm: fx.GraphModule, inputs: Sequence[Any]
+) -> tuple[list[tuple[str, nn.Module]], list[ModelParameter]]:
+    """The modules that own the graph's parameters, and all parameters of theirs.
+
+    Raises:
+        OsdpError: naming a parameter that cannot be sharded.
+    """
+    roots = find_roots(gm, inputs)
+    entries = model_parameters(roots)
+    check_shardable(entries)
+    return roots, entries
+
+
+def captured_step(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    entries: Sequence[ModelParameter],
+    context: Context,
+    passes: Sequence[Pass],
+) -> Captured:
+    """The graph's training step with whole parameters. See :mod:`osdp_compile.capture`."""
+    by_id = {id(entry.parameter): entry.name for entry in entries}
+    names = {i: by_id[id(value)] for i, value in enumerate(inputs) if id(value) in by_id}
+    static = {**static_inputs(gm, inputs), **names}
+    return capture(gm, inputs, names, static, context, passes)
+
+
+def described(
+    entry: ModelParameter, optimizers: OptimizerIndex | None, optimizer: int | str | None
+) -> Parameter:
+    """A parameter as the passes see it.
+
+    ``optimizers``: those there are, asked where ``optimizer`` is None. ``optimizer``: a name, or
+    bytes of state for each element.
+    """
+    parameter = entry.parameter
+    return Parameter(
+        name=entry.name,
+        shape=tuple(parameter.shape),
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        numel=parameter.numel(),
+        element_bytes=parameter.element_size(),
+        requires_grad=parameter.requires_grad,
+        optimizer_bytes=_optimizer_bytes(parameter, optimizers, optimizer),
+    )
+
+
+def _optimizer_bytes(
+    parameter: nn.Parameter, optimizers: OptimizerIndex | None, optimizer: int | str | None
+) -> int:
+    """Bytes of optimizer state the whole parameter has or will get."""
+    if not parameter.requires_grad:
+        return 0
+    if isinstance(optimizer, int):
+        return optimizer * parameter.numel()
+    holding = optimizers.holding(parameter) if optimizers is not None and optimizer is None else []
+    if optimizers is not None and holding:
+        return sum(optimizers.state_bytes(parameter, one) for one in holding)
+    per_element = state_bytes_per_element(optimizer or "adamw", parameter.element_size())
+    return per_element * parameter.numel()
+
+
+def held_bytes_of(
+    roots: Sequence[tuple[str, nn.Module]], inputs: Sequence[Any], entries: Sequence[ModelParameter]
+) -> int:
+    """Bytes held all along besides parameters and optimizer state: buffers and the batch.
+
+    And some for what no graph shows: Adam's step counters, and small tensors that a
+    collective's thread lets go of a moment late.
+    """
+    own = {id(entry.parameter) for entry in entries}
+    held = {id(t): t for t in inputs if isinstance(t, torch.Tensor) and id(t) not in own}
+    held.update((id(buffer), buffer) for buffer in buffers_of(roots))
+    return sum(t.numel() * t.element_size() for t in held.values()) + _UNSEEN_BYTES

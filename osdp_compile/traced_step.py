@@ -1,0 +1,165 @@
+"""A training step traced for planning: of a model that need not be here, for any cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from osdp_compile import _torch
+from osdp_compile.describe import captured_step, described, held_bytes_of, owned_parameters
+from osdp_compile.errors import InfeasibleLimit, OsdpError
+from osdp_compile.meshes import levels_of
+from osdp_compile.roots import plain_parameters
+from osdp_compile.stand_ins import stand_ins
+from osdp_compile.state import check_shardable, model_parameters
+from passes.bucket import bucket_bytes_for
+from passes.capture import Captured
+from passes.context import Context, Level, Parameter
+from passes.decisions import Decision, ParameterPlan, Plan, shardable
+from passes.hardware import Hardware
+from passes.pipeline import Pass, default_passes, validate
+from passes.plan import Infeasible, complete, make_plan
+
+#: The name that a graph has for a process group which does not exist.
+_GROUP = "osdp_offline"
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedStep:
+    """A model's training step, traced once, to be planned for any cluster.
+
+    ``held_bytes``: buffers, the batch, and what no graph shows.
+    """
+
+    captured: Captured
+    parameters: tuple[Parameter, ...]
+    held_bytes: int
+    passes: tuple[Pass, ...]
+
+    def context(
+        self, ranks: Mapping[str, int], hardware: Hardware, limit_bytes: int | None
+    ) -> Context:
+        """What the passes are told; ``ranks``: by dimension of the mesh, one or two."""
+        world_size = math.prod(ranks.values())
+        hardware = hardware.over(ranks)
+        by_exchange = hardware.collectives["all_gather"].carried_out == "messages"
+        levels = [Level(name, size, f"{_GROUP}_{name}") for name, size in ranks.items()]
+        if len(levels) == 1 or any(one.size == 1 for one in levels):
+            levels = []
+        return Context(
+            plan=Plan((), world_size=world_size),
+            hardware=hardware,
+            parameters=self.parameters,
+            world_size=world_size,
+            rank=0,
+            group_name=_GROUP,
+            base_bytes=self.held_bytes,
+            limit_bytes=limit_bytes,
+            by_exchange=by_exchange,
+            levels=levels_of(levels, hardware, by_exchange),
+        )
+
+    def plan(
+        self, ranks: Mapping[str, int], hardware: Hardware, limit_bytes: int | None = None
+    ) -> Plan:
+        """The fastest plan under the limit.
+
+        Raises:
+            InfeasibleLimit: if there is none.
+        """
+        try:
+            return make_plan(self.captured, self.context(ranks, hardware, limit_bytes), self.passes)
+        except Infeasible as error:
+            raise InfeasibleLimit(str(error), error.least_bytes) from None
+
+    def uniform(self, decision: Decision, ranks: Mapping[str, int], hardware: Hardware) -> Plan:
+        """One decision for all parameters, with its best schedule and its prediction."""
+        ctx = self.context(ranks, hardware, None)
+        rows = tuple(
+            ParameterPlan(
+                one.name,
+                one.shape,
+                one.dtype,
+                decision if shardable(one.shape, ctx.world_size) else Decision.REPLICATE,
+            )
+            for one in self.parameters
+        )
+        plan = Plan(rows, world_size=ctx.world_size, bucket_bytes=bucket_bytes_for(ctx))
+        return complete(plan, self.captured, ctx, self.passes)
+
+
+class _Found(OsdpError):
+    """Carries a traced step out of Dynamo."""
+
+    def __init__(self, step: TracedStep) -> None:
+        super().__init__("traced")
+        self.step = step
+
+
+def trace(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    optimizer: int | str = "adamw",
+    passes: Sequence[Pass] | None = None,
+) -> TracedStep:
+    """Trace a training step on stand-ins: the first graph that needs gradients, as the backend.
+
+    Raises:
+        OsdpError: if a parameter cannot be sharded, or nothing of what is computed needs gradients.
+    """
+    chosen = tuple(passes or default_passes())
+    validate(chosen)
+    check_shardable(model_parameters([("", model)]))  # a stand-in has no hooks
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        if not any(parameter.requires_grad for _, parameter in plain_parameters(gm, inputs)):
+            return gm
+        try:
+            found = _traced(gm, inputs, optimizer, chosen)
+        except OsdpError as error:
+            _torch.raise_to_user(error)
+        _torch.raise_to_user(_Found(found))
+
+    compiled = torch.compile(model, backend=backend, dynamic=False)
+    with stand_ins(model, (tuple(args), dict(kwargs or {})), _device_of(model)) as (given, named):
+        try:
+            with torch.enable_grad():
+                compiled(*given, **named)
+        except _Found as found:
+            return found.step
+    raise OsdpError(
+        "nothing that the model computes from these arguments needs gradients: there is nothing "
+        "to plan (are all parameters frozen, or is the model called under no_grad?)"
+    )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the model is traced: where it is, and on the CPU if it is on the meta device.
+
+    A build of torch without CUDA cannot trace for it.
+    """
+    devices = (p.device for p in model.parameters() if p.device.type != "meta")
+    return next(devices, torch.device("cpu"))
+
+
+def _traced(
+    gm: fx.GraphModule, inputs: Sequence[Any], optimizer: int | str, passes: tuple[Pass, ...]
+) -> TracedStep:
+    roots, entries = owned_parameters(gm, inputs)
+    parameters = tuple(described(entry, None, optimizer) for entry in entries)
+    # Of the context only the parameters and the group's name enter the graphs.
+    alone = Hardware("none", {"default": 1.0}, 1.0, 0.0, {})
+    ctx = Context(Plan((), world_size=1), alone, parameters, 1, 0, _GROUP)
+    return TracedStep(
+        captured=captured_step(gm, inputs, entries, ctx, passes),
+        parameters=parameters,
+        held_bytes=held_bytes_of(roots, inputs, entries),
+        passes=passes,
+    )

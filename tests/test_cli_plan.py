@@ -1,0 +1,161 @@
+"""``osdp plan``: what it prints, saves and refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from osdp_compile import Plan
+from osdp_compile.cli import main
+
+MODULE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(512, 2048), nn.Linear(2048, 512)
+
+    def forward(self, x, *, scale=1.0):
+        return (scale * self.down(self.up(x).relu())).square().mean()
+
+def any_batch(batch):
+    return Net(), (torch.empty(batch, 512),)
+
+def one_batch():
+    return Net(), (torch.empty(8, 512),), {"scale": 2.0}
+
+def no_batch():
+    return Net()
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with a module of models, as the working directory."""
+    (tmp_path / "models_of_mine.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    sys.modules.pop("models_of_mine", None)
+
+
+def run(*arguments: str, hardware: str = "cpu-gloo") -> int:
+    return main(["plan", *arguments, "--hardware", hardware])
+
+
+def test_the_plan_its_prediction_and_the_alternatives(here, capsys):
+    given = ["models_of_mine:one_batch", "--world-size", "8", "--memory-limit", "16MB"]
+    assert run(*given, "--out", "plan.json") == 0
+    printed = capsys.readouterr().out
+    plan = Plan.load(here / "plan.json")
+    assert plan.world_size == 8 and plan.memory_limit_bytes == 16_000_000
+    assert plan.prediction.peak_bytes <= 16_000_000
+    assert [row.name for row in plan.parameters] == [
+        "up.weight",
+        "up.bias",
+        "down.weight",
+        "down.bias",
+    ]
+    for words in (
+        "osdp plan for 8 ranks",
+        "up.weight",
+        "predicted step",
+        "predicted peak",
+        "DDP: replicate all",
+        "ZeRO-2: shard all, keep",
+        "FSDP: shard all, gather again",
+        "options={'plan': 'plan.json'}",
+    ):
+        assert words in printed
+    ddp = next(line for line in printed.splitlines() if "DDP: replicate" in line)
+    assert " no " in ddp  # 8.4 MB of parameters and as much of gradients, 16.8 of state
+
+
+def test_a_batch_size_is_passed_on(here, capsys):
+    saved = []
+    for batch in ("4", "64"):
+        arguments = ["models_of_mine:any_batch", "--batch-size", batch, "--world-size", "4"]
+        assert run(*arguments, "--out", "plan.json") == 0
+        saved.append(Plan.load(here / "plan.json").prediction)
+    assert saved[0].compute_seconds < saved[1].compute_seconds
+    assert saved[0].peak["activations"] < saved[1].peak["activations"]
+
+
+def test_the_batch_size_of_the_highest_throughput(here, capsys):
+    arguments = ["models_of_mine:any_batch", "--world-size", "8", "--memory-limit", "24MB"]
+    assert run(*arguments, "--batch-sizes", "1,64,100000", "--out", "plan.json") == 0
+    printed = capsys.readouterr().out
+    assert "100000" in printed and "does not fit" in printed
+    assert Plan.load(here / "plan.json").prediction.peak_bytes <= 24_000_000
+    assert run(*arguments, "--batch-sizes", "auto", "--out", "auto.json") == 0
+    found, given = (Plan.load(here / name).prediction for name in ("auto.json", "plan.json"))
+    # More rows hide more: the search ends at the largest that fits, not at the first.
+    assert found.compute_seconds > given.compute_seconds
+    assert found.peak_bytes <= 24_000_000
+
+
+def test_step_time_against_memory(here, capsys):
+    pytest.importorskip("matplotlib")
+    arguments = ["models_of_mine:one_batch", "--world-size", "8", "--frontier", "frontier.png"]
+    assert run(*arguments) == 0
+    printed = capsys.readouterr().out
+    assert "step time against memory" in printed
+    assert (here / "frontier.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_mesh_of_hosts(here, capsys):
+    arguments = ["models_of_mine:one_batch", "--mesh", "host=2,gpu=8"]
+    assert run(*arguments, "--out", "plan.json", hardware="h100-sxm") == 0
+    assert Plan.load(here / "plan.json").world_size == 16
+
+
+def test_a_hugging_face_model_by_its_configuration(here, capsys):
+    pytest.importorskip("transformers")
+    (here / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "llama",
+                "vocab_size": 256,
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+            }
+        )
+    )
+    arguments = ["--hf-config", ".", "--sequence-length", "32", "--world-size", "16"]
+    assert run(*arguments, "--out", "plan.json", hardware="h100-sxm") == 0
+    plan = Plan.load(here / "plan.json")
+    assert {row.dtype for row in plan.parameters} == {"bfloat16"}
+    assert plan["model.layers.1.mlp.up_proj.weight"].shape == (128, 64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "give MODULE:FUNCTION, or --hf-config"),
+        (["models_of_mine"], "not like MODULE:FUNCTION"),
+        (["nowhere:f"], "No module named 'nowhere'"),
+        (["models_of_mine:f"], "has no attribute 'f'"),
+        (["models_of_mine:no_batch"], "returned no"),
+        (["models_of_mine:one_batch", "--batch-size", "2"], "takes no batch size"),
+        (["models_of_mine:one_batch", "--memory-limit", "1kB"], "least possible"),
+        (["models_of_mine:any_batch", "--batch-sizes", "auto"], "needs a memory limit"),
+        (["models_of_mine:one_batch", "--optimizer", "adamv"], "optimizer"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_in_a_line(here, capsys, arguments, said):
+    assert run(*arguments, "--world-size", "4") == 1
+    error = capsys.readouterr().err
+    assert said in " ".join(error.split())
+    assert "Traceback" not in error
+
+
+def test_without_ranks_there_is_nothing_to_plan_for(here, capsys):
+    assert run("models_of_mine:one_batch") == 1
+    assert "give world_size, or mesh" in capsys.readouterr().err
