@@ -11,15 +11,27 @@ import pytest
 
 from tests.ranks import Ranks
 
+#: Files whose tests start processes of their own, a minute or two each.
+_LONG_FILES = ("test_examples.py",)
+
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With several workers, tests of one file that use ranks run in one, on the same ranks."""
+    """With several workers, tests of one file that use ranks run in one, on the same ranks.
+
+    These files take minutes each and go first: what takes moments fills the workers' ends.
+    """
     if not config.pluginmanager.hasplugin("xdist"):
         return
+    long: list[pytest.Item] = []
     for item in items:
         if {"two_ranks", "four_ranks"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
+            long.append(item)
+        elif item.path.name in _LONG_FILES:
+            long.append(item)
+    first = set(map(id, long))
+    items[:] = long + [item for item in items if id(item) not in first]
 
 
 @pytest.fixture(scope="session", autouse=True)
