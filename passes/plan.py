@@ -40,6 +40,8 @@ _WEIGHTS = ((1.0, 1.0), (0.0, 1.0), (1.0, 0.0), (0.3, 1.0))
 _MOST_TRIES, _CLOSER_TRIES = 6, 2
 #: How many of the fastest plans get buckets of their own size.
 _SIZED_PLANS = 4
+#: How near a plan is to the fastest if it is tried with that one's buckets.
+_NEAR = 1.1
 #: Bucket sizes that are tried: by what factors from one to the next, and how many in a row that
 #: are no better end a direction.
 _LEAST_BUCKET_BYTES, _MOST_BUCKET_BYTES = 1 << 10, 1 << 28
@@ -55,9 +57,7 @@ class Infeasible(ValueError):
     def __init__(self, limit_bytes: int, least: Prediction, world_size: int) -> None:
         self.limit_bytes = limit_bytes
         self.least_bytes = least.peak_bytes
-        filling = ", ".join(
-            f"{kind} {format_bytes(size)}" for kind, size in least.peak.items()
-        )
+        filling = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in least.peak.items())
         super().__init__(
             f"memory_limit={format_bytes(limit_bytes)} is below the least possible "
             f"{format_bytes(self.least_bytes)} for this model on {world_size} ranks ({filling}). "
@@ -87,6 +87,9 @@ def _searched(captured: Captured, ctx: Context, passes: Sequence[Pass]) -> Plan:
     search.size_buckets(1)
     search.refine()
     search.size_buckets(_SIZED_PLANS)
+    search.share_sizes()
+    search.refine()  # from the plan that is the fastest with the buckets it now has
+    search.share_sizes()
     found = search.feasible()
     assert found is not None
     return _explained(*found, ctx)
@@ -145,7 +148,7 @@ class _Search:
             bucket_bytes=bucket_bytes_for(ctx),
         )
         self.seen: dict[tuple[Decision, ...], tuple[Plan, Prediction]] = {}
-        self.left = 0  # looks that refining may still take
+        self.left = self._affordable_looks()  # that refining may still take
         #: Bucket sizes that were priced under the limit: what was seen is the best of them.
         self.sizes: dict[tuple[Decision, ...], set[int]] = {}
 
@@ -223,7 +226,6 @@ class _Search:
         Or until what may be looked at is used up. The additive model sees no overlap: what hides
         behind what only the simulator knows.
         """
-        self.left = self._affordable_looks()
         single = [[index] for index in range(len(self.choices))]
         pairs = [[i, j] for (i,), (j,) in itertools.combinations(single, 2)]
         groups = [members for members in self._alike() if len(members) > 1]
@@ -302,6 +304,22 @@ class _Search:
         best = min(fitting, key=self._seconds)
         self.empty = self.empty.replace(bucket_bytes=self.seen[best][0].bucket_bytes)
 
+    def share_sizes(self) -> None:
+        """Try the bucket sizes of the fastest plans on those that are nearly as fast.
+
+        A plan was looked at with the size that was best then; another may be better for it.
+        """
+        left = self._affordable_looks() // 2
+        fitting = [key for key, (_, said) in self.seen.items() if self.fits(said)]
+        fitting.sort(key=self._seconds)
+        near = [key for key in fitting if self._seconds(key) <= _NEAR * self._seconds(fitting[0])]
+        sizes = dict.fromkeys(self.seen[key][0].bucket_bytes for key in fitting[:_SIZED_PLANS])
+        sizes[bucket_bytes_for(self.ctx)] = None
+        for key, size_bytes in itertools.product(near, sizes):
+            if left > 0 and size_bytes not in self.sizes[key]:
+                left -= 1
+                self._with_buckets(key, size_bytes)
+
     def _with_buckets(self, key: tuple[Decision, ...], size_bytes: int) -> bool:
         """Whether a plan fits and is faster with buckets of another size; it then has them."""
         self.sizes[key].add(size_bytes)
@@ -320,8 +338,8 @@ class _Search:
 
         Not always that of gathering everything again: a second gather may be in flight at
         the peak. Coordinate descent over groups of parameters that are alike, on schedules
-        that give up all overlap; the way does not depend on the limit, so that the least
-        limit an error names is one that works.
+        that give up all overlap, then smaller buckets while that takes less; the way does not
+        depend on the limit, so that the least limit an error names is one that works.
         """
         ctx = self.ctx.replace(limit_bytes=0)
         groups = self._alike()
@@ -332,11 +350,16 @@ class _Search:
         ]
         looks: dict[tuple[Decision, ...], tuple[Plan, Prediction]] = {}
 
+        def priced(
+            decisions: Sequence[Decision], bucket_bytes: int | None = None
+        ) -> tuple[Plan, Prediction]:
+            plan, _ = self._price(tuple(decisions), ctx, bucket_bytes)
+            return plan, predict(self.captured, plan, ctx, self.passes).prediction
+
         def peak(decisions: Sequence[Decision]) -> int:
             key = tuple(decisions)
             if key not in looks:
-                plan, _ = self._price(key, ctx)
-                looks[key] = plan, predict(self.captured, plan, ctx, self.passes).prediction
+                looks[key] = priced(key)
             return looks[key][1].peak_bytes
 
         best = min(starts, key=peak)
@@ -352,9 +375,19 @@ class _Search:
                         best, improved = tried, True
                         if self.fits(looks[tuple(best)][1]):
                             break
-        self.seen[tuple(best)] = looks[tuple(best)]
+        found = looks[tuple(best)]
+        size_bytes, misses = found[0].bucket_bytes // 4, 0
+        while size_bytes >= _LEAST_BUCKET_BYTES and misses < _BUCKET_MISSES:
+            if self.fits(found[1]):
+                break
+            smaller = priced(best, size_bytes)
+            misses += 1
+            if smaller[1].peak_bytes < found[1].peak_bytes:
+                found, misses = smaller, 0
+            size_bytes //= 4
+        self.seen[tuple(best)] = found
         self.sizes[tuple(best)] = set()  # this was priced on schedules without overlap
-        return looks[tuple(best)][1]
+        return found[1]
 
     def _alike(self) -> list[list[int]]:
         """Indices of parameters that differ in a layer's number only, the largest group first."""
