@@ -20,6 +20,7 @@ from rich.table import Table
 from osdp_compile.batch_search import Tried, best_batch
 from osdp_compile.cli_values import bytes_of, mesh_of
 from osdp_compile.errors import OsdpError
+from osdp_compile.figures import new_figure
 from osdp_compile.frontier import Frontier, frontier
 from osdp_compile.hf_models import causal_lm
 from osdp_compile.offline import mesh_sizes
@@ -107,7 +108,7 @@ def run(given: argparse.Namespace) -> int:
         console.width = max(console.width, 120)
     try:
         _run(given, console)
-    except (OsdpError, ValueError, OSError) as error:
+    except (OsdpError, ValueError, OSError, ImportError) as error:
         Console(stderr=True).print(f"osdp plan: {error}", style="red", markup=False, soft_wrap=True)
         return 1
     return 0
@@ -120,6 +121,8 @@ def _run(given: argparse.Namespace, console: Console) -> None:
     ranks = mesh_sizes(given.world_size, given.mesh)
     hardware, limit_bytes = checked.hardware, given.memory_limit
     make = _maker(given)
+    if given.frontier is not None:
+        new_figure("--frontier", 1, 1)  # what is missing is said now, and not after planning
 
     def traced(batch: int | None) -> TracedStep:
         model, args, kwargs = make(batch)
@@ -144,7 +147,7 @@ def _run(given: argparse.Namespace, console: Console) -> None:
     console.print(_comparison(found, others, limit_bytes))
     if curve is not None:
         console.print(_frontier_table(curve))
-        curve.draw(given.frontier)
+        curve.draw(given.frontier, others)
         console.print(f"Drawn in {given.frontier}", markup=False)
     if given.out is not None:
         found.save(given.out)

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from osdp_compile.errors import InfeasibleLimit, OsdpError
+from osdp_compile.errors import InfeasibleLimit
+from osdp_compile.figures import new_figure
 from osdp_compile.traced_step import TracedStep
-from passes.decisions import Plan
+from passes.decisions import Plan, Prediction
 from passes.hardware import Hardware
 from passes.units import format_bytes
 
@@ -21,32 +22,34 @@ class Frontier:
 
     points: tuple[tuple[int, Plan], ...]
 
-    def draw(self, path: Path) -> None:
-        """Step time against memory, as a picture.
+    def draw(self, path: Path, others: Mapping[str, Plan]) -> None:
+        """Step time against memory, as a picture; ``others``: marked beside it, by name.
 
         Raises:
-            OsdpError: if matplotlib is not installed.
+            ImportError: if matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise OsdpError(
-                "drawing needs matplotlib: pip install 'osdp-compile[plots]'"
-            ) from error
-        figure = Figure(figsize=(8, 5), layout="constrained")
-        axes = figure.subplots()
+        figure = new_figure("--frontier", 8, 5)
+        axes = figure.add_subplot()
         gib = float(1 << 30)
-        said = [plan.prediction for _, plan in self.points]
         axes.step(
             [limit / gib for limit, _ in self.points],
-            [one.step_seconds for one in said if one is not None],
+            [_predicted(plan).step_seconds for _, plan in self.points],
             where="post",
             marker="o",
             label="osdp",
         )
-        axes.set(xlabel="memory limit, GiB", ylabel="predicted step, seconds")
+        for name, plan in others.items():
+            said = _predicted(plan)
+            axes.scatter(said.peak_bytes / gib, said.step_seconds, marker="s", label=name)
+        axes.set(xlabel="memory limit, or peak, GiB", ylabel="predicted step, seconds")
         axes.set_ylim(bottom=0)
+        axes.legend()
         figure.savefig(path, dpi=120)
+
+
+def _predicted(plan: Plan) -> Prediction:
+    assert plan.prediction is not None
+    return plan.prediction
 
 
 def frontier(

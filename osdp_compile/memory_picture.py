@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from osdp_compile.figures import new_figure
 from passes.step_timeline import StepTimeline
 from passes.units import format_bytes, format_seconds
 
@@ -23,14 +24,7 @@ def draw_memory(
     Raises:
         ImportError: without matplotlib.
     """
-    try:
-        # The object interface: ``pyplot`` would choose a backend for the whole process.
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "save_memory_picture needs matplotlib: pip install 'osdp-compile[plots]'"
-        ) from error
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    figure = new_figure("save_memory_picture", 9, 4.5)
     axes = figure.add_subplot()
     second, time_unit = _time_unit(step.step_seconds)
     byte, byte_unit = _byte_unit(max(step.peak.peak_bytes, limit_bytes or 0))
