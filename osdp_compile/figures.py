@@ -19,3 +19,18 @@ def new_figure(what: str, width: float, height: float) -> Any:
     except ImportError as error:
         raise ImportError(f"{what} needs matplotlib: pip install 'osdp-compile[plots]'") from error
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def time_unit_of(step_seconds: float) -> tuple[float, str]:
+    """By what seconds are multiplied for an axis up to here, and its unit."""
+    if step_seconds >= 1:
+        return 1.0, "s"
+    return (1e3, "ms") if step_seconds >= 1e-3 else (1e6, "us")
+
+
+def byte_unit_of(size_bytes: int) -> tuple[float, str]:
+    """By what bytes are multiplied for an axis up to here, and its unit."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size_bytes >= 1 << power:
+            return 1 / (1 << power), unit
+    return 1.0, "B"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from osdp_compile.errors import InfeasibleLimit
-from osdp_compile.figures import new_figure
+from osdp_compile.figures import byte_unit_of, new_figure, time_unit_of
 from osdp_compile.traced_step import TracedStep
 from passes.decisions import Plan, Prediction
 from passes.hardware import Hardware
@@ -30,19 +30,22 @@ class Frontier:
         """
         figure = new_figure("--frontier", 8, 5)
         axes = figure.add_subplot()
-        gib = float(1 << 30)
+        every = [*(plan for _, plan in self.points), *others.values()]
+        byte, byte_name = byte_unit_of(max(_predicted(plan).peak_bytes for plan in every))
+        second, second_name = time_unit_of(max(_predicted(plan).step_seconds for plan in every))
         axes.step(
-            [limit / gib for limit, _ in self.points],
-            [_predicted(plan).step_seconds for _, plan in self.points],
+            [limit * byte for limit, _ in self.points],
+            [_predicted(plan).step_seconds * second for _, plan in self.points],
             where="post",
             marker="o",
             label="osdp",
         )
         for name, plan in others.items():
             said = _predicted(plan)
-            axes.scatter(said.peak_bytes / gib, said.step_seconds, marker="s", label=name)
-        axes.set(xlabel="memory limit, or peak, GiB", ylabel="predicted step, seconds")
-        axes.set_ylim(bottom=0)
+            axes.scatter(said.peak_bytes * byte, said.step_seconds * second, marker="s", label=name)
+        axes.set_xlabel(f"memory limit of osdp, peak of the others, {byte_name}")
+        axes.set_ylabel(f"predicted step, {second_name}")
+        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
         axes.legend()
         figure.savefig(path, dpi=120)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from osdp_compile.figures import new_figure
+from osdp_compile.figures import byte_unit_of, new_figure, time_unit_of
 from passes.step_timeline import StepTimeline
 from passes.units import format_bytes, format_seconds
 
@@ -26,8 +26,8 @@ def draw_memory(
     """
     figure = new_figure("save_memory_picture", 9, 4.5)
     axes = figure.add_subplot()
-    second, time_unit = _time_unit(step.step_seconds)
-    byte, byte_unit = _byte_unit(max(step.peak.peak_bytes, limit_bytes or 0))
+    second, time_unit = time_unit_of(step.step_seconds)
+    byte, byte_unit = byte_unit_of(max(step.peak.peak_bytes, limit_bytes or 0))
     seconds, sizes = _curve(step)
     x, y = [s * second for s in seconds], [size * byte for size in sizes]
     axes.fill_between(x, y, step="post", color=_LINE, alpha=0.18, linewidth=0)
@@ -94,16 +94,3 @@ def _mark_peak(axes: Axes, step: StepTimeline, second: float, byte: float) -> No
 
 def _level(axes: Axes, height: float, label: str, color: str, style: str) -> None:
     axes.axhline(height, color=color, linestyle=style, linewidth=1.3, label=label)
-
-
-def _time_unit(step_seconds: float) -> tuple[float, str]:
-    if step_seconds >= 1:
-        return 1.0, "s"
-    return (1e3, "ms") if step_seconds >= 1e-3 else (1e6, "us")
-
-
-def _byte_unit(size_bytes: int) -> tuple[float, str]:
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if size_bytes >= 1 << power:
-            return 1 / (1 << power), unit
-    return 1.0, "B"
