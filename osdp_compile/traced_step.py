@@ -25,6 +25,8 @@ from passes.hardware import Hardware
 from passes.pipeline import Pass, default_passes, validate
 from passes.plan import Infeasible, complete, make_plan
 
+#: What the planner asks the price of.
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 #: The name that a graph has for a process group which does not exist.
 _GROUP = "osdp_offline"
 
@@ -44,7 +46,17 @@ class TracedStep:
     def context(
         self, ranks: Mapping[str, int], hardware: Hardware, limit_bytes: int | None
     ) -> Context:
-        """What the passes are told; ``ranks``: by dimension of the mesh, one or two."""
+        """What the passes are told; ``ranks``: by dimension of the mesh, one or two.
+
+        Raises:
+            OsdpError: if the profile does not know what collectives cost.
+        """
+        lacking = [kind for kind in _KINDS if kind not in hardware.collectives]
+        if lacking:
+            raise OsdpError(
+                f"the hardware profile {hardware.name!r} has no rates for {', '.join(lacking)}: "
+                "measure it with several ranks, torchrun ... -m osdp_compile calibrate"
+            )
         world_size = math.prod(ranks.values())
         hardware = hardware.over(ranks)
         by_exchange = hardware.collectives["all_gather"].carried_out == "messages"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -128,6 +130,8 @@ def test_the_optimizer_counts():
         ({}, "give world_size, or mesh"),
         ({"world_size": 2, "mesh": {"gpu": 2}}, "and not both"),
         ({"world_size": 0}, "world_size=0"),
+        ({"world_size": 1}, "one rank has nothing to shard over"),
+        ({"mesh": {"host": 1, "gpu": 1}}, "one rank has nothing to shard over"),
         ({"mesh": {"a": 2, "b": 2, "c": 2}}, "3 dimensions"),
         ({"mesh": {"host": 2, "gpu": "8"}}, "'gpu' is not a number of ranks"),
         ({"world_size": 2, "memory_limit": "lots"}, "option 'memory_limit'"),
@@ -151,3 +155,9 @@ def test_a_parameter_that_cannot_be_sharded_is_named():
     model.token.weight.register_hook(lambda gradient: gradient)
     with pytest.raises(OsdpError, match=r"'token\.weight' has a gradient hook"):
         osdp_compile.plan(model, batch(), world_size=2, hardware=SLOW)
+
+
+def test_a_profile_of_one_process_is_not_enough():
+    alone = dataclasses.replace(SLOW, collectives={})
+    with pytest.raises(OsdpError, match="no rates for all_gather"):
+        osdp_compile.plan(on_meta(), batch(), world_size=2, hardware=alone)
