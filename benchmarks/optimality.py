@@ -26,7 +26,6 @@ from rich.console import Console
 from rich.progress import track
 from torch import nn
 
-from osdp_compile.errors import InfeasibleLimit
 from osdp_compile.traced_step import TracedStep, trace
 from passes.bucket import bucket_bytes_for
 from passes.context import Context
@@ -137,11 +136,8 @@ def _limit(step: TracedStep, ranks: dict[str, int], hardware: Hardware, share: f
     """So far on the way from the least limit to what is taken without one."""
     free = step.plan(ranks, hardware).prediction
     assert free is not None
-    try:
-        step.plan(ranks, hardware, 1)
-    except InfeasibleLimit as error:
-        return round(error.least_bytes + share * (free.peak_bytes - error.least_bytes))
-    raise AssertionError("a step that takes one byte")
+    least = step.least_bytes(ranks, hardware)
+    return round(least + share * (free.peak_bytes - least))
 
 
 def _every_plan(step: TracedStep, ctx: Context) -> list[Plan]:

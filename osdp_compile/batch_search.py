@@ -28,6 +28,7 @@ class Tried:
     """
 
     batch: int
+    step: TracedStep
     plan: Plan | None
     samples_per_second: float = 0.0
     least_bytes: int = 0
@@ -58,14 +59,15 @@ def best_batch(
 
     def attempt(batch: int) -> bool:
         say(f"batch {batch}")
+        step = traced(batch)
         try:
-            plan = traced(batch).plan(ranks, hardware, limit_bytes)
+            plan = step.plan(ranks, hardware, limit_bytes)
         except InfeasibleLimit as error:
-            tried.append(Tried(batch, None, least_bytes=error.least_bytes))
+            tried.append(Tried(batch, step, None, least_bytes=error.least_bytes))
             return False
         assert plan.prediction is not None
         samples = batch * math.prod(ranks.values()) / plan.prediction.step_seconds
-        tried.append(Tried(batch, plan, samples))
+        tried.append(Tried(batch, step, plan, samples))
         return True
 
     if sizes:

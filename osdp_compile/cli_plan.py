@@ -129,14 +129,16 @@ def _run(given: argparse.Namespace, console: Console) -> None:
         return trace(model, args, kwargs, optimizer=optimizer)
 
     with _working("tracing") as say:
-        batch = given.batch_size
         if given.batch_sizes is not None:
             tried = best_batch(traced, given.batch_sizes, ranks, hardware, limit_bytes, say)
             console.print(_batch_table(tried))
-            batch = max(tried, key=lambda one: one.samples_per_second).batch
-        step = traced(batch)
-        say("planning")
-        found = step.plan(ranks, hardware, limit_bytes)
+            best = max(tried, key=lambda one: one.samples_per_second)
+            assert best.plan is not None
+            step, found = best.step, best.plan
+        else:
+            step = traced(given.batch_size)
+            say("planning")
+            found = step.plan(ranks, hardware, limit_bytes)
         say("pricing the alternatives")
         others = {
             name: step.uniform(decision, ranks, hardware) for name, decision in ALTERNATIVES.items()

@@ -11,7 +11,7 @@ from torch import fx
 from osdp_compile.agreement import agree, fingerprint, from_rank_zero, on_every_rank
 from osdp_compile.collectives import backend_of
 from osdp_compile.describe import captured_step, described, held_bytes_of, owned_parameters
-from osdp_compile.errors import InfeasibleLimit, PlanMismatch
+from osdp_compile.errors import PlanMismatch
 from osdp_compile.exchange import by_messages
 from osdp_compile.markers import register_group
 from osdp_compile.meshes import flat_mesh, groups_along, level, levels_of
@@ -28,12 +28,13 @@ from osdp_compile.state import (
     synchronize,
 )
 from osdp_compile.step_times import with_step_seconds
+from osdp_compile.traced_step import planned
 from passes.capture import Captured
 from passes.context import Context
 from passes.decisions import Plan
 from passes.hardware import Hardware
 from passes.pipeline import default_passes, validate
-from passes.plan import Infeasible, complete, make_plan
+from passes.plan import complete
 from passes.predict import state_bytes
 
 log = logging.getLogger("osdp_compile")
@@ -99,10 +100,7 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
             return given[0], context.hardware
         if given:
             return complete(given[0], captured[0], context, passes), context.hardware
-        try:
-            return make_plan(captured[0], context, passes), context.hardware
-        except Infeasible as error:
-            raise InfeasibleLimit(str(error), error.least_bytes) from None
+        return planned(captured[0], context, passes), context.hardware
 
     measures = from_rank_zero(prepare, group)
     if measures:

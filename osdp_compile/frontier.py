@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from osdp_compile.errors import InfeasibleLimit
 from osdp_compile.figures import byte_unit_of, new_figure, time_unit_of
 from osdp_compile.traced_step import TracedStep
 from passes.decisions import Plan, Prediction
@@ -64,14 +63,8 @@ def frontier(
 ) -> Frontier:
     """Plan for limits from the least that works to what is taken without one, evenly spaced."""
     free = step.plan(ranks, hardware)
-    assert free.prediction is not None
-    most = free.prediction.peak_bytes
-    try:
-        least_plan = step.plan(ranks, hardware, 1)
-    except InfeasibleLimit as error:
-        least = error.least_bytes
-    else:
-        raise AssertionError(f"a plan that takes one byte: {least_plan}")
+    most = _predicted(free).peak_bytes
+    least = step.least_bytes(ranks, hardware)
     found: list[tuple[int, Plan]] = []
     for index in range(points - 1):
         limit = least + (most - least) * index // (points - 1)

@@ -71,9 +71,10 @@ def levels_of(
 ) -> tuple[Level, Level] | None:
     """The levels of a mesh, if the profile prices whatever the passes may emit along both.
 
-    ``levels``: the outer and the inner, or none. ``by_exchange``: of the passes' context.
+    ``levels``: the dimensions, the outer first; a mesh with one dimension, or one rank along
+    either, has no levels. ``by_exchange``: of the passes' context.
     """
-    if not levels:
+    if len(levels) != 2 or any(one.size == 1 for one in levels):
         return None
     needed = {"all_gather", "all_reduce", "all_to_all"}
     if not by_exchange:

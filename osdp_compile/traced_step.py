@@ -20,7 +20,7 @@ from osdp_compile.state import check_shardable, model_parameters
 from passes.bucket import bucket_bytes_for
 from passes.capture import Captured
 from passes.context import Context, Level, Parameter
-from passes.decisions import Decision, ParameterPlan, Plan, shardable
+from passes.decisions import Decision, Plan
 from passes.hardware import Hardware
 from passes.pipeline import Pass, default_passes, validate
 from passes.plan import Infeasible, complete, make_plan
@@ -61,8 +61,6 @@ class TracedStep:
         hardware = hardware.over(ranks)
         by_exchange = hardware.collectives["all_gather"].carried_out == "messages"
         levels = [Level(name, size, f"{_GROUP}_{name}") for name, size in ranks.items()]
-        if len(levels) == 1 or any(one.size == 1 for one in levels):
-            levels = []
         return Context(
             plan=Plan((), world_size=world_size),
             hardware=hardware,
@@ -84,25 +82,38 @@ class TracedStep:
         Raises:
             InfeasibleLimit: if there is none.
         """
+        return planned(self.captured, self.context(ranks, hardware, limit_bytes), self.passes)
+
+    def least_bytes(self, ranks: Mapping[str, int], hardware: Hardware) -> int:
+        """The least limit that works: what the error about one that no plan fits says."""
         try:
-            return make_plan(self.captured, self.context(ranks, hardware, limit_bytes), self.passes)
-        except Infeasible as error:
-            raise InfeasibleLimit(str(error), error.least_bytes) from None
+            self.plan(ranks, hardware, 1)
+        except InfeasibleLimit as error:
+            return error.least_bytes
+        raise AssertionError("a step that takes one byte")
 
     def uniform(self, decision: Decision, ranks: Mapping[str, int], hardware: Hardware) -> Plan:
         """One decision for all parameters, with its best schedule and its prediction."""
         ctx = self.context(ranks, hardware, None)
-        rows = tuple(
-            ParameterPlan(
-                one.name,
-                one.shape,
-                one.dtype,
-                decision if shardable(one.shape, ctx.world_size) else Decision.REPLICATE,
-            )
-            for one in self.parameters
+        plan = Plan.uniform(
+            [(one.name, one) for one in self.parameters],
+            decision,
+            world_size=ctx.world_size,
+            bucket_bytes=bucket_bytes_for(ctx),
         )
-        plan = Plan(rows, world_size=ctx.world_size, bucket_bytes=bucket_bytes_for(ctx))
         return complete(plan, self.captured, ctx, self.passes)
+
+
+def planned(captured: Captured, ctx: Context, passes: Sequence[Pass]) -> Plan:
+    """The fastest plan under the context's limit.
+
+    Raises:
+        InfeasibleLimit: if there is none.
+    """
+    try:
+        return make_plan(captured, ctx, passes)
+    except Infeasible as error:
+        raise InfeasibleLimit(str(error), error.least_bytes) from None
 
 
 class _Found(OsdpError):

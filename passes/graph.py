@@ -179,31 +179,36 @@ def call(
 
 def set_value(node: fx.Node) -> None:
     """Compute ``meta["val"]`` of a node from those of its inputs."""
-    known = _shared.get()
-    key = None if known is None else _value_key(node)
-    if known is not None and key in known:
-        node.meta["val"] = known[key]
-        return
-    args = fx.node.map_arg(node.args, lambda source: source.meta["val"])
-    kwargs = fx.node.map_arg(node.kwargs, lambda source: source.meta["val"])
-    mode = fake_mode_of(node.graph)
-    with mode, torch.no_grad():
-        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
-    if known is not None and key is not None:
-        known[key] = node.meta["val"]
+
+    def computed() -> Any:
+        args = fx.node.map_arg(node.args, lambda source: source.meta["val"])
+        kwargs = fx.node.map_arg(node.kwargs, lambda source: source.meta["val"])
+        with fake_mode_of(node.graph), torch.no_grad():
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    key = None if _shared.get() is None else _value_key(node)
+    node.meta["val"] = _once(key, computed)
 
 
 def empty_value(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """A fake tensor of another shape; shared as :func:`shared_values` says."""
-    known = _shared.get()
-    key = ("empty", tuple(shape), like.dtype, like.device)
-    if known is not None and key in known:
-        return known[key]
-    with torch.no_grad():
-        made = like.new_empty(list(shape))
-    if known is not None:
-        known[key] = made
+
+    def computed() -> torch.Tensor:
+        with torch.no_grad():
+            return like.new_empty(list(shape))
+
+    made: torch.Tensor = _once(("empty", tuple(shape), like.dtype, like.device), computed)
     return made
+
+
+def _once(key: Hashable | None, compute: Callable[[], Any]) -> Any:
+    """A value, shared with all of the same key where values are shared; None: with nobody."""
+    known = _shared.get()
+    if known is None or key is None:
+        return compute()
+    if key not in known:
+        known[key] = compute()
+    return known[key]
 
 
 #: Values of nodes by what they are computed from; None: every node gets one of its own.
