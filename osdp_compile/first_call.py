@@ -28,7 +28,7 @@ from osdp_compile.state import (
     synchronize,
 )
 from osdp_compile.step_times import with_step_seconds
-from osdp_compile.traced_step import planned
+from osdp_compile.traced_step import planned_whole
 from passes.capture import Captured
 from passes.context import Context
 from passes.decisions import Plan
@@ -90,7 +90,7 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
         """Whether operators are to be measured: without a profile and a plan that has figures."""
         if options.plan is not None:
             given.append(_given(options.plan, context))
-            if given[0].prediction is not None:  # saved by an earlier run
+            if given[0].order and given[0].prediction is not None:  # saved by an earlier run
                 return False
         captured.append(captured_step(gm, inputs, entries, context, passes))
         return options.hardware is None and backend_of(group, device.type) != "fake"
@@ -100,7 +100,7 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
             return given[0], context.hardware
         if given:
             return complete(given[0], captured[0], context, passes), context.hardware
-        return planned(captured[0], context, passes), context.hardware
+        return planned_whole(captured[0], context, passes), context.hardware
 
     measures = from_rank_zero(prepare, group)
     if measures:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,10 +23,17 @@ from passes.bucket import bucket_bytes_for
 from passes.capture import Captured
 from passes.context import Context, Level, Parameter
 from passes.decisions import Decision, Plan
+from passes.fold import Folded, fold
 from passes.hardware import Hardware
 from passes.pipeline import Pass, default_passes, validate
 from passes.plan import Infeasible, complete, make_plan
 
+log = logging.getLogger("osdp_compile")
+
+#: Above so many nodes of forward and backward a step is folded, if it can be.
+_MOST_NODES = 2500
+#: How often the plan of a folded step is tried on the whole one.
+_WHOLE_TRIES = 3
 #: What the planner asks the price of.
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 #: The name that a graph has for a process group which does not exist.
@@ -42,6 +51,11 @@ class TracedStep:
     parameters: tuple[Parameter, ...]
     held_bytes: int
     passes: tuple[Pass, ...]
+
+    @functools.cached_property
+    def folded(self) -> Folded | None:
+        """Of a large step a few of its layers, for all."""
+        return folded_if_large(self.captured, self.parameters)
 
     def context(
         self, ranks: Mapping[str, int], hardware: Hardware, limit_bytes: int | None
@@ -82,7 +96,8 @@ class TracedStep:
         Raises:
             InfeasibleLimit: if there is none.
         """
-        return planned(self.captured, self.context(ranks, hardware, limit_bytes), self.passes)
+        ctx = self.context(ranks, hardware, limit_bytes)
+        return planned(chosen(self.captured, self.folded, ctx), ctx, self.passes)
 
     def least_bytes(self, ranks: Mapping[str, int], hardware: Hardware) -> int:
         """The least limit that works: what the error about one that no plan fits says."""
@@ -92,28 +107,86 @@ class TracedStep:
             return error.least_bytes
         raise AssertionError("a step that takes one byte")
 
-    def uniform(self, decision: Decision, ranks: Mapping[str, int], hardware: Hardware) -> Plan:
-        """One decision for all parameters, with its best schedule and its prediction."""
-        ctx = self.context(ranks, hardware, None)
+    def uniform(
+        self,
+        decision: Decision,
+        ranks: Mapping[str, int],
+        hardware: Hardware,
+        limit_bytes: int | None = None,
+    ) -> Plan:
+        """One decision for all parameters, with its best schedule and its prediction.
+
+        ``limit_bytes``: overlap is given up for it; None: as much overlap as there can be.
+        """
+        ctx = self.context(ranks, hardware, limit_bytes)
         plan = Plan.uniform(
             [(one.name, one) for one in self.parameters],
             decision,
             world_size=ctx.world_size,
             bucket_bytes=bucket_bytes_for(ctx),
         )
-        return complete(plan, self.captured, ctx, self.passes)
+        return complete(plan, chosen(self.captured, self.folded, ctx), ctx, self.passes)
 
 
-def planned(captured: Captured, ctx: Context, passes: Sequence[Pass]) -> Plan:
+def planned(step: Captured | Folded, ctx: Context, passes: Sequence[Pass]) -> Plan:
     """The fastest plan under the context's limit.
+
+    ``step``: if it is folded, the plan leaves the order of its collectives open
+    (:func:`planned_whole` does not).
 
     Raises:
         InfeasibleLimit: if there is none.
     """
     try:
-        return make_plan(captured, ctx, passes)
+        return make_plan(step, ctx, passes)
     except Infeasible as error:
         raise InfeasibleLimit(str(error), error.least_bytes) from None
+
+
+def planned_whole(captured: Captured, ctx: Context, passes: Sequence[Pass]) -> Plan:
+    """The fastest plan under the context's limit, with the order of its collectives.
+
+    What was planned on a few layers is looked at on all; if it takes more there than it may, less
+    is asked for, and at last the step is planned as a whole.
+
+    Raises:
+        InfeasibleLimit: if there is none.
+    """
+    step = chosen(captured, folded_if_large(captured, ctx.parameters), ctx)
+    if step is captured:
+        return planned(step, ctx, passes)
+    asked = ctx
+    for _ in range(_WHOLE_TRIES):
+        try:
+            plan = complete(planned(step, asked, passes), captured, ctx, passes)
+        except InfeasibleLimit:
+            break  # the whole step's least limit is what an error says
+        assert plan.prediction is not None
+        if ctx.limit_bytes is None or asked.limit_bytes is None:
+            return plan
+        above_bytes = plan.prediction.peak_bytes - ctx.limit_bytes
+        if above_bytes <= 0:
+            return plan
+        asked = asked.replace(limit_bytes=asked.limit_bytes - above_bytes)
+    return planned(captured, ctx, passes)
+
+
+def folded_if_large(captured: Captured, parameters: Sequence[Parameter]) -> Folded | None:
+    """The step without its inner layers, if it is large and they are alike."""
+    nodes = len(captured.forward.graph.nodes) + len(captured.backward.graph.nodes)
+    if nodes <= _MOST_NODES:
+        return None
+    folded = fold(captured, parameters)
+    if folded is None:
+        log.debug("a step of %d nodes has no layers that are alike: planned as a whole", nodes)
+    return folded
+
+
+def chosen(captured: Captured, folded: Folded | None, ctx: Context) -> Captured | Folded:
+    """What is planned on: not a folded step where a bucket would take more than one layer."""
+    if folded is None or bucket_bytes_for(ctx) > folded.layer_bytes(ctx):
+        return captured
+    return folded
 
 
 class _Found(OsdpError):

@@ -13,7 +13,7 @@ from torch import fx
 
 from passes._torch import FakeTensorMode
 from passes.exchange import EXCHANGE, GATHER_PARTS
-from passes.markers import REDUCE_GRAD, UNSHARD
+from passes.markers import LEFT_OUT, REDUCE_GRAD, UNSHARD
 from passes.packing import PACKING
 
 _c10d = torch.ops._c10d_functional
@@ -89,7 +89,7 @@ def group_of(node: fx.Node) -> str:
 
 
 def is_marker(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target in (UNSHARD, REDUCE_GRAD)
+    return node.op == "call_function" and node.target in (UNSHARD, REDUCE_GRAD, LEFT_OUT)
 
 
 def is_packing(node: fx.Node) -> bool:

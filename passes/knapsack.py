@@ -81,6 +81,20 @@ def choices_of(parameter: Parameter, ctx: Context) -> list[Choice]:
     return found
 
 
+def together(alike: Sequence[list[Choice]]) -> list[Choice]:
+    """The choices of parameters that are decided on together, of all of them in sum."""
+    return [
+        Choice(
+            options[0].decision,
+            sum(one.memory_bytes for one in options),
+            sum(one.forward_seconds for one in options),
+            sum(one.backward_seconds for one in options),
+            sum(one.compute_seconds for one in options),
+        )
+        for options in zip(*alike, strict=True)
+    ]
+
+
 class Table:
     """The dynamic programme for one weighting: the best decisions for any budget."""
 

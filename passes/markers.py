@@ -63,3 +63,11 @@ torch.library.register_autograd("osdp::unshard", _reduce, setup_context=_save_fo
 
 UNSHARD = torch.ops.osdp.unshard.default
 REDUCE_GRAD = torch.ops.osdp.reduce_grad.default
+
+
+def left_out(*tensors: Tensor) -> Tensor:
+    """Stands for layers that are not in a graph (``passes/fold.py``), which is only looked at."""
+    raise RuntimeError("a folded graph cannot be run")
+
+
+LEFT_OUT = left_out

@@ -22,14 +22,15 @@ import functools
 import gc
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from passes.bucket import bucket_bytes_for
 from passes.capture import Captured
 from passes.context import Context, Phase
 from passes.decisions import Collective, Decision, ParameterPlan, Plan, Prediction, shardable
-from passes.knapsack import Table, choices_of
+from passes.fold import Folded
+from passes.knapsack import Table, choices_of, together
 from passes.pipeline import Pass
 from passes.predict import Step, predict, state_bytes
 from passes.reorder import order_of
@@ -49,6 +50,10 @@ _BUCKET_FACTORS, _BUCKET_MISSES = (4, 1 / 4, 2, 1 / 2), 2
 _MOST_LOOKS = 48
 #: How many plans refining may look at, and how many nodes it may simulate in all: a second or two.
 _MOST_REFINED, _REFINED_NODES = 200, 10_000
+#: How many plans of a folded step may be, whatever its size.
+_LEAST_REFINED = 6
+#: How many pairs of plans are mixed over the layers of a folded step, and tried how often to fit.
+_MOST_MIXED, _MIXED_TRIES = 3, 4
 
 
 class Infeasible(ValueError):
@@ -65,8 +70,10 @@ class Infeasible(ValueError):
         )
 
 
-def make_plan(captured: Captured, ctx: Context, passes: Sequence[Pass]) -> Plan:
+def make_plan(captured: Captured | Folded, ctx: Context, passes: Sequence[Pass]) -> Plan:
     """The fastest plan under ``ctx.limit_bytes`` (None: no limit). See the module's docstring.
+
+    ``captured``: or folded; then the plan leaves the order of the collectives open.
 
     Raises:
         Infeasible: if even the plan that takes the least memory is above the limit.
@@ -75,9 +82,9 @@ def make_plan(captured: Captured, ctx: Context, passes: Sequence[Pass]) -> Plan:
         return _searched(captured, ctx, passes)
 
 
-def _searched(captured: Captured, ctx: Context, passes: Sequence[Pass]) -> Plan:
+def _searched(captured: Captured | Folded, ctx: Context, passes: Sequence[Pass]) -> Plan:
     search = _Search(captured, ctx, passes)
-    search.replicate_all()
+    search.alike()
     for weights in _WEIGHTS:
         search.propose(weights)
     if search.feasible() is None and ctx.limit_bytes is not None:
@@ -90,9 +97,13 @@ def _searched(captured: Captured, ctx: Context, passes: Sequence[Pass]) -> Plan:
     search.share_sizes()
     search.refine()  # from the plan that is the fastest with the buckets it now has
     search.share_sizes()
+    search.mix_layers()
     found = search.feasible()
     assert found is not None
-    return _explained(*found, ctx)
+    if not isinstance(captured, Folded):
+        return _explained(*found, ctx, {})
+    plan = _explained(*found, ctx, captured.stand_ins(found[0]))
+    return plan.replace(order={})  # of a few layers only
 
 
 @contextmanager
@@ -117,11 +128,17 @@ def _collect() -> None:
         gc.collect(0)
 
 
-def complete(plan: Plan, captured: Captured, ctx: Context, passes: Sequence[Pass]) -> Plan:
+def complete(
+    plan: Plan, captured: Captured | Folded, ctx: Context, passes: Sequence[Pass]
+) -> Plan:
     """A plan made by hand with what it leaves open: the order of its collectives, a prediction.
 
-    What it decides is not changed, and the limit not asked for.
+    What it decides is not changed, and the limit not asked for. Of a folded step the order is left
+    open.
     """
+    if isinstance(captured, Folded):
+        step = predict(captured, plan, ctx.replace(deciding=True), passes)
+        return plan.replace(prediction=step.prediction)
     if not plan.order:
         step = predict(captured, plan, ctx.replace(deciding=True), passes)
         plan = plan.replace(order=_orders(step))
@@ -138,15 +155,23 @@ def _orders(step: Step) -> dict[str, tuple[Collective, ...]]:
 class _Search:
     """The plans that were looked at, and what the simulator said of each."""
 
-    def __init__(self, captured: Captured, ctx: Context, passes: Sequence[Pass]) -> None:
+    def __init__(
+        self, captured: Captured | Folded, ctx: Context, passes: Sequence[Pass]
+    ) -> None:
         self.captured, self.ctx, self.passes = captured, ctx, passes
         self.choices = [choices_of(parameter, ctx) for parameter in ctx.parameters]
+        #: Indices of parameters that are decided on together: alike ones of a folded step's layers.
+        self.tied = _tied(captured, ctx)
+        self.tied_choices = [together([self.choices[i] for i in own]) for own in self.tied]
         self.empty = Plan(
             (),
             world_size=ctx.world_size,
             memory_limit_bytes=ctx.limit_bytes,
             bucket_bytes=bucket_bytes_for(ctx),
         )
+        self.most_bucket_bytes = _MOST_BUCKET_BYTES
+        if isinstance(captured, Folded):  # a bucket of several layers is not seen in it
+            self.most_bucket_bytes = min(_MOST_BUCKET_BYTES, captured.layer_bytes(ctx))
         self.seen: dict[tuple[Decision, ...], tuple[Plan, Prediction]] = {}
         self.left = self._affordable_looks()  # that refining may still take
         #: Bucket sizes that were priced under the limit: what was seen is the best of them.
@@ -183,15 +208,21 @@ class _Search:
                 return plan, step
         return None
 
-    def replicate_all(self) -> None:
-        self.look([options[0].decision for options in self.choices])
+    def alike(self) -> None:
+        """Look at replicating all; of a folded step also at sharding all, which proposals may miss.
+
+        There are few proposals where there is little to decide on, and little refining is paid for.
+        """
+        options = len(Decision) if isinstance(self.captured, Folded) else 1
+        for option in range(options):
+            self.look([one[min(option, len(one) - 1)].decision for one in self.choices])
 
     def propose(self, weights: tuple[float, float]) -> None:
         """Look at the dynamic programme's plans for ever smaller budgets until one fits.
 
         Then for budgets between that one and the last that did not.
         """
-        table = Table(self.choices, weights, self.ctx)
+        table = Table(self.tied_choices, weights, self.ctx)
         limit_bytes = self.ctx.limit_bytes
         budget = table.most_bytes if limit_bytes is None else min(table.most_bytes, limit_bytes)
         too_much, shrink_bytes, known = budget, table.unit_bytes, len(self.seen)
@@ -199,7 +230,7 @@ class _Search:
             decisions = table.best(budget)
             if decisions is None:
                 return
-            said = self.look(decisions)
+            said = self.look(self._spread(decisions))
             if limit_bytes is None:
                 return
             if self.fits(said):
@@ -215,10 +246,19 @@ class _Search:
         for _ in range(_CLOSER_TRIES):
             between = (budget + too_much) // 2
             decisions = table.best(between)
-            if decisions is not None and self.fits(self.look(decisions)):
+            if decisions is not None and self.fits(self.look(self._spread(decisions))):
                 budget = between
             else:
                 too_much = between
+
+    def _spread(self, decisions: Sequence[Decision]) -> list[Decision]:
+        """Decisions for every parameter, from those for what is decided on together."""
+        by_index = {
+            index: decision
+            for members, decision in zip(self.tied, decisions, strict=True)
+            for index in members
+        }
+        return [by_index[index] for index in range(len(self.choices))]
 
     def refine(self) -> None:
         """Change a group of parameters, one, or two, until no such change is faster and fits.
@@ -226,12 +266,14 @@ class _Search:
         Or until what may be looked at is used up. The additive model sees no overlap: what hides
         behind what only the simulator knows.
         """
-        single = [[index] for index in range(len(self.choices))]
-        pairs = [[i, j] for (i,), (j,) in itertools.combinations(single, 2)]
-        groups = [members for members in self._alike() if len(members) > 1]
+        single = [[own] for own in self.tied]
+        pairs = [[one, other] for one, other in itertools.combinations(self.tied, 2)]
+        groups = [[members] for members in self._alike() if len(members) > 1]
         fitting = [key for key, (_, said) in self.seen.items() if self.fits(said)]
         best = min(fitting, key=self._seconds)
-        by_size = functools.partial(sorted, key=self._size_bytes, reverse=True)
+        by_size = functools.partial(
+            sorted, key=lambda move: sum(map(self._size_bytes, move)), reverse=True
+        )
         while self.left > 0:
             found = self._better(best, by_size([*groups, *single]))
             if found == best:
@@ -241,22 +283,22 @@ class _Search:
             best = found
 
     def _better(
-        self, best: tuple[Decision, ...], moves: list[list[int]], together: bool = False
+        self, best: tuple[Decision, ...], moves: list[list[list[int]]], together: bool = False
     ) -> tuple[Decision, ...]:
         """The fastest plan that fits, after each of these moves in turn where it is an improvement.
 
-        ``moves``: indices of parameters that get one decision, all the same; or, ``together``,
-        each its own, all other than what they have.
+        ``moves``: of each, sets of indices of parameters; those of a set get one decision, all the
+        same. ``together``: all sets get others than what they have.
         """
-        for members in moves:
-            options = [[choice.decision for choice in self.choices[index]] for index in members]
-            combined = itertools.product(*options) if together else zip(*options, strict=True)
-            for decisions in combined:
+        for move in moves:
+            options = [[choice.decision for choice in self.choices[own[0]]] for own in move]
+            for decisions in itertools.product(*options):
                 tried = list(best)
-                for index, decision in zip(members, decisions, strict=True):
-                    tried[index] = decision
+                for own, decision in zip(move, decisions, strict=True):
+                    for index in own:
+                        tried[index] = decision
                 key = tuple(tried)
-                kept = together and any(best[i] is tried[i] for i in members)
+                kept = together and any(best[own[0]] is tried[own[0]] for own in move)
                 if key in self.seen or kept or not self._may_fit(key):
                     continue
                 if self.left <= 0:
@@ -265,6 +307,50 @@ class _Search:
                 if self.fits(self.look(key)) and self._seconds(key) < self._seconds(best):
                     best = key
         return best
+
+    def mix_layers(self) -> None:
+        """Of a folded step, whose layers were all decided on alike: one plan for some layers.
+
+        The first ones get a plan that is faster and does not fit, the others one that does, or the
+        other way round; as many as do fit, by a straight line between the two. The pairs that
+        promise most are looked at.
+        """
+        limit_bytes = self.ctx.limit_bytes
+        if not isinstance(self.captured, Folded) or limit_bytes is None:
+            return
+        layers = len(self.captured.layers)
+        layer_of = {n: i for i, names in enumerate(self.captured.layers) for n in names}
+        number = [layer_of.get(parameter.name) for parameter in self.ctx.parameters]
+        fast = [key for key, (_, said) in self.seen.items() if not self.fits(said)]
+        fits = [key for key, (_, said) in self.seen.items() if self.fits(said)]
+        promises: list[tuple[float, int, tuple[Decision, ...], tuple[Decision, ...]]] = []
+        for one, other in itertools.product(fast, fits):
+            over, under = self.seen[one][1], self.seen[other][1]
+            share = (limit_bytes - under.peak_bytes) / (over.peak_bytes - under.peak_bytes)
+            count = int(share * layers)
+            seconds = under.step_seconds + share * (over.step_seconds - under.step_seconds)
+            if count:
+                promises.append((seconds, count, one, other))
+        promises.sort(key=lambda promise: promise[:2])
+        best = min(map(self._seconds, fits), default=float("inf"))
+        for seconds, most, one, other in promises[:_MOST_MIXED]:
+            if seconds >= best:
+                return
+            for first, last in ((one, other), (other, one)):
+                count = most
+                for _ in range(_MIXED_TRIES):
+                    split = count if first is one else layers - count
+                    mixed = tuple(
+                        kept if place is None else early if place < split else late
+                        for place, kept, early, late in zip(
+                            number, other, first, last, strict=True
+                        )
+                    )
+                    said = self.look(mixed)
+                    if self.fits(said):
+                        best = min(best, said.step_seconds)
+                        break
+                    count -= max(1, count // 16)
 
     def _may_fit(self, decisions: tuple[Decision, ...]) -> bool:
         """Whether what is held between steps leaves anything of the limit."""
@@ -275,8 +361,10 @@ class _Search:
 
     def _affordable_looks(self) -> int:
         """How many plans may be looked at: fewer of a large graph, which takes long to simulate."""
-        nodes = len(self.captured.forward.graph.nodes) + len(self.captured.backward.graph.nodes)
-        return min(_MOST_REFINED, _REFINED_NODES // nodes)
+        graphs = self.captured.captured if isinstance(self.captured, Folded) else self.captured
+        nodes = len(graphs.forward.graph.nodes) + len(graphs.backward.graph.nodes)
+        least = _LEAST_REFINED if isinstance(self.captured, Folded) else 0
+        return max(least, min(_MOST_REFINED, _REFINED_NODES // nodes))
 
     def size_buckets(self, plans: int) -> None:
         """Larger and smaller buckets for the fastest plans that fit, while that helps.
@@ -294,7 +382,7 @@ class _Search:
                 # or less may end at a good or a bad moment.
                 while left > 0 and misses < _BUCKET_MISSES:
                     size_bytes = round(size_bytes * factor)
-                    if not _LEAST_BUCKET_BYTES <= size_bytes <= _MOST_BUCKET_BYTES:
+                    if not _LEAST_BUCKET_BYTES <= size_bytes <= self.most_bucket_bytes:
                         break
                     misses += 1
                     if size_bytes not in self.sizes[key]:
@@ -402,6 +490,17 @@ class _Search:
         return sum(self.ctx.parameters[index].full_bytes for index in members)
 
 
+def _tied(captured: Captured | Folded, ctx: Context) -> list[list[int]]:
+    """Indices of parameters by what is decided on together, in the parameters' order."""
+    place: dict[str, Hashable] = {}
+    if isinstance(captured, Folded):
+        place = {name: i for names in captured.layers for i, name in enumerate(names)}
+    found: dict[Hashable, list[int]] = {}
+    for index, parameter in enumerate(ctx.parameters):
+        found.setdefault(place.get(parameter.name, parameter.name), []).append(index)
+    return list(found.values())
+
+
 def _rows(ctx: Context, decisions: Sequence[Decision]) -> tuple[ParameterPlan, ...]:
     world = ctx.world_size
     return tuple(
@@ -416,8 +515,11 @@ def _rows(ctx: Context, decisions: Sequence[Decision]) -> tuple[ParameterPlan, .
     )
 
 
-def _explained(plan: Plan, step: Step, ctx: Context) -> Plan:
-    """The plan with its prediction and, for every parameter, why."""
+def _explained(plan: Plan, step: Step, ctx: Context, stand_ins: Mapping[str, str]) -> Plan:
+    """The plan with its prediction and, for every parameter, why.
+
+    ``stand_ins``: parameters that are not in the graphs, and those whose figures are theirs.
+    """
     gathers: dict[str, tuple[float, float]] = {}
     reductions: dict[str, tuple[float, float]] = {}
     for simulation in step.simulations:
@@ -436,8 +538,8 @@ def _explained(plan: Plan, step: Step, ctx: Context) -> Plan:
         elif row.decision is Decision.REPLICATE:
             parts.append("fits whole")
         for what, kind in (("gather", gathers), ("reduce", reductions)):
-            if row.name in kind:
-                seconds, late = kind[row.name]
+            if (seen := stand_ins.get(row.name, row.name)) in kind:
+                seconds, late = kind[seen]
                 hidden = "hidden" if late < 0.05 * seconds else f"{format_seconds(late)} exposed"
                 parts.append(f"{what} {format_seconds(seconds)}, {hidden}")
         rows.append(dataclasses.replace(row, reason="; ".join(parts)))

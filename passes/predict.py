@@ -10,6 +10,7 @@ from torch import fx
 from passes.capture import Captured, lay_out
 from passes.context import Context, Phase
 from passes.decisions import Plan, Prediction
+from passes.fold import Folded, Seconds, put_in, seconds_of
 from passes.graph import bytes_of, output_node, shared_values
 from passes.pipeline import Pass, Stage, run
 from passes.simulate import Simulation, simulate
@@ -64,19 +65,28 @@ def optimizer_seconds(ctx: Context, plan: Plan) -> float:
     return ctx.hardware.update_seconds(sum(state_bytes(ctx, plan).values()), trained)
 
 
-def predict(captured: Captured, plan: Plan, ctx: Context, passes: Sequence[Pass]) -> Step:
+def predict(
+    captured: Captured | Folded, plan: Plan, ctx: Context, passes: Sequence[Pass]
+) -> Step:
     """Lower a captured step as the plan says, and simulate it.
 
+    ``captured``: or folded; then the graphs lack layers, and the prediction does not.
     ``ctx.deciding``: search for the order of collectives; otherwise the plan's is followed.
     ``ctx.base_bytes``: bytes of buffers, the batch, and of whatever else is held besides
     parameters and optimizer state.
     """
-    with shared_values(captured.values):
-        return _predict(captured, plan, ctx, passes)
+    folded = captured if isinstance(captured, Folded) else None
+    graphs = captured.captured if isinstance(captured, Folded) else captured
+    with shared_values(graphs.values):
+        return _predict(graphs, folded, plan, ctx, passes)
 
 
-def _predict(captured: Captured, plan: Plan, ctx: Context, passes: Sequence[Pass]) -> Step:
+def _predict(
+    captured: Captured, folded: Folded | None, plan: Plan, ctx: Context, passes: Sequence[Pass]
+) -> Step:
     laid = lay_out(captured, plan, ctx)
+    if folded is not None:
+        put_in(laid, folded, plan, ctx)
     state = state_bytes(ctx, plan)
     held = ctx.base_bytes + state["parameters"] + state["optimizer"]
     returned = _returned_bytes(laid)
@@ -91,6 +101,10 @@ def _predict(captured: Captured, plan: Plan, ctx: Context, passes: Sequence[Pass
         lowered.append(gm)
         simulations.append(simulate(gm.graph))
     forward, backward = simulations
+    unseen = Seconds(0.0, 0.0)
+    if folded is not None:
+        for gm, simulation in zip(lowered, simulations, strict=True):
+            unseen = unseen.plus(seconds_of(folded, plan, gm.graph, simulation))
     update_seconds = optimizer_seconds(ctx, plan)
     base = {"parameters": state["parameters"], "optimizer": state["optimizer"]}
     if ctx.base_bytes:
@@ -105,10 +119,12 @@ def _predict(captured: Captured, plan: Plan, ctx: Context, passes: Sequence[Pass
         },
     ]
     peak = {k: v for k, v in max(peaks, key=lambda kinds: sum(kinds.values())).items() if v}
+    step_seconds = forward.step_seconds + backward.step_seconds + unseen.step
+    compute_seconds = forward.compute_seconds + backward.compute_seconds + unseen.compute
     prediction = Prediction(
-        step_seconds=forward.step_seconds + backward.step_seconds + update_seconds,
-        compute_seconds=forward.compute_seconds + backward.compute_seconds + update_seconds,
-        exposed_seconds=forward.exposed_seconds + backward.exposed_seconds,
+        step_seconds=step_seconds + update_seconds,
+        compute_seconds=compute_seconds + update_seconds,
+        exposed_seconds=step_seconds - compute_seconds,
         peak_bytes=sum(peak.values()),
         peak=peak,
     )

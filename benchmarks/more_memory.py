@@ -1,0 +1,128 @@
+"""Whether more memory ever gives a slower predicted step: five models at fifty limits each.
+
+    python -m benchmarks.more_memory
+
+The limits are evenly spaced from the least that is feasible to what is taken without one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import nn
+
+from benchmarks.tasks import TASKS, words
+from examples.gpt import GPT, GPTConfig
+from osdp_compile.traced_step import TracedStep, trace
+from passes.presets import PRESETS
+from passes.units import format_bytes, format_seconds
+
+#: The same to five digits is the same.
+_EQUAL = 1 + 1e-5
+
+
+def _deep() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    model = GPT(GPTConfig(layers=24, width=256, context=128))
+    return model, words(1024, 2, 128)(torch.Generator())
+
+
+def _task(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return TASKS[name].model(), TASKS[name].batch(torch.Generator())
+
+
+def _step(name: str) -> TracedStep:
+    return trace(*(_deep() if name == "GPT of 24 layers" else _task(name)))
+
+
+MODELS = (*TASKS, "GPT of 24 layers")
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """One model: its limits in bytes, and the predicted step and the seconds it took to plan."""
+
+    name: str
+    limits: tuple[int, ...]
+    step_seconds: tuple[float, ...]
+    plan_seconds: tuple[float, ...]
+
+    @property
+    def regressions(self) -> list[float]:
+        """By how much each limit's step is slower than the best of the limits below it."""
+        return [
+            max(0.0, own / min(self.step_seconds[:index]) - 1)
+            for index, own in enumerate(self.step_seconds)
+            if index
+        ]
+
+
+def planned(given: tuple[str, int, str, int]) -> Found:
+    """Plan a model at so many limits."""
+    name, points, hardware_name, world = given
+    torch.set_num_threads(1)
+    step, ranks, hardware = _step(name), {"ranks": world}, PRESETS[hardware_name]
+    free = step.plan(ranks, hardware).prediction
+    assert free is not None
+    least = step.least_bytes(ranks, hardware)
+    limits, steps, took = [], [], []
+    for index in range(points):
+        limits.append(least + (free.peak_bytes - least) * index // (points - 1))
+        began = time.perf_counter()
+        said = step.plan(ranks, hardware, limits[-1]).prediction
+        took.append(time.perf_counter() - began)
+        assert said is not None
+        steps.append(said.step_seconds)
+    return Found(name, tuple(limits), tuple(steps), tuple(took))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--points", type=int, default=50)
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--hardware", default="cpu-gloo", help="a preset")
+    parser.add_argument("--world-size", type=int, default=4)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("more_memory.json"))
+    given = parser.parse_args()
+    console = Console()
+    work = [(name, given.points, given.hardware, given.world_size) for name in given.models]
+    with multiprocessing.get_context("spawn").Pool(given.workers) as pool:
+        made = pool.imap(planned, work)
+        found = list(track(made, "planning", len(work), console=console))
+    table = Table(title="the step under more and more memory", title_justify="left")
+    for head in ("model", "limits", "steps", "slower in", "at most by", "planning took"):
+        table.add_column(head, justify="left" if head == "model" else "right")
+    for one in found:
+        slower = [share for share in one.regressions if share > _EQUAL - 1]
+        table.add_row(
+            one.name,
+            f"{format_bytes(one.limits[0])} to {format_bytes(one.limits[-1])}",
+            f"{format_seconds(one.step_seconds[0])} to {format_seconds(one.step_seconds[-1])}",
+            f"{len(slower)} of {len(one.limits)}",
+            f"{max(slower, default=0):.1%}",
+            format_seconds(statistics.median(one.plan_seconds)),
+        )
+    console.print(table)
+    holds = all(share <= _EQUAL - 1 for one in found for share in one.regressions)
+    console.print(
+        ("[green]yes[/green] " if holds else "[red]no[/red]  ")
+        + "more memory never gives a slower predicted step"
+    )
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(json.dumps([dataclasses.asdict(one) for one in found], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

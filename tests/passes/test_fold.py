@@ -1,0 +1,189 @@
+"""Folding: a step without its inner layers costs what the whole one does."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from passes.bucket import bucket_bytes_for
+from passes.capture import Captured
+from passes.context import Context
+from passes.decisions import Decision, Plan
+from passes.fold import Folded, fold, layers_of
+from passes.hardware import Hardware, LinkRate
+from passes.pipeline import default_passes
+from passes.plan import Infeasible, make_plan
+from passes.predict import Step, predict
+from tests.passes.captures import capture_step
+from tests.passes.graphs import hardware, plan_of
+
+PASSES = default_passes()
+LAYERS, WIDTH, ROWS, WORLD = 14, 128, 256, 8
+#: A layer's collectives take a tenth of its computing, about as long, and ten times as long.
+NETWORKS = {"fast": 1e-8, "even": 1.5e-7, "slow": 1e-6}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.scale
+        return x + self.down(torch.tanh(self.up(normed))) * scale
+
+
+class Deep(nn.Module):
+    """Something before the layers, something after, and something that all of them read."""
+
+    def __init__(self, inner: list[int], skips: bool = False) -> None:
+        super().__init__()
+        self.skips = skips
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Block(WIDTH, size) for size in inner])
+        self.last = nn.Linear(WIDTH, 512)
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        scale, earlier = torch.sigmoid(self.scale), []
+        for block in self.blocks:
+            earlier.append(x)
+            x = block(x, scale)
+            if self.skips and len(earlier) > 2:
+                x = x + earlier[-3]
+        return self.last(x).logsumexp(-1).mean()
+
+
+def network(seconds_per_byte: float) -> Hardware:
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+    return hardware(collectives=dict.fromkeys(kinds, LinkRate(1e-6, seconds_per_byte)))
+
+
+@functools.cache
+def captured(layers: int = LAYERS) -> tuple[Captured, Context]:
+    torch.manual_seed(0)
+    model = Deep([4 * WIDTH] * layers)
+    return capture_step(model, torch.randn(ROWS, WIDTH), world_size=WORLD)
+
+
+@functools.cache
+def folded() -> Folded:
+    found = fold(captured()[0], captured()[1].parameters)
+    assert found is not None
+    return found
+
+
+def decided(mix: tuple[str, str], ctx: Context) -> Plan:
+    """The first for six layers, the second for the others, and again for what is in none."""
+    return by_layers([mix[0]] * 6 + [mix[1]] * (LAYERS - 6), ctx)
+
+
+def by_layers(by_layer: list[str], ctx: Context) -> Plan:
+    decisions = {}
+    for one in ctx.parameters:
+        number = re.search(r"\d+", one.name)
+        decisions[one.name] = Decision(by_layer[int(number.group())] if number else "shard_again")
+    return plan_of(ctx.parameters, decisions, ctx.world_size, bucket_bytes=bucket_bytes_for(ctx))
+
+
+def both(plan: Plan, ctx: Context) -> tuple[Step, Step]:
+    """The whole step's prediction and the folded one's."""
+    ctx = ctx.replace(deciding=True)
+    return predict(captured()[0], plan, ctx, PASSES), predict(folded(), plan, ctx, PASSES)
+
+
+KINDS = [decision.value for decision in Decision]
+#: One decision for the first layers and one for the others.
+MIXES = [
+    *((kind, kind) for kind in KINDS),
+    ("replicate", "shard_again"),
+    ("shard_again", "shard_keep"),
+]
+
+
+@pytest.mark.parametrize("wires", NETWORKS)
+@pytest.mark.parametrize("mix", MIXES, ids="-".join)
+def test_a_folded_step_takes_as_long_as_the_whole(wires, mix):
+    _, ctx = captured()
+    ctx = ctx.replace(hardware=network(NETWORKS[wires]))
+    whole, few = both(decided(mix, ctx), ctx)
+    assert len(few.backward.graph.nodes) < 0.6 * len(whole.backward.graph.nodes)
+    assert few.prediction.step_seconds == pytest.approx(whole.prediction.step_seconds, rel=0.02)
+    assert few.prediction.compute_seconds == pytest.approx(
+        whole.prediction.compute_seconds, rel=0.01
+    )
+
+
+@pytest.mark.parametrize("mix", MIXES, ids="-".join)
+def test_a_folded_step_takes_as_much_memory_as_the_whole(mix):
+    """With all collectives on the spot: without a limit gathers run ahead through all layers."""
+    _, ctx = captured()
+    ctx = ctx.replace(hardware=network(NETWORKS["even"]))
+    plan = decided(mix, ctx)
+    whole, few = both(plan, ctx.replace(limit_bytes=0))
+    assert few.prediction.peak_bytes == pytest.approx(whole.prediction.peak_bytes, rel=0.05)
+    limit_bytes = int(1.1 * whole.prediction.peak_bytes)
+    whole, few = both(plan, ctx.replace(limit_bytes=limit_bytes))
+    assert max(whole.prediction.peak_bytes, few.prediction.peak_bytes) <= limit_bytes
+    assert few.prediction.step_seconds == pytest.approx(whole.prediction.step_seconds, rel=0.04)
+
+
+def test_layers_are_found_in_the_order_they_run():
+    layers = layers_of(captured()[0], captured()[1].parameters)
+    assert len(layers) == LAYERS
+    assert layers[11] == tuple(
+        f"blocks.11.{name}"
+        for name in ("scale", "up.weight", "up.bias", "down.weight")
+    )
+
+
+@pytest.mark.parametrize(
+    ("inner", "skips"),
+    [([512] * 7, False), ([512] * 10 + [128] * 2, False), ([512] * 12, True)],
+    ids=["few", "of two sizes", "with connections over three"],
+)
+def test_what_is_not_alike_is_not_folded(inner, skips):
+    step, ctx = capture_step(Deep(inner, skips), torch.randn(4, WIDTH), world_size=WORLD)
+    assert fold(step, ctx.parameters) is None
+
+
+def test_a_layer_that_is_like_neither_neighbour_is_refused():
+    _, ctx = captured()
+    plan = by_layers(["shard_again"] * 6 + ["replicate"] + ["shard_again"] * 7, ctx)
+    with pytest.raises(ValueError, match="layer 6 of a folded step has other decisions"):
+        predict(folded(), plan, ctx, PASSES)
+
+
+def least_bytes(ctx: Context) -> int:
+    with pytest.raises(Infeasible) as error:
+        make_plan(folded(), ctx.replace(limit_bytes=1), PASSES)
+    return error.value.least_bytes
+
+
+def test_a_plan_of_a_folded_step_is_near_that_of_the_whole():
+    """And between plans for all layers alike there are some for which others fit."""
+    step, ctx = captured()
+    ctx = ctx.replace(hardware=network(NETWORKS["slow"]))
+    free = make_plan(folded(), ctx, PASSES)
+    assert free.order == {}
+    least = least_bytes(ctx)
+    mixed = 0
+    for share in (0.3, 0.6):
+        limit_bytes = int(least + share * (free.prediction.peak_bytes - least))
+        limited = ctx.replace(limit_bytes=limit_bytes)
+        few = make_plan(folded(), limited, PASSES)
+        assert [row.name for row in few.parameters] == [one.name for one in ctx.parameters]
+        assert few.prediction.peak_bytes <= limit_bytes
+        mixed += len({few.decision(f"blocks.{i}.up.weight") for i in range(LAYERS)}) > 1
+        there = predict(step, few, limited.replace(deciding=True), PASSES).prediction
+        assert there.peak_bytes <= 1.05 * limit_bytes
+        assert there.step_seconds == pytest.approx(few.prediction.step_seconds, rel=0.05)
+    best = make_plan(step, limited, PASSES)
+    assert there.step_seconds <= 1.06 * best.prediction.step_seconds
+    assert mixed
