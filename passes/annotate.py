@@ -128,6 +128,16 @@ def _dtype_of(value: object) -> str:
     return str(value.dtype if isinstance(value, torch.Tensor) else torch.float32)[len("torch.") :]
 
 
+def flops_by_dtype(graph: fx.Graph) -> dict[str, int]:
+    """FLOPs of a graph by the dtype whose rate prices them (``Hardware.flops``)."""
+    total: dict[str, int] = {}
+    for node in graph.nodes:
+        if stands_alone(node) and (flops := flops_of(node)):
+            dtype = _dtype_of(node.meta["val"])
+            total[dtype] = total.get(dtype, 0) + flops
+    return total
+
+
 def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Put a :class:`Cost` on every node. See the module's docstring."""
     graph = gm.graph

@@ -41,6 +41,18 @@ class LinkRate:
         """Raises ValueError if a field is missing, unknown or of a wrong kind."""
         return cls(**_checked(cls, data))
 
+    def with_bandwidth(self, times: float, busy: bool = False) -> LinkRate:
+        """The same with so many times the bytes a second; the latency stays.
+
+        ``busy``: what a byte takes of computing changes with it, as where a collective holds its
+        share of a GPU for as long as it is in flight; else it stays, as where a core copies it.
+        """
+        return dataclasses.replace(
+            self,
+            seconds_per_byte=self.seconds_per_byte / times,
+            busy_seconds_per_byte=self.busy_seconds_per_byte / (times if busy else 1.0),
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Hosts:
@@ -130,7 +142,7 @@ class Hardware:
             between = hosts.between[kind]
             slower = max(within, between, key=lambda rate: rate.latency_seconds)
             each = max(within.seconds_per_byte, between.seconds_per_byte / hosts.ranks)
-            share = within.busy_seconds_per_byte / within.seconds_per_byte
+            share = within.busy_seconds_per_byte / (within.seconds_per_byte or math.inf)
             flat[kind] = dataclasses.replace(
                 slower,
                 latency_seconds=slower.latency_seconds + hops_seconds,
@@ -147,6 +159,39 @@ class Hardware:
             }
             dimensions[names[1]] = self.collectives
         return dataclasses.replace(self, collectives=flat, dimensions=dimensions, hosts=None)
+
+    def with_bandwidth(self, times: float, ranks: Mapping[str, int] | None = None) -> Hardware:
+        """The same devices on a network that carries so many times the bytes a second.
+
+        Latencies stay. What collectives take of the computing beside them stays for each byte
+        where there is no ``hosts``; where there is, it is a share of the time in flight, as in
+        :meth:`over`.
+
+        Args:
+            times: above zero; ``math.inf``: bytes take no time.
+            ranks: by dimension of the mesh, as for :meth:`over`. What joins the ranks of a host
+                stays: ``collectives`` where there is ``hosts``, and rates along the inner one of
+                two dimensions. None: all changes.
+        """
+        names = list(ranks or ())
+        within = names[1] if len(names) == 2 else None
+        hosts = self.hosts
+        busy = hosts is not None
+
+        def scaled(kinds: dict[str, LinkRate]) -> dict[str, LinkRate]:
+            return {kind: rate.with_bandwidth(times, busy) for kind, rate in kinds.items()}
+
+        if hosts is not None:
+            hosts = dataclasses.replace(hosts, between=scaled(hosts.between))
+        return dataclasses.replace(
+            self,
+            collectives=self.collectives if busy and ranks else scaled(self.collectives),
+            dimensions={
+                name: kinds if name == within else scaled(kinds)
+                for name, kinds in self.dimensions.items()
+            },
+            hosts=hosts,
+        )
 
     def along(self, dimension: str | None) -> Hardware:
         """The profile for collectives along a mesh dimension; itself if it does not know it."""

@@ -129,6 +129,22 @@ def test_a_dimension_of_the_mesh_has_rates_of_its_own(tmp_path):
     assert hardware.along("gpu") == hardware.along(None) == hardware
 
 
+def test_a_network_of_more_bandwidth_takes_less_for_each_byte_and_as_long_to_start():
+    link = LinkRate(1e-3, 1e-8, busy_seconds_per_byte=1e-9, start_seconds=2e-4)
+    along = {"host": {"all_gather": link}, "gpu": {"all_gather": link}}
+    here = dataclasses.replace(profile(), collectives={"all_gather": link}, dimensions=along)
+    faster = dataclasses.replace(link, seconds_per_byte=2.5e-9)  # a byte is still copied
+    flat = here.with_bandwidth(4.0, {"ranks": 8})
+    assert flat.collectives == {"all_gather": faster}
+    assert flat.dimensions == {"host": {"all_gather": faster}, "gpu": {"all_gather": faster}}
+    # Of a mesh of two dimensions the inner one is within a host.
+    mesh = here.with_bandwidth(4.0, {"host": 2, "gpu": 4})
+    assert mesh.dimensions == {"host": {"all_gather": faster}, "gpu": {"all_gather": link}}
+    endless = here.with_bandwidth(float("inf"))
+    assert endless.collective_seconds("all_gather", 1 << 30, 8) == 1e-3
+    assert here.with_bandwidth(1.0) == here
+
+
 def test_a_file_that_holds_no_json_is_refused(tmp_path):
     (tmp_path / "hardware.json").write_text("hardware")
     with pytest.raises(ValueError, match="holds no hardware profile"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from passes.hardware import Hardware
@@ -93,6 +95,30 @@ def test_a_ring_through_hosts_uses_all_their_cards(name, within, of_eight_cards)
     assert far.collectives["all_gather"].latency_seconds == pytest.approx(30e-6 + passing)
     more = preset(name).over({"ranks": 1024}).collectives["all_gather"]
     assert more.latency_seconds > 10 * far.collectives["all_gather"].latency_seconds
+
+
+def test_more_bandwidth_is_between_hosts():
+    ranks = {"ranks": 64}
+    here, half, four = (
+        preset("h100-sxm").with_bandwidth(times, ranks) for times in (1.0, 0.5, 4.0)
+    )
+    assert here == preset("h100-sxm")
+    near = [one.over({"ranks": 8}).collectives for one in (half, here, four)]
+    assert near[0] == near[1] == near[2]
+    far = [one.over(ranks).collectives["all_gather"] for one in (half, here, four)]
+    assert far[0].seconds_per_byte == pytest.approx(2 * far[1].seconds_per_byte)
+    assert far[2].seconds_per_byte == near[1]["all_gather"].seconds_per_byte  # NVLink's, now
+    assert len({rate.latency_seconds for rate in far}) == 1
+    # A kernel of NCCL's holds its part of the GPU for as long as it runs.
+    for rate in (*far, half.over({"host": 8, "gpu": 8}).dimensions["host"]["all_gather"]):
+        assert rate.busy_seconds_per_byte == pytest.approx(0.15 * rate.seconds_per_byte)
+
+
+def test_where_bytes_take_no_time_only_latencies_are_left():
+    endless = preset("h100-sxm").with_bandwidth(math.inf).over({"ranks": 64})
+    for rate in endless.collectives.values():
+        assert (rate.seconds_per_byte, rate.busy_seconds_per_byte) == (0, 0)
+        assert rate.latency_seconds > 30e-6
 
 
 def test_a_mesh_of_hosts_has_rates_along_both_dimensions():
