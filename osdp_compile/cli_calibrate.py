@@ -20,7 +20,7 @@ from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 
 from osdp_compile.calibrate import Calibration, calibrate
-from osdp_compile.cli_values import bytes_of, mesh_of, seconds_of
+from osdp_compile.cli_values import bytes_of, mesh_of, prepare_file, seconds_of
 from passes.hardware import Hardware
 from passes.units import format_bytes, format_seconds
 
@@ -68,7 +68,7 @@ def _calibrate(given: argparse.Namespace) -> int:
     with _process_group(device) as group:
         first = group is None or dist.get_rank(group) == 0
         # The path is tried before the measuring and not after it.
-        failure = _unfit_mesh(given.mesh, group) or (_prepare(given.out) if first else "")
+        failure = _unfit_mesh(given.mesh, group) or (prepare_file(given.out) if first else "")
         if group is not None:
             shared = [failure]
             dist.broadcast_object_list(shared, src=0, group=group)
@@ -199,14 +199,4 @@ def _unfit_mesh(sizes: dict[str, int], group: dist.ProcessGroup | None) -> str:
     if sizes and math.prod(sizes.values()) != ranks:
         asked = " x ".join(str(size) for size in sizes.values())
         return f"--mesh is {asked} ranks, and there are {ranks}"
-    return ""
-
-
-def _prepare(out: Path) -> str:
-    """Make the folder of a file and see that it can be written; what is wrong, or ""."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.open("a").close()
-    except OSError as error:
-        return f"cannot write {out}: {error.strerror}"
     return ""

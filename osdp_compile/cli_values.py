@@ -1,8 +1,9 @@
-"""What the commands' options take: text that becomes bytes, seconds, numbers of ranks."""
+"""What the commands' options take: text that becomes bytes, seconds, numbers of ranks; files."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from passes.units import parse_bytes
 
@@ -33,3 +34,43 @@ def bytes_of(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def count_of(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
+    return int(text)
+
+
+def counts_of(text: str) -> tuple[int, ...]:
+    """Whole numbers, from ``1,2,4``."""
+    return tuple(count_of(part) for part in text.split(","))
+
+
+def limits_of(text: str) -> tuple[int, ...]:
+    """Sizes in bytes, from ``40GB,80GB``."""
+    return tuple(bytes_of(part) for part in text.split(","))
+
+
+def factors_of(text: str) -> tuple[float, ...]:
+    """Multiples, from ``0.5x,1x,2x``."""
+    found = []
+    for part in text.split(","):
+        try:
+            factor = float(part.removesuffix("x")) if part.endswith("x") else 0.0
+        except ValueError:
+            factor = 0.0
+        if not 0 < factor < float("inf"):
+            raise argparse.ArgumentTypeError(f"{part!r} is not a multiple above zero, like 0.5x")
+        found.append(factor)
+    return tuple(found)
+
+
+def prepare_file(out: Path) -> str:
+    """Make the folder of a file and see that it can be written; what is wrong, or ""."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.open("a").close()
+    except OSError as error:
+        return f"cannot write {out}: {error.strerror}"
+    return ""

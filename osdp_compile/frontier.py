@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from osdp_compile.figures import byte_unit_of, new_figure, time_unit_of
-from osdp_compile.traced_step import TracedStep
-from passes.decisions import Plan, Prediction
+from osdp_compile.traced_step import TracedStep, predicted
+from passes.decisions import Plan
 from passes.hardware import Hardware
 from passes.units import format_bytes
 
@@ -30,28 +30,23 @@ class Frontier:
         figure = new_figure("--frontier", 8, 5)
         axes = figure.add_subplot()
         every = [*(plan for _, plan in self.points), *others.values()]
-        byte, byte_name = byte_unit_of(max(_predicted(plan).peak_bytes for plan in every))
-        second, second_name = time_unit_of(max(_predicted(plan).step_seconds for plan in every))
+        byte, byte_name = byte_unit_of(max(predicted(plan).peak_bytes for plan in every))
+        second, second_name = time_unit_of(max(predicted(plan).step_seconds for plan in every))
         axes.step(
             [limit * byte for limit, _ in self.points],
-            [_predicted(plan).step_seconds * second for _, plan in self.points],
+            [predicted(plan).step_seconds * second for _, plan in self.points],
             where="post",
             marker="o",
             label="osdp",
         )
         for name, plan in others.items():
-            said = _predicted(plan)
+            said = predicted(plan)
             axes.scatter(said.peak_bytes * byte, said.step_seconds * second, marker="s", label=name)
         axes.set_xlabel(f"memory limit of osdp, peak of the others, {byte_name}")
         axes.set_ylabel(f"predicted step, {second_name}")
         axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
         axes.legend()
         figure.savefig(path, dpi=120)
-
-
-def _predicted(plan: Plan) -> Prediction:
-    assert plan.prediction is not None
-    return plan.prediction
 
 
 def frontier(
@@ -63,7 +58,7 @@ def frontier(
 ) -> Frontier:
     """Plan for limits from the least that works to what is taken without one, evenly spaced."""
     free = step.plan(ranks, hardware)
-    most = _predicted(free).peak_bytes
+    most = predicted(free).peak_bytes
     least = step.least_bytes(ranks, hardware)
     found: list[tuple[int, Plan]] = []
     for index in range(points - 1):

@@ -22,7 +22,7 @@ from osdp_compile.state import check_shardable, model_parameters
 from passes.bucket import bucket_bytes_for
 from passes.capture import Captured
 from passes.context import Context, Level, Parameter
-from passes.decisions import Decision, Plan
+from passes.decisions import Decision, Plan, Prediction
 from passes.fold import Folded, fold
 from passes.hardware import Hardware
 from passes.pipeline import Pass, default_passes, validate
@@ -124,8 +124,22 @@ class TracedStep:
             decision,
             world_size=ctx.world_size,
             bucket_bytes=bucket_bytes_for(ctx),
-        )
+        ).replace(memory_limit_bytes=limit_bytes)
+        return self._completed(plan, ctx)
+
+    def priced(self, plan: Plan, ranks: Mapping[str, int], hardware: Hardware) -> Prediction:
+        """What the simulator says of a plan on this hardware, made for it or not."""
+        ctx = self.context(ranks, hardware, plan.memory_limit_bytes)
+        return predicted(self._completed(plan, ctx))
+
+    def _completed(self, plan: Plan, ctx: Context) -> Plan:
         return complete(plan, chosen(self.captured, self.folded, ctx), ctx, self.passes)
+
+
+def predicted(plan: Plan) -> Prediction:
+    """The prediction of a plan that was made or completed here."""
+    assert plan.prediction is not None
+    return plan.prediction
 
 
 def planned(step: Captured | Folded, ctx: Context, passes: Sequence[Pass]) -> Plan:
