@@ -1,7 +1,8 @@
-"""The command line: ``osdp calibrate`` and ``osdp plan``.
+"""The command line: ``osdp calibrate``, ``osdp plan`` and ``osdp sweep``.
 
 torchrun --nproc-per-node 8 -m osdp_compile calibrate --out profile.json
 osdp plan train:model_and_batch --world-size 64 --hardware h100-sxm --memory-limit 80GB
+osdp sweep train:model_and_batch --world-sizes 8,64,512 --hardware h100-sxm --bandwidths 0.5x,1x,2x
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from osdp_compile import cli_calibrate, cli_plan
+from osdp_compile import cli_calibrate, cli_plan, cli_sweep
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,6 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     cli_plan.add_arguments(
         commands.add_parser("plan", help="plan a model for a cluster that need not be here")
+    )
+    cli_sweep.add_arguments(
+        commands.add_parser("sweep", help="plan over ranks, bandwidths, memory and lengths")
     )
     given = parser.parse_args(arguments)
     return int(given.run(given))
