@@ -1,6 +1,7 @@
 """Hosts of several ranks behind one link each: collectives leg by leg beside flat ones.
 
     sudo python -m benchmarks.levels                 # two hosts of two ranks, 400 Mbit/s a host
+    sudo python -m benchmarks.levels --limit 110MiB  # within which osdp may shard within hosts
 
 The same GPT is trained by DDP and by osdp, over a mesh with one dimension and with two, in turns
 (``--repeats``): quote ratios. Ranks of a host reach each other without the limit; what they send
@@ -24,12 +25,15 @@ from benchmarks.train import Work
 WAYS = {"DDP": "DDP", "osdp, flat": "osdp", "osdp, two levels": "osdp on levels"}
 
 
-def measure(hosts: Hosts, work: Work, cache: Path, repeats: int) -> dict[str, list[Any]]:
-    """What ``benchmarks.train`` found, by way, one for each round."""
+def measure(
+    hosts: Hosts, work: Work, cache: Path, repeats: int, options: dict[str, Any]
+) -> dict[str, list[Any]]:
+    """What ``benchmarks.train`` found, by way, one for each round; ``options``: of osdp."""
     found: dict[str, list[Any]] = {name: [] for name in WAYS}
     for _ in range(repeats):
         for name, way in WAYS.items():
-            result = measure_on(hosts, work, way, "time", cache=cache)
+            own = {} if way == "DDP" else options
+            result = measure_on(hosts, work, way, "time", own, cache)
             found[name].append(result)
             print(f"{name}: {result['step_seconds']:.3f} s", flush=True)
     return found
@@ -42,13 +46,15 @@ def main() -> None:
     parser.add_argument("--rate", default="400mbit", help="what each host may send")
     parser.add_argument("--batch", type=int, default=2, help="sequences of 128 tokens a rank")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--limit", help="osdp's memory limit, as 150MiB (default: none)")
     given = parser.parse_args()
     try:
         with (
             Hosts(given.hosts, given.rate, given.ranks_per_host) as hosts,
             tempfile.TemporaryDirectory(prefix="osdp-bench-cache") as cache,
         ):
-            found = measure(hosts, Work(batch=given.batch), Path(cache), given.repeats)
+            options = {"memory_limit": given.limit} if given.limit else {}
+            found = measure(hosts, Work(batch=given.batch), Path(cache), given.repeats, options)
     except HostsError as error:
         sys.exit(str(error))
     seconds = {
@@ -60,11 +66,13 @@ def main() -> None:
             abs(ours - theirs)
             for ours, theirs in zip(results[0]["losses"], found["DDP"][0]["losses"], strict=True)
         )
+        decided = results[-1].get("decisions", {})
         predicted = results[-1].get("predicted", {}).get("step_seconds")
         print(
             f"{name}: {seconds[name]:.3f} s, {seconds['DDP'] / seconds[name]:.2f} times DDP's "
             f"speed, losses {off:.1e} off DDP's"
             + ("" if predicted is None else f", predicted {predicted:.3f} s")
+            + "".join(f", {count} {kind}" for kind, count in decided.items())
         )
 
 

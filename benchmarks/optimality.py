@@ -29,7 +29,7 @@ from torch import nn
 from osdp_compile.traced_step import TracedStep, trace
 from passes.bucket import bucket_bytes_for
 from passes.context import Context
-from passes.decisions import Decision, ParameterPlan, Plan, shardable
+from passes.decisions import FLAT_DECISIONS, Decision, ParameterPlan, Plan, shardable
 from passes.hardware import Hardware, LinkRate
 from passes.plan import complete
 
@@ -142,7 +142,7 @@ def _limit(step: TracedStep, ranks: dict[str, int], hardware: Hardware, share: f
 
 def _every_plan(step: TracedStep, ctx: Context) -> list[Plan]:
     options = [
-        list(Decision) if shardable(one.shape, ctx.world_size) else [Decision.REPLICATE]
+        list(FLAT_DECISIONS) if shardable(one.shape, ctx.world_size) else [Decision.REPLICATE]
         for one in step.parameters
     ]
     return [

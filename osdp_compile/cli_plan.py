@@ -26,11 +26,12 @@ from osdp_compile.plan_table import plan_text
 from passes.decisions import Decision, Plan
 from passes.units import format_bytes, format_seconds
 
-#: What people compare with, by what they call it.
+#: What people compare with, by what they call it; the last one on a mesh of two levels only.
 ALTERNATIVES = {
     "DDP: replicate all": Decision.REPLICATE,
     "ZeRO-2: shard all, keep": Decision.SHARD_KEEP,
     "FSDP: shard all, gather again": Decision.SHARD_AGAIN,
+    "HSDP: the same within hosts": Decision.SHARD_HOST_AGAIN,
 }
 
 
@@ -103,8 +104,11 @@ def _run(given: argparse.Namespace, console: Console) -> None:
             say("planning")
             found = step.plan(ranks, hardware, limit_bytes)
         say("pricing the alternatives")
+        flat = step.context(ranks, hardware, None).levels is None
         others = {
-            name: step.uniform(decision, ranks, hardware) for name, decision in ALTERNATIVES.items()
+            name: step.uniform(decision, ranks, hardware)
+            for name, decision in ALTERNATIVES.items()
+            if not (flat and decision.within_host)
         }
         say("looking at other limits")
         curve = frontier(step, ranks, hardware, say) if given.frontier is not None else None

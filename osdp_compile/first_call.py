@@ -14,7 +14,7 @@ from osdp_compile.describe import captured_step, described, held_bytes_of, owned
 from osdp_compile.errors import PlanMismatch
 from osdp_compile.exchange import by_messages
 from osdp_compile.markers import register_group
-from osdp_compile.meshes import flat_mesh, groups_along, level, levels_of
+from osdp_compile.meshes import flat_mesh, groups_along, level, levels_of, mesh_of_shards
 from osdp_compile.optimizers import OptimizerIndex
 from osdp_compile.options import Options
 from osdp_compile.plan_table import log_plan
@@ -110,16 +110,21 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
     plan, hardware = from_rank_zero(decide, group)
     if measures:
         keep(hardware, group, device, along)
-    for one in along.values():
+    for one in (group, *along.values()):
         register_group(one)
-    synchronize(entries, list(buffers_of(roots)), mesh)
-    renewed = shard_in_place(entries, plan, mesh, optimizers)
-    state = state_bytes(context, plan)
     context = context.replace(
         plan=plan,
         hardware=hardware,
         levels=levels_of(levels, hardware, by_exchange),  # of rank 0's profile
-        base_bytes=context.base_bytes + state["parameters"] + state["optimizer"],
+    )
+    synchronize(entries, list(buffers_of(roots)), mesh)
+    if plan.within_hosts and options.mesh is not None:
+        renewed = shard_in_place(entries, mesh_of_shards(options.mesh, along), context, optimizers)
+    else:
+        renewed = shard_in_place(entries, mesh, context, optimizers)
+    state = state_bytes(context, plan)
+    context = context.replace(
+        base_bytes=context.base_bytes + state["parameters"] + state["optimizer"]
     )
     session = Session(plan, mesh, context, options, passes)
     names = [entry.name for entry in entries]
@@ -137,7 +142,8 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
 
 def _given(plan: Plan, context: Context) -> Plan:
     rows = [(p.name, p.shape, p.dtype) for p in context.parameters]
-    difference = plan.mismatch(rows, context.world_size)
+    host = None if context.levels is None else context.levels[1].size
+    difference = plan.mismatch(rows, context.world_size, host)
     if difference is not None:
         raise PlanMismatch(f"the plan given in options does not fit: {difference}")
     return plan

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import passes.markers  # noqa: F401  (defines the operators)
+import passes.markers
+import passes.packing  # noqa: F401  (these two define the operators)
 from osdp_compile.collectives import all_gather_single, reduce_scatter_single
 
 # Weak: a group that something still holds at the end of the process is not torn down by
@@ -40,32 +41,52 @@ def group_of(name: str) -> dist.ProcessGroup:
 
 
 @torch.library.impl("osdp::unshard", "CompositeExplicitAutograd")
-def _unshard(shard: Tensor, name: str, shape: list[int], sharded: bool, group_name: str) -> Tensor:
+def _unshard(
+    shard: Tensor,
+    name: str,
+    shape: list[int],
+    sharded: bool,
+    group_name: str,
+    between: str = "",
+    hosts: int = 1,
+) -> Tensor:
     if not sharded:
         return shard.clone()
     group = group_of(group_name)
-    world_size = dist.get_world_size(group)
-    rows = -(-shape[0] // world_size)
+    ranks = group.size()
+    rows = -(-shape[0] // ranks)
     if shard.shape[0] != rows:
         shard = torch.ops.osdp.pad_rows(shard, rows)
-    full = shard.new_empty([rows * world_size, *shape[1:]])
+    full = shard.new_empty([rows * ranks, *shape[1:]])
     all_gather_single(full, shard.contiguous(), group=group)
-    return full[: shape[0]].clone() if rows * world_size != shape[0] else full
+    if rows * ranks == shape[0]:
+        return full
+    return torch.ops.osdp.unpack(full, ranks, 0, shape, hosts=hosts)
 
 
 @torch.library.impl("osdp::reduce_grad", "CompositeExplicitAutograd")
-def _reduce_grad(grad: Tensor, shard: Tensor, name: str, sharded: bool, group_name: str) -> Tensor:
+def _reduce_grad(
+    grad: Tensor,
+    shard: Tensor,
+    name: str,
+    sharded: bool,
+    group_name: str,
+    between: str = "",
+    hosts: int = 1,
+) -> Tensor:
     group = group_of(group_name)
-    world_size = dist.get_world_size(group)
-    mean = (grad / world_size).contiguous()
+    ranks, replicas = group.size(), group_of(between) if between else None
+    mean = (grad / (ranks * (replicas.size() if replicas else 1))).contiguous()
     if not sharded:
         dist.all_reduce(mean, group=group)
         return mean
-    rows = -(-grad.shape[0] // world_size)
-    if rows * world_size != grad.shape[0]:
-        mean = torch.ops.osdp.pad_rows(mean, rows * world_size)
+    rows = -(-grad.shape[0] // ranks)
     reduced = mean.new_empty([rows, *grad.shape[1:]])
-    reduce_scatter_single(reduced, mean, group=group)
+    if rows * ranks != grad.shape[0]:
+        mean = torch.ops.osdp.pack_columns([mean], ranks, hosts=hosts)
+    reduce_scatter_single(reduced, mean.view(rows * ranks, *grad.shape[1:]), group=group)
+    if replicas is not None:
+        dist.all_reduce(reduced, group=replicas)
     return reduced[: shard.shape[0]].clone() if shard.shape[0] != rows else reduced
 
 
@@ -84,16 +105,17 @@ class _Replicated(torch.autograd.Function):
 
 
 def read(
-    local: Tensor, name: str, shape: tuple[int, ...], sharded: bool, group_name: str
+    local: Tensor, name: str, shape: tuple[int, ...], sharded: bool, *marks: str | int
 ) -> Tensor:
     """The full parameter, from this rank's part of it. Differentiable; a marker in a trace.
 
     Args:
         local: this rank's rows ``[rows/N, ...]`` if sharded, else the whole parameter.
         shape: the whole parameter's.
+        marks: of its :class:`passes.cuts.Cut`.
     """
     if sharded or torch.compiler.is_compiling():
-        return torch.ops.osdp.unshard(local, name, shape, sharded, group_name)
+        return torch.ops.osdp.unshard(local, name, shape, sharded, *marks)
     if not torch.is_grad_enabled():
         return local
-    return _Replicated.apply(local, name, group_name)
+    return _Replicated.apply(local, name, *marks)

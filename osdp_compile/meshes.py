@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -20,6 +20,19 @@ def flat_mesh(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
     if mesh is None:
         return init_device_mesh(device_type, (dist.get_world_size(),))
     return mesh if mesh.ndim == 1 else _torch.flattened(mesh)
+
+
+def mesh_of_shards(mesh: DeviceMesh, along: Mapping[str, dist.ProcessGroup]) -> DeviceMesh:
+    """A mesh of two dimensions for DTensors whose rows both of them cut: one never flattened.
+
+    Where a mesh was flattened, torch 2.13 gathers ``[Shard(0), Shard(0)]`` in one go, as if rows
+    were cut for all ranks at once: wrong where they do not come out even.
+
+    ``along``: its groups (:func:`groups_along`).
+    """
+    return DeviceMesh.from_group(
+        list(along.values()), mesh.device_type, mesh.mesh, mesh_dim_names=tuple(along)
+    )
 
 
 def groups_along(mesh: DeviceMesh | None) -> dict[str, dist.ProcessGroup]:

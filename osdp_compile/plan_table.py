@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from passes.decisions import ParameterPlan, Plan
+from passes.decisions import Decision, ParameterPlan, Plan
 from passes.units import format_bytes, format_seconds
 
 
@@ -40,11 +40,18 @@ def plan_table(plan: Plan) -> Table:
         table.add_row(
             Text(_joined([row.name for row in rows])),  # a name may hold brackets
             "x".join(map(str, first.shape)) or "scalar",
-            first.decision.value.replace("_", ", "),
+            _DECIDED.get(first.decision, first.decision.value.replace("_", ", ")),
             format_bytes(saved) if saved else "",
             Text(_ranged([row.reason for row in rows])),
         )
     return table
+
+
+#: What is more than its words one after the other.
+_DECIDED = {
+    Decision.SHARD_HOST_KEEP: "shard within host, keep",
+    Decision.SHARD_HOST_AGAIN: "shard within host, again",
+}
 
 
 def prediction_lines(plan: Plan) -> list[str]:

@@ -3,6 +3,9 @@
 Sharding is in place: every parameter is replaced by a ``DTensor`` parameter of the same
 name (``Shard(0)`` or ``Replicate()``), and every module that owns one gets a subclass of
 its class in which reading the attribute gives the full parameter through a marker.
+
+All are DTensors on one mesh, for ``clip_grad_norm_`` takes no others: over all ranks, or, if
+anything is sharded within hosts, on the mesh of two levels.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from osdp_compile import markers
 from osdp_compile.errors import OsdpError
 from osdp_compile.optimizers import OptimizerIndex
-from passes.decisions import Plan
+from passes.context import Context
+from passes.cuts import Cut
+from passes.decisions import Decision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,35 +100,42 @@ def synchronize(
                 tensor.copy_(whole)
 
 
-def _local_rows(full: Tensor, mesh: DeviceMesh) -> Tensor:
+def _local_rows(full: Tensor, cut: Cut) -> Tensor:
     """This rank's rows of a tensor, copied so that the whole can be freed."""
-    rows = -(-full.shape[0] // mesh.size())
-    start = min(mesh.get_local_rank() * rows, full.shape[0])
-    return full[start : start + rows].clone(memory_format=torch.contiguous_format)
+    start, stop = cut.rows(full.shape[0])
+    return full[start:stop].clone(memory_format=torch.contiguous_format)
 
 
-def lay_out(full: Tensor, mesh: DeviceMesh, sharded: bool) -> DTensor:
+def _placements(decision: Decision, mesh: DeviceMesh) -> list[Shard | Replicate]:
+    """How a parameter lies along each dimension of the mesh."""
+    if decision.within_host:
+        return [Replicate(), Shard(0)]
+    return [Shard(0) if decision.sharded else Replicate()] * mesh.ndim
+
+
+def lay_out(full: Tensor, mesh: DeviceMesh, decision: Decision, cut: Cut) -> DTensor:
     """A DTensor of which this rank holds its rows (sharded) or everything.
 
     No communication: every rank must hold the same ``full``.
     """
-    if not sharded:
-        return DTensor.from_local(full, mesh, [Replicate()], run_check=False)
+    placements = _placements(decision, mesh)
+    if not decision.sharded:
+        return DTensor.from_local(full, mesh, placements, run_check=False)
     stride = torch.empty(full.shape, device="meta").stride()
     return DTensor.from_local(
-        _local_rows(full, mesh), mesh, [Shard(0)], run_check=False, shape=full.shape, stride=stride
+        _local_rows(full, cut), mesh, placements, run_check=False, shape=full.shape, stride=stride
     )
 
 
 def _reader(
-    name: str, attribute: str, shape: tuple[int, ...], sharded: bool, group: str
+    name: str, attribute: str, shape: tuple[int, ...], sharded: bool, marks: tuple[str | int, ...]
 ) -> property:
     """The property through which a module reads one of its parameters."""
 
     def read(module: nn.Module) -> Tensor:
         parameter = module._parameters[attribute]
         local = parameter.to_local()  # type: ignore[union-attr]
-        return markers.read(local, name, shape, sharded, group)
+        return markers.read(local, name, shape, sharded, *marks)
 
     return property(read)
 
@@ -145,38 +157,45 @@ def _swap_class(module: nn.Module, readers: dict[str, property]) -> None:
 
 
 def shard_in_place(
-    parameters: Sequence[ModelParameter], plan: Plan, mesh: DeviceMesh, optimizers: OptimizerIndex
+    parameters: Sequence[ModelParameter], mesh: DeviceMesh, ctx: Context, optimizers: OptimizerIndex
 ) -> list[nn.Parameter]:
     """Replace every parameter by a DTensor parameter laid out as the plan says.
+
+    ``mesh``: over all ranks, with the two dimensions of ``ctx.levels`` if the plan shards within
+    hosts; its groups must be known to the markers. ``ctx``: with the plan.
 
     Optimizers that hold the old parameters get the new ones, and their state is laid
     out likewise. Every rank must hold the same values (see :func:`synchronize`).
 
     Returns the new parameters, in the order of ``parameters``.
     """
-    group = markers.register_group(mesh.get_group())
     readers: dict[int, tuple[nn.Module, dict[str, property]]] = {}
     renewed: list[nn.Parameter] = []
     for entry in parameters:
         old = entry.parameter
-        sharded = plan.decision(entry.name).sharded
+        decision = ctx.plan.decision(entry.name)
+        cut, sharded = ctx.cut(decision), decision.sharded
         shape = tuple(old.shape)
-        laid_out = lay_out(old.detach(), mesh, sharded)
+        laid_out = lay_out(old.detach(), mesh, decision, cut)
         new = nn.Parameter(laid_out, requires_grad=old.requires_grad)
         new.__dict__.update(old.__dict__)  # people hang attributes on parameters
         if old.grad is not None:
             reduced = torch.ops.osdp.reduce_grad(
-                old.grad, laid_out.to_local().detach(), entry.name, sharded, group
+                old.grad, laid_out.to_local().detach(), entry.name, sharded, *cut.marks
             )
-            placements = [Shard(0)] if sharded else [Replicate()]
             new.grad = DTensor.from_local(
-                reduced, mesh, placements, run_check=False, shape=new.shape, stride=new.stride()
+                reduced,
+                mesh,
+                laid_out.placements,
+                run_check=False,
+                shape=new.shape,
+                stride=new.stride(),
             )
         for module, attribute in entry.places:
             module._parameters[attribute] = new
             owned = readers.setdefault(id(module), (module, {}))[1]
-            owned[attribute] = _reader(entry.name, attribute, shape, sharded, group)
-        optimizers.rebind(old, new, partial(lay_out, mesh=mesh, sharded=sharded))
+            owned[attribute] = _reader(entry.name, attribute, shape, sharded, cut.marks)
+        optimizers.rebind(old, new, partial(lay_out, mesh=mesh, decision=decision, cut=cut))
         renewed.append(new)
     for module, owned in readers.values():
         _swap_class(module, owned)

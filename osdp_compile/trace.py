@@ -74,7 +74,12 @@ def trace_graphs(
     model = copy.deepcopy(model)
     given = {"debug": True, **(options or {})}
     if isinstance(plan, Decision | str):
-        plan = Plan.uniform(model.named_parameters(), plan, world_size=world_size)
+        plan = Plan.uniform(
+            model.named_parameters(),
+            plan,
+            world_size=world_size,
+            ranks_of_a_host=None if levels is None else list(levels.values())[-1],
+        )
     if plan is not None:
         given["plan"] = plan
     texts: dict[str, str] = {}

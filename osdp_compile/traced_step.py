@@ -124,6 +124,7 @@ class TracedStep:
             decision,
             world_size=ctx.world_size,
             bucket_bytes=bucket_bytes_for(ctx),
+            ranks_of_a_host=None if ctx.levels is None else ctx.levels[1].size,
         ).replace(memory_limit_bytes=limit_bytes)
         return self._completed(plan, ctx)
 

@@ -34,10 +34,11 @@ from passes.graph import (
     REDUCE_SCATTER,
     WAIT,
     call,
+    group_of,
     numel_of,
 )
 from passes.packing import MEAN_RANKS, PACK, PACK_COLUMNS, UNPACK
-from passes.shard import after_wait, gather, scatter, start_collective
+from passes.shard import after_wait, gather, scatter, start_collective, unpack
 
 _aten = torch.ops.aten
 
@@ -91,9 +92,10 @@ def _by_size(starts: list[fx.Node], limit_bytes: int) -> list[list[fx.Node]]:
     done: list[list[fx.Node]] = []
     for node in starts:
         size_bytes = collective_full_bytes(node)
-        if size_bytes >= limit_bytes:
+        purpose = node.meta["collective"]
+        if size_bytes >= limit_bytes or purpose.leg:  # a later leg goes with the first one
             continue
-        key = (node.target, node.meta["collective"].gathers, node.meta["val"].dtype)
+        key = (node.target, group_of(node), purpose.gathers, node.meta["val"].dtype)
         if key in open_buckets and filled[key] + size_bytes > limit_bytes:
             done.append(open_buckets.pop(key))
         if key not in open_buckets:
@@ -137,17 +139,15 @@ def _gradient(start: fx.Node) -> fx.Node:
 
 
 def _drop(graph: fx.Graph, result: fx.Node, by: fx.Node) -> None:
-    """Put ``by`` in the place of a collective's result: its wait, or the mean after it."""
+    """Put ``by`` in the place of a collective's result: its last wait, or the mean after it."""
     result.replace_all_uses_with(by)
     if "gradient_of" in result.meta:
         by.meta["gradient_of"] = result.meta["gradient_of"]
-    while result.target is not WAIT:
-        source = result.all_input_nodes[0]
+    purpose: Collective | None = None
+    while purpose is None or purpose.leg:  # back to where the first leg starts
+        source, purpose = result.all_input_nodes[0], result.meta.get("collective")
         graph.erase_node(result)
         result = source
-    start = result.all_input_nodes[0]
-    graph.erase_node(result)
-    graph.erase_node(start)
 
 
 def _move_inputs_before(node: fx.Node, anchor: fx.Node) -> None:
@@ -163,15 +163,15 @@ def _pack_gathers(graph: fx.Graph, members: list[fx.Node], ctx: Context) -> None
     sources = [_tensor(node) for node in members]
     for source in sources:
         _move_inputs_before(source, anchor)
+    cut = ctx.cut_by(group_of(anchor))
     with graph.inserting_before(anchor):
-        packed, sent = gather(graph, sources, anchor.args[-1], _purpose(members), ctx)
+        packed, sent = gather(graph, sources, group_of(anchor), _purpose(members), ctx)
         start = 0
         replaced = []
         for node, source in zip(members, sources, strict=True):
             result = _result_of(node)
-            args = (packed, ctx.world_size, start, list(result.meta["val"].shape))
-            alive = () if sent is None else (sent,)
-            replaced.append((result, after_wait(call(graph, UNPACK, (*args, *alive)))))
+            shape = result.meta["val"].shape
+            replaced.append((result, unpack(graph, packed, start, shape, sent, cut)))
             start += numel_of(source.meta["val"])
     for wait, full in replaced:  # not above: the anchor, where nodes go in, is among them
         _drop(graph, wait, full)
@@ -198,18 +198,19 @@ def _pack_scatters(graph: fx.Graph, members: list[fx.Node], ctx: Context) -> Non
     anchor = max(members)
     gradients = [_gradient(node) for node in members]
     results = [_result_of(node) for node in members]
-    group = anchor.args[-1]
     with graph.inserting_before(anchor):
-        whole = scatter(graph, gradients, group, _purpose(members), ctx)
+        whole = scatter(graph, gradients, group_of(anchor), _purpose(members), ctx)
         pieces = _pieces(graph, whole, [numel_of(result.meta["val"]) for result in results])
     _drop_late(graph, list(zip(results, pieces, strict=True)))
 
 
 def _result_of(start: fx.Node) -> fx.Node:
-    """Where a part or a whole first stands: the wait, or the mean or the copy after it."""
+    """Where a part or a whole first stands: the last wait, or the mean or the copy after it."""
     wait = _wait_of(start)
     (first, *_) = wait.users
-    return first if first.target in (MEAN_RANKS, UNPACK) else wait
+    result = first if first.target in (MEAN_RANKS, UNPACK) else wait
+    later = next((user for user in result.users if "collective" in user.meta), None)
+    return result if later is None or not later.meta["collective"].leg else _result_of(later)
 
 
 def _pieces(graph: fx.Graph, whole: fx.Node, numels: Sequence[int]) -> list[fx.Node]:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from passes.context import Context, Phase
-from passes.decisions import Decision, Plan
+from passes.decisions import Plan
 from passes.graph import copy_module, empty_value, fake_mode_of, output_node
 from passes.markers import REDUCE_GRAD, UNSHARD
 from passes.memory import STATIC
@@ -100,7 +100,7 @@ def lay_out(captured: Captured, plan: Plan, ctx: Context) -> Captured:
     kept = {
         node.args[1]: node
         for node in forward.graph.find_nodes(op="call_function", target=UNSHARD)
-        if plan.decision(node.args[1]) is Decision.SHARD_KEEP
+        if plan.decision(node.args[1]).keeps
     }
     _save(forward, backward, kept)
     return Captured(forward, backward)
@@ -109,22 +109,21 @@ def lay_out(captured: Captured, plan: Plan, ctx: Context) -> Captured:
 def _set_shards(gm: fx.GraphModule, plan: Plan, ctx: Context) -> None:
     graph = gm.graph
     mode = fake_mode_of(graph)
+    ctx = ctx.replace(plan=plan)
     for node in list(graph.nodes):
         if node.target is UNSHARD:
-            shard, name, shape, _, group = node.args
+            shard, name = node.args[:2]
         elif node.target is REDUCE_GRAD:
-            _, shard, name, _, group = node.args
-            shape = list(ctx.parameter(name).shape)
+            shard, name = node.args[1:3]
         else:
             continue
         sharded = plan.decision(name).sharded
-        node.args = (*node.args[:3], sharded, group)
-        whole = ctx.parameter(name)
-        rows = -(-whole.shape[0] // ctx.world_size) if sharded else None
-        if rows is not None:
-            start = min(ctx.rank * rows, whole.shape[0])
-            rows = min(rows, whole.shape[0] - start)
-        local = list(shape) if rows is None else [rows, *shape[1:]]
+        cut = ctx.cut(plan.decision(name))
+        node.args = (*node.args[:3], sharded, *cut.marks)
+        local = list(ctx.parameter(name).shape)
+        if sharded:
+            start, stop = cut.rows(local[0])
+            local[0] = stop - start
         with mode:
             if sharded:
                 shard.meta["val"] = empty_value(shard.meta["val"], local)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from passes.decisions import Plan
+from passes.cuts import Cut
+from passes.decisions import Decision, Plan
 from passes.hardware import Hardware
 
 
@@ -44,20 +45,22 @@ class Parameter:
     def gradient_bytes(self) -> int:
         return self.full_bytes if self.requires_grad else 0
 
-    def shard_bytes(self, world_size: int) -> int:
-        """Bytes of the largest shard: rank 0's, ``ceil(rows / world_size)`` rows."""
+    def shard_bytes(self, ranks: int) -> int:
+        """Bytes of the largest shard: the first rank's, ``ceil(rows / ranks)`` rows."""
         if not self.shape or self.numel == 0:
             return self.full_bytes
-        rows = -(-self.shape[0] // world_size)
+        rows = -(-self.shape[0] // ranks)
         return rows * (self.numel // self.shape[0]) * self.element_bytes
 
-    def state_bytes(self, world_size: int, sharded: bool) -> int:
-        """Parameter, gradient and optimizer state that one rank holds for it."""
-        whole = self.full_bytes + self.gradient_bytes + self.optimizer_bytes
-        if not sharded or self.full_bytes == 0:
-            return whole
-        share = self.shard_bytes(world_size) / self.full_bytes
-        return self.shard_bytes(world_size) * (2 if self.requires_grad else 1) + round(
+    def state_bytes(self, ranks: int) -> int:
+        """Parameter, gradient and optimizer state that one rank holds for it.
+
+        ``ranks``: over how many it is cut; 1: it is replicated.
+        """
+        if ranks == 1 or self.full_bytes == 0:
+            return self.full_bytes + self.gradient_bytes + self.optimizer_bytes
+        share = self.shard_bytes(ranks) / self.full_bytes
+        return self.shard_bytes(ranks) * (2 if self.requires_grad else 1) + round(
             self.optimizer_bytes * share
         )
 
@@ -108,8 +111,40 @@ class Context:
         """What collectives on a group cost, and how many ranks it has."""
         for level in self.levels or ():
             if level.group_name == group_name:
-                return self.hardware.along(level.name), level.size
+                return self.along(level)
         return self.hardware, self.world_size
+
+    def along(self, level: Level) -> tuple[Hardware, int]:
+        """What collectives along a level cost, and how many ranks it has."""
+        return self.hardware.along(level.name), level.size
+
+    def cut(self, decision: Decision) -> Cut:
+        """How a parameter with this decision lies on the ranks.
+
+        In a plan that shards within hosts, what is sharded over all ranks is cut for the hosts
+        first: so all lies along the dimensions of one mesh.
+
+        Raises:
+            ValueError: if it is to lie within hosts, and the mesh has no levels.
+        """
+        if not decision.sharded:
+            return Cut(1, 0, self.group_name)
+        if decision.within_host:
+            if self.levels is None:
+                raise ValueError(
+                    f"{decision.value!r} needs a mesh of two levels (options={{'mesh': ...}}) and "
+                    "a hardware profile with rates along both of them"
+                )
+            outer, inner = self.levels
+            place, names = self.rank % inner.size, (inner.group_name, outer.group_name)
+            return Cut(inner.size, place, names[0], between=names[1], copies=outer.size)
+        hosts = self.levels[0].size if self.levels and self.plan.within_hosts else 1
+        return Cut(self.world_size, self.rank, self.group_name, hosts=hosts)
+
+    def cut_by(self, group_name: str) -> Cut:
+        """How what is gathered and scattered on a process group lies on the ranks."""
+        within = self.levels is not None and group_name == self.levels[1].group_name
+        return self.cut(Decision.SHARD_HOST_AGAIN if within else Decision.SHARD_AGAIN)
 
     def parameter(self, name: str) -> Parameter:
         """The parameter of that name; KeyError if the model has none."""

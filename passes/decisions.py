@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,15 +23,33 @@ class Decision(str, enum.Enum):
     ``REPLICATE``: whole on every rank; its gradient is all-reduced (DDP).
     ``SHARD_KEEP``: sharded; gathered in the forward, kept for the backward (ZeRO-2-like).
     ``SHARD_AGAIN``: sharded; gathered in the forward, freed, gathered again (FSDP, ZeRO-3).
+    ``SHARD_HOST_KEEP``, ``SHARD_HOST_AGAIN``: the same within each host of a mesh of two levels,
+    every host having the whole; gradients are then all-reduced between hosts (HYBRID_SHARD).
     """
 
     REPLICATE = "replicate"
     SHARD_KEEP = "shard_keep"
     SHARD_AGAIN = "shard_again"
+    SHARD_HOST_KEEP = "shard_host_keep"
+    SHARD_HOST_AGAIN = "shard_host_again"
 
     @property
     def sharded(self) -> bool:
         return self is not Decision.REPLICATE
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what was gathered in the forward is kept for the backward."""
+        return self in (Decision.SHARD_KEEP, Decision.SHARD_HOST_KEEP)
+
+    @property
+    def within_host(self) -> bool:
+        """Whether each host has the whole parameter, cut over its ranks."""
+        return self in (Decision.SHARD_HOST_KEEP, Decision.SHARD_HOST_AGAIN)
+
+
+#: What can be decided on any mesh.
+FLAT_DECISIONS = tuple(decision for decision in Decision if not decision.within_host)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +120,7 @@ class Plan:
     run along the levels of a mesh. It is decided once, for all: ranks with other batch sizes,
     which would each like another order, follow it (a graph it does not fit gets buckets, legs
     and an order that no batch size enters).
+    ``ranks_of_a_host``: of the mesh of two levels that the plan was made for, if it was.
     """
 
     parameters: tuple[ParameterPlan, ...]
@@ -110,6 +130,7 @@ class Plan:
     in_flight_bytes: int | None = None
     prediction: Prediction | None = None
     order: dict[str, tuple[Collective, ...]] = dataclasses.field(default_factory=dict)
+    ranks_of_a_host: int | None = None
 
     def decision(self, name: str) -> Decision:
         """The decision for a parameter; KeyError if the plan does not know it."""
@@ -120,6 +141,11 @@ class Plan:
 
     def __contains__(self, name: str) -> bool:
         return name in self._by_name
+
+    @functools.cached_property
+    def within_hosts(self) -> bool:
+        """Whether anything is sharded within hosts."""
+        return any(row.decision.within_host for row in self.parameters)
 
     @property
     def _by_name(self) -> dict[str, ParameterPlan]:
@@ -137,41 +163,65 @@ class Plan:
         *,
         world_size: int,
         bucket_bytes: int = 1 << 20,
+        ranks_of_a_host: int | None = None,
     ) -> Plan:
-        """One decision for all parameters.
+        """One decision for all parameters; what is too small to be cut so is replicated.
 
         ``parameters``: as ``model.named_parameters()`` gives them.
+        ``ranks_of_a_host``: of a mesh of two levels; needed to shard within hosts.
+
+        Raises:
+            ValueError: if it is needed and not given.
 
         Example::
 
             Plan.uniform(model.named_parameters(), "shard_again", world_size=8)
         """
         chosen = Decision(decision)
+        ranks = ranks_of_a_host if chosen.within_host else world_size
+        if ranks is None:
+            raise ValueError(f"{chosen.value!r} needs ranks_of_a_host, how many ranks a host has")
         rows = tuple(
             ParameterPlan(
                 name=name,
                 shape=tuple(p.shape),
                 dtype=str(p.dtype).removeprefix("torch."),
-                decision=chosen if shardable(tuple(p.shape), world_size) else Decision.REPLICATE,
+                decision=chosen if shardable(tuple(p.shape), ranks) else Decision.REPLICATE,
                 reason="by hand",
             )
             for name, p in parameters
         )
-        return cls(rows, world_size=world_size, bucket_bytes=bucket_bytes)
+        return cls(
+            rows,
+            world_size=world_size,
+            bucket_bytes=bucket_bytes,
+            ranks_of_a_host=ranks_of_a_host,
+        )
 
     def replace(self, **changes: Any) -> Plan:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     def mismatch(
-        self, parameters: Iterable[tuple[str, tuple[int, ...], str]], world_size: int
+        self,
+        parameters: Iterable[tuple[str, tuple[int, ...], str]],
+        world_size: int,
+        ranks_of_a_host: int | None = None,
     ) -> str | None:
         """The first difference between this plan and a model, in words; None if it fits.
 
         ``parameters``: (name, shape, dtype without ``torch.``) of the model.
+        ``ranks_of_a_host``: of the run's mesh, if it has two levels.
         """
         if self.world_size != world_size:
             return f"the plan is for {self.world_size} ranks, this run has {world_size}"
+        if self.within_hosts and self.ranks_of_a_host != ranks_of_a_host:
+            mesh = "no mesh of two levels with rates along both"
+            if ranks_of_a_host is not None:
+                mesh = f"hosts of {ranks_of_a_host}"
+            return (
+                f"the plan shards within hosts of {self.ranks_of_a_host} ranks, this run has {mesh}"
+            )
         seen: set[str] = set()
         for name, shape, dtype in parameters:
             seen.add(name)
@@ -246,6 +296,7 @@ class Plan:
                     )
                     for graph, collectives in data["order"].items()
                 },
+                ranks_of_a_host=data.get("ranks_of_a_host"),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"the plan is damaged: {error!r}; make it again") from error
@@ -269,12 +320,12 @@ def _served(collectives: Iterable[Collective]) -> list[tuple[bool, str]]:
     return sorted((c.gathers, name) for c in collectives if c.leg == 0 for name in c.names)
 
 
-def shardable(shape: tuple[int, ...], world_size: int) -> bool:
-    """Whether a parameter of this shape can be cut along its first dimension.
+def shardable(shape: tuple[int, ...], ranks: int) -> bool:
+    """Whether a parameter of this shape can be cut over so many ranks, along its first dimension.
 
     A scalar has none; a tensor with fewer elements than ranks is not worth a shard.
     """
     numel = 1
     for size in shape:
         numel *= size
-    return len(shape) > 0 and numel >= world_size and shape[0] > 1
+    return len(shape) > 0 and numel >= ranks and shape[0] > 1

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from passes.bucket import bucket_bytes_for
-from passes.context import Context, Parameter
+from passes.context import Context, Level, Parameter
 from passes.decisions import Decision, shardable
 from passes.levels import legs_seconds
 
@@ -42,42 +42,59 @@ class Choice:
 
 def choices_of(parameter: Parameter, ctx: Context) -> list[Choice]:
     """What can be done with a parameter; replicate first, the least memory last."""
-    world, hardware, full = ctx.world_size, ctx.hardware, parameter.full_bytes
+    world, full = ctx.world_size, parameter.full_bytes
     trained = parameter.requires_grad
 
     # Small collectives share a bucket and so most of what each costs whatever its size.
     spared = 1 - min(1.0, full / bucket_bytes_for(ctx))
 
-    def link(kind: str) -> float:
+    def link(kind: str, size_bytes: int = full, level: Level | None = None) -> float:
+        """Seconds of a collective along a level of the mesh; None: over all ranks."""
+        hardware, ranks = (ctx.hardware, world) if level is None else ctx.along(level)
         latency_seconds = hardware.collectives[kind].latency_seconds
-        seconds = hardware.collective_seconds(kind, full, world) - spared * latency_seconds
-        if ctx.levels is None or (kind == "reduce_scatter" and ctx.by_exchange):
+        seconds = hardware.collective_seconds(kind, size_bytes, ranks) - spared * latency_seconds
+        if ctx.levels is None or level or (kind == "reduce_scatter" and ctx.by_exchange):
             return seconds
         latency_seconds = legs_seconds(kind, 0, ctx)
-        return min(seconds, legs_seconds(kind, full, ctx) - spared * latency_seconds)
+        return min(seconds, legs_seconds(kind, size_bytes, ctx) - spared * latency_seconds)
 
-    def busy(*kinds: str) -> float:
-        return sum(
-            hardware.busy_seconds(kind, full, world)
-            - spared * hardware.collectives[kind].start_seconds
-            for kind in kinds
-        )
+    def busy(kind: str, size_bytes: int = full, level: Level | None = None) -> float:
+        hardware, ranks = (ctx.hardware, world) if level is None else ctx.along(level)
+        start_seconds = spared * hardware.collectives[kind].start_seconds
+        return hardware.busy_seconds(kind, size_bytes, ranks) - start_seconds
 
     def update(state: int) -> float:
-        return hardware.update_seconds(state, 1)
+        return ctx.hardware.update_seconds(state, 1)
 
-    whole, part = parameter.state_bytes(world, False), parameter.state_bytes(world, True)
-    reduce_whole = link("all_reduce") if trained else 0.0
-    computing = update(whole) + (busy("all_reduce") if trained else 0.0)
-    found = [Choice(Decision.REPLICATE, whole, 0.0, reduce_whole, computing)]
+    def sharded(
+        keep: Decision, again: Decision, ranks: int, level: Level | None = None
+    ) -> tuple[Choice, Choice]:
+        """Sharded along the inner level, or over all ranks."""
+        part, gather = parameter.state_bytes(ranks), ("all_gather", full, level)
+        reductions: list[tuple[str, int, Level | None]] = []
+        if trained:
+            kinds = ["all_to_all"]
+            if level is None or not ctx.by_exchange:  # else a level has no rate for it
+                kinds.insert(0, "reduce_scatter")
+            kind = min(kinds, key=lambda one: link(one, full, level))
+            reductions.append((kind, full, level))
+            if level is not None and ctx.levels is not None:
+                reductions.append(("all_reduce", parameter.shard_bytes(ranks), ctx.levels[0]))
+        forward, backward = link(*gather), sum(link(*one) for one in reductions)
+        computing = update(part) + sum(busy(*one) for one in (gather, *reductions))
+        return (
+            Choice(keep, part + full, forward, backward, computing),
+            Choice(again, part, forward, forward + backward, computing + busy(*gather)),
+        )
+
+    whole = parameter.state_bytes(1)
+    reduce_whole, occupied = (link("all_reduce"), busy("all_reduce")) if trained else (0.0, 0.0)
+    found = [Choice(Decision.REPLICATE, whole, 0.0, reduce_whole, update(whole) + occupied)]
+    if ctx.levels is not None and shardable(parameter.shape, ctx.levels[1].size):
+        inner = ctx.levels[1]
+        found += sharded(Decision.SHARD_HOST_KEEP, Decision.SHARD_HOST_AGAIN, inner.size, inner)
     if shardable(parameter.shape, world):
-        gather = link("all_gather")
-        kind = min(("reduce_scatter", "all_to_all"), key=link)
-        reduce = link(kind) if trained else 0.0
-        computing = update(part) + busy("all_gather", *([kind] if trained else []))
-        again = computing + busy("all_gather")
-        found.append(Choice(Decision.SHARD_KEEP, part + full, gather, reduce, computing))
-        found.append(Choice(Decision.SHARD_AGAIN, part, gather, gather + reduce, again))
+        found += sharded(Decision.SHARD_KEEP, Decision.SHARD_AGAIN, world)
     return found
 
 
@@ -113,14 +130,14 @@ class Table:
         self.picks = np.zeros((len(choices), self.units + 1), dtype=np.int8)
         # Rounding each parameter up would waste half a unit a parameter: carry the remainder.
         self.sizes: list[list[int]] = []
-        carried = [0.0, 0.0, 0.0]
+        carried = dict.fromkeys(Decision, 0.0)
         for index, options in enumerate(choices):
             sizes = []
             found = np.full((len(options), self.units + 1), np.inf)
             for pick, option in enumerate(options):
-                exact = option.memory_bytes / self.unit_bytes + carried[pick]
+                exact = option.memory_bytes / self.unit_bytes + carried[option.decision]
                 size = round(exact)
-                carried[pick] = exact - size
+                carried[option.decision] = exact - size
                 sizes.append(size)
                 seconds = (
                     forward * option.forward_seconds

@@ -49,6 +49,7 @@ from passes.graph import (
     REDUCE_SCATTER,
     WAIT,
     call,
+    group_of,
     numel_of,
     root_of,
 )
@@ -67,6 +68,8 @@ def levels(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     planned = ctx.plan.order_for(ctx.phase.value, [node.meta["collective"] for node in starts])
     later = None if planned is None else {one.first for one in planned if one.leg}
     for start in starts:
+        if group_of(start) != ctx.group_name:  # of a parameter that is sharded within hosts
+            continue
         chosen = _pays(start, ctx) if later is None else start.meta["collective"] in later
         if not chosen:
             continue
@@ -168,8 +171,8 @@ def _gather_in_legs(start: fx.Node, outer: Level, inner: Level, ctx: Context) ->
     alive = part if ctx.by_exchange else None
     for user in list(wait.users):
         if user.target is UNPACK:
-            _, ranks, column, shape, *_ = user.args
-            user.args = (whole, ranks, column, shape, alive, inner.size)
+            _, ranks, column, shape, *others = user.args
+            user.args = (whole, ranks, column, shape, alive, inner.size, *others[2:])
     if wait.users:
         rows = (ctx.world_size, 0, [numel_of(wait.meta["val"])])
         with graph.inserting_before(wait):
@@ -182,9 +185,11 @@ def _gather_in_legs(start: fx.Node, outer: Level, inner: Level, ctx: Context) ->
 def _scatter_in_legs(start: fx.Node, outer: Level, inner: Level, ctx: Context) -> None:
     graph, purpose = start.graph, start.meta["collective"]
     table = _table(start)
-    tensors = table.args[0] if table.target is PACK_COLUMNS else [table]
+    packed = table.target is PACK_COLUMNS
+    tensors, hosts = (table.args[0], table.args[3:]) if packed else ([table], ())
     with graph.inserting_before(start):
-        rows = call(graph, PACK_COLUMNS, (tensors, ctx.world_size, inner.size), "bucket")
+        args = (tensors, ctx.world_size, inner.size, *hosts)
+        rows = call(graph, PACK_COLUMNS, args, "bucket")
         for leg, level in enumerate((inner, outer)):
             network = (level.size, level.group_name)
             rows = reduce_rows(graph, start.target, rows, *network, _leg(purpose, leg))

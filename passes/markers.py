@@ -11,7 +11,8 @@ no operator carries a rank's own sizes.
 ===================  ======================================================================
 
 ``sharded=False`` marks a replicated parameter: ``unshard`` is then the identity and
-``reduce_grad`` an all-reduce. This file holds schemas, shapes and derivatives;
+``reduce_grad`` an all-reduce. ``group_name``, ``between`` and ``hosts`` say which ranks share
+the rows, and how (:class:`passes.cuts.Cut`). This file holds schemas, shapes and derivatives;
 ``osdp_compile/markers.py`` holds the eager implementation, which needs process groups.
 """
 
@@ -24,16 +25,24 @@ from torch import Tensor
 
 _LIBRARY = torch.library.Library("osdp", "DEF")
 _LIBRARY.define(
-    "unshard(Tensor shard, str name, SymInt[] shape, bool sharded, str group_name) -> Tensor"
+    "unshard(Tensor shard, str name, SymInt[] shape, bool sharded, str group_name,"
+    " str between='', int hosts=1) -> Tensor"
 )
 _LIBRARY.define(
-    "reduce_grad(Tensor grad, Tensor shard, str name, bool sharded, str group_name) -> Tensor"
+    "reduce_grad(Tensor grad, Tensor shard, str name, bool sharded, str group_name,"
+    " str between='', int hosts=1) -> Tensor"
 )
 
 
 @torch.library.register_fake("osdp::unshard")
 def _unshard_shape(
-    shard: Tensor, name: str, shape: list[int], sharded: bool, group_name: str
+    shard: Tensor,
+    name: str,
+    shape: list[int],
+    sharded: bool,
+    group_name: str,
+    between: str = "",
+    hosts: int = 1,
 ) -> Tensor:
     # A replicated parameter may have any strides (channels_last); a gathered one is contiguous.
     return shard.new_empty(shape) if sharded else torch.empty_like(shard)
@@ -41,7 +50,13 @@ def _unshard_shape(
 
 @torch.library.register_fake("osdp::reduce_grad")
 def _reduce_grad_shape(
-    grad: Tensor, shard: Tensor, name: str, sharded: bool, group_name: str
+    grad: Tensor,
+    shard: Tensor,
+    name: str,
+    sharded: bool,
+    group_name: str,
+    between: str = "",
+    hosts: int = 1,
 ) -> Tensor:
     if sharded:
         return grad.new_empty(shard.shape)
@@ -49,14 +64,14 @@ def _reduce_grad_shape(
 
 
 def _save_for_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    shard, ctx.name, _, ctx.sharded, ctx.group_name = inputs
+    shard, ctx.name, _, ctx.sharded, *ctx.marks = inputs
     ctx.save_for_backward(shard)
 
 
-def _reduce(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+def _reduce(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (shard,) = ctx.saved_tensors
-    reduced = torch.ops.osdp.reduce_grad(grad, shard, ctx.name, ctx.sharded, ctx.group_name)
-    return reduced, None, None, None, None
+    reduced = torch.ops.osdp.reduce_grad(grad, shard, ctx.name, ctx.sharded, *ctx.marks)
+    return (reduced, None, None, None, *[None] * len(ctx.marks))
 
 
 torch.library.register_autograd("osdp::unshard", _reduce, setup_context=_save_for_reduce)

@@ -16,28 +16,31 @@ half of the first call. With N ranks and k elements of a tensor on each:
 ================  =========================================================================
 
 A rank's part of a tensor is ``ceil(rows / N)`` of its rows, the last ones padded by zeros;
-a tensor without dimensions has one row. All results are contiguous and newly allocated.
+a tensor without dimensions has one row. ``hosts``: rows were cut for so many hosts first
+(``passes/cuts.py``), so that the last ranks of every host may have padding.
+All results are contiguous and newly allocated.
 ``sent`` is not read: it keeps a message's memory as it is (see ``passes/exchange.py``).
 ``inner``: of a two-level mesh (``passes/levels.py``), where the table's rows go by the ranks'
 place within a host first: rank ``h * inner + g`` has row ``g * N / inner + h``.
+``copies``: how many such means will be added up; a mean is divided by it too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 _LIBRARY = torch.library.Library("osdp", "FRAGMENT")
 _LIBRARY.define("pack(Tensor[] tensors) -> Tensor")
-_LIBRARY.define("pack_columns(Tensor[] tensors, int ranks, int inner=1) -> Tensor")
+_LIBRARY.define("pack_columns(Tensor[] tensors, int ranks, int inner=1, int hosts=1) -> Tensor")
 _LIBRARY.define(
-    "unpack(Tensor packed, int ranks, int start, int[] shape, Tensor? sent=None, int inner=1)"
-    " -> Tensor"
+    "unpack(Tensor packed, int ranks, int start, int[] shape, Tensor? sent=None, int inner=1,"
+    " int hosts=1) -> Tensor"
 )
-_LIBRARY.define("mean_ranks(Tensor parts, int ranks, Tensor? sent=None) -> Tensor")
+_LIBRARY.define("mean_ranks(Tensor parts, int ranks, Tensor? sent=None, int copies=1) -> Tensor")
 _LIBRARY.define("sum_ranks(Tensor parts, int ranks, Tensor? sent=None) -> Tensor")
 _LIBRARY.define("first_of(Tensor padded, int numel, Tensor? sent=None) -> Tensor")
 _LIBRARY.define("pad_rows(Tensor shard, SymInt rows) -> Tensor")
@@ -62,34 +65,67 @@ def _pack(tensors: list[Tensor]) -> Tensor:
 
 
 @torch.library.register_fake("osdp::pack_columns")
-def _pack_columns_shape(tensors: list[Tensor], ranks: int, inner: int = 1) -> Tensor:
+def _pack_columns_shape(
+    tensors: list[Tensor], ranks: int, inner: int = 1, hosts: int = 1
+) -> Tensor:
     return tensors[0].new_empty([ranks * sum(part_numel(t.shape, ranks) for t in tensors)])
 
 
 @torch.library.impl("osdp::pack_columns", "CompositeExplicitAutograd")
-def _pack_columns(tensors: list[Tensor], ranks: int, inner: int = 1) -> Tensor:
-    packed = _pack_columns_shape(tensors, ranks, inner)
-    table = _by_rank(packed, ranks, inner)
+def _pack_columns(tensors: list[Tensor], ranks: int, inner: int = 1, hosts: int = 1) -> Tensor:
+    packed = _pack_columns_shape(tensors, ranks, inner, hosts)
+    table = _by_rank(packed, ranks, inner, hosts)
     start = 0
     for tensor in tensors:
         numel = part_numel(tensor.shape, ranks)
         columns = table[:, :, start : start + numel]
-        flat = tensor.reshape(-1)
-        whole = flat.numel() // (inner * numel) if numel else 0  # hosts that need no padding
-        columns[:whole] = flat[: whole * inner * numel].view(whole, inner, numel)
-        if whole < len(columns) and numel:
+        if numel:
+            whole, of_host, _ = _shares(tensor.shape, columns, hosts)
+            columns[:whole, of_host // numel :] = 0
             columns[whole:] = 0
-            rest = flat[whole * inner * numel :]
-            full = rest.numel() // numel  # ranks of the next host that need none
-            columns[whole, :full] = rest[: full * numel].view(full, numel)
-            columns[whole, full : full + 1, : rest.numel() - full * numel] = rest[full * numel :]
+            for elements, place in _places(tensor.reshape(-1), tensor.shape, columns, hosts):
+                place.copy_(elements)
         start += numel
     return packed
 
 
-def _by_rank(table: Tensor, ranks: int, inner: int) -> Tensor:
-    """A flat table seen as ``[h, g]``: the row of rank ``h * inner + g``."""
+def _by_rank(table: Tensor, ranks: int, inner: int, hosts: int = 1) -> Tensor:
+    """A flat table seen as ``[h, g]``: the row of rank ``h * G + g``, with G ranks on a host.
+
+    G is ``inner``, or else what the hosts have for which rows were cut.
+    """
+    if inner == 1 and hosts > 1:
+        return table.view(hosts, ranks // hosts, -1)
     return table.view(inner, ranks // inner, -1).transpose(0, 1)
+
+
+def _shares(shape: Sequence[int], columns: Tensor, hosts: int) -> tuple[int, int, int]:
+    """How many hosts have as much as any, the elements of each, and of a rank of the next host."""
+    _, ranks, numel = columns.shape
+    if hosts == 1:
+        return math.prod(shape) // (ranks * numel), ranks * numel, numel
+    rows, row = -(-shape[0] // hosts), math.prod(shape[1:])
+    whole = shape[0] // rows
+    return whole, rows * row, -(-(shape[0] - whole * rows) // ranks) * row
+
+
+def _places(
+    flat: Tensor, shape: Sequence[int], columns: Tensor, hosts: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """A tensor's elements, and where they are in its columns of a table: views of one shape each.
+
+    ``flat``: of a tensor of this shape. ``columns``: ``[h, g, elements of a part]``.
+    """
+    whole, of_host, of_rank = _shares(shape, columns, hosts)
+    blocks = [(flat[: whole * of_host].view(whole, of_host), columns[:whole], columns.shape[2])]
+    if whole < len(columns):
+        blocks.append((flat[whole * of_host :], columns[whole], of_rank))
+    for elements, block, each in blocks:
+        full = elements.shape[-1] // each if each else 0  # ranks that need no padding
+        yield elements[..., : full * each].unflatten(-1, (full, each)), block[..., :full, :each]
+        if full < block.shape[-2]:
+            rest = elements[..., full * each :]
+            yield rest, block[..., full, : rest.shape[-1]]
 
 
 @torch.library.register_fake("osdp::unpack")
@@ -100,6 +136,7 @@ def _unpack_shape(
     shape: list[int],
     sent: Tensor | None = None,
     inner: int = 1,
+    hosts: int = 1,
 ) -> Tensor:
     return packed.new_empty(shape)
 
@@ -112,25 +149,34 @@ def _unpack(
     shape: list[int],
     sent: Tensor | None = None,
     inner: int = 1,
+    hosts: int = 1,
 ) -> Tensor:
     numel = part_numel(shape, ranks)
-    columns = _by_rank(packed, ranks, inner)[:, :, start : start + numel]
+    columns = _by_rank(packed, ranks, inner, hosts)[:, :, start : start + numel]
+    if hosts > 1 and numel * ranks != math.prod(shape):
+        full = packed.new_empty(shape)
+        for elements, place in _places(full.view(-1), shape, columns, hosts):
+            elements.copy_(place)
+        return full
     whole = columns.clone(memory_format=torch.contiguous_format)
     return whole.view(-1)[: math.prod(shape)].view(shape)
 
 
 @torch.library.register_fake("osdp::sum_ranks")
 @torch.library.register_fake("osdp::mean_ranks")
-def _one_part_shape(parts: Tensor, ranks: int, sent: Tensor | None = None) -> Tensor:
+def _one_part_shape(
+    parts: Tensor, ranks: int, sent: Tensor | None = None, copies: int = 1
+) -> Tensor:
     return parts.new_empty([parts.numel() // ranks])
 
 
 @torch.library.impl("osdp::mean_ranks", "CompositeExplicitAutograd")
-def _mean_ranks(parts: Tensor, ranks: int, sent: Tensor | None = None) -> Tensor:
+def _mean_ranks(parts: Tensor, ranks: int, sent: Tensor | None = None, copies: int = 1) -> Tensor:
     table = parts.view(ranks, -1)
     if parts.element_size() < 4:  # adds up in float32
-        return table.mean(0)
-    return _sum_of(table).mul_(1.0 / ranks)
+        mean = table.mean(0)
+        return mean if copies == 1 else mean.mul_(1.0 / copies)
+    return _sum_of(table).mul_(1.0 / (ranks * copies))
 
 
 @torch.library.impl("osdp::sum_ranks", "CompositeExplicitAutograd")

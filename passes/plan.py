@@ -1,8 +1,9 @@
 """The planner: which parameters to shard, so that the step is fastest under the memory limit.
 
 The problem. For every parameter i choose d(i) in {replicate, shard and keep, shard and
-gather again} to minimise the step's seconds subject to peak bytes <= limit. Both are what
-the simulator says of the schedule that the passes emit; neither is a sum over parameters.
+gather again}, on a mesh of two levels over all ranks or within each host, to minimise the
+step's seconds subject to peak bytes <= limit. Both are what the simulator says of the schedule
+that the passes emit; neither is a sum over parameters.
 
 The method, in two levels:
 
@@ -168,6 +169,7 @@ class _Search:
             world_size=ctx.world_size,
             memory_limit_bytes=ctx.limit_bytes,
             bucket_bytes=bucket_bytes_for(ctx),
+            ranks_of_a_host=None if ctx.levels is None else ctx.levels[1].size,
         )
         self.most_bucket_bytes = _MOST_BUCKET_BYTES
         if isinstance(captured, Folded):  # a bucket of several layers is not seen in it
@@ -431,10 +433,15 @@ class _Search:
         """
         ctx = self.ctx.replace(limit_bytes=0)
         groups = self._alike()
+        # What is cut within hosts takes more than what is cut over all ranks, where both can be.
+        choices = [
+            [one for one in options if not (one.decision.within_host and len(options) > 3)]
+            for options in self.choices
+        ]
         starts = [
-            [options[-1].decision for options in self.choices],
-            [options[min(1, len(options) - 1)].decision for options in self.choices],
-            [options[0].decision for options in self.choices],
+            [options[-1].decision for options in choices],
+            [options[min(1, len(options) - 1)].decision for options in choices],
+            [options[0].decision for options in choices],
         ]
         looks: dict[tuple[Decision, ...], tuple[Plan, Prediction]] = {}
 
@@ -455,10 +462,10 @@ class _Search:
         while improved and len(looks) < _MOST_LOOKS and not self.fits(looks[tuple(best)][1]):
             improved = False
             for members in groups:
-                for option in range(len(self.choices[members[0]])):
+                for option in range(len(choices[members[0]])):
                     tried = list(best)
                     for index in members:
-                        tried[index] = self.choices[index][option].decision
+                        tried[index] = choices[index][option].decision
                     if len(looks) < _MOST_LOOKS and peak(tried) < peak(best):
                         best, improved = tried, True
                         if self.fits(looks[tuple(best)][1]):
@@ -502,14 +509,13 @@ def _tied(captured: Captured | Folded, ctx: Context) -> list[list[int]]:
 
 
 def _rows(ctx: Context, decisions: Sequence[Decision]) -> tuple[ParameterPlan, ...]:
-    world = ctx.world_size
     return tuple(
         ParameterPlan(
             p.name,
             p.shape,
             p.dtype,
             decision,
-            p.state_bytes(world, False) - p.state_bytes(world, decision.sharded),
+            p.state_bytes(1) - p.state_bytes(ctx.cut(decision).ranks),
         )
         for p, decision in zip(ctx.parameters, decisions, strict=True)
     )
@@ -533,7 +539,7 @@ def _explained(plan: Plan, step: Step, ctx: Context, stand_ins: Mapping[str, str
     rows = []
     for row in plan.parameters:
         parts = []
-        if not shardable(row.shape, ctx.world_size):
+        if not shardable(row.shape, ctx.world_size if ctx.levels is None else ctx.levels[1].size):
             parts.append("too small to shard")
         elif row.decision is Decision.REPLICATE:
             parts.append("fits whole")

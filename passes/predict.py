@@ -34,8 +34,7 @@ def state_bytes(ctx: Context, plan: Plan) -> dict[str, int]:
     """
     total = {"parameters": 0, "gradients": 0, "optimizer": 0}
     for parameter in ctx.parameters:
-        sharded = plan.decision(parameter.name).sharded
-        local = parameter.shard_bytes(ctx.world_size) if sharded else parameter.full_bytes
+        local = parameter.shard_bytes(ctx.cut(plan.decision(parameter.name)).ranks)
         total["parameters"] += local
         if parameter.requires_grad:
             total["gradients"] += local
@@ -51,7 +50,7 @@ def optimizer_temporary_bytes(ctx: Context, plan: Plan) -> int:
     """
     return 2 * max(
         (
-            p.shard_bytes(ctx.world_size) if plan.decision(p.name).sharded else p.full_bytes
+            p.shard_bytes(ctx.cut(plan.decision(p.name)).ranks)
             for p in ctx.parameters
             if p.requires_grad
         ),

@@ -17,12 +17,16 @@ not divide the rows, shards are padded to equal size before and trimmed after. A
 is reduced by ``reduce_scatter`` or by ``all_to_all`` and a sum on the spot, whichever the
 hardware profile says is faster (gloo runs a reduce-scatter as a whole all-reduce).
 
+What is sharded within hosts is gathered and reduced within the host, on the mesh's inner group;
+its reduced part is then all-reduced between hosts, which is the second leg of its reduction.
+
 On gloo (``ctx.by_exchange``) both are messages from rank to rank (``passes/exchange.py``):
 faster than its own collectives, and safe (docs/design.md).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +34,7 @@ import torch
 from torch import fx
 
 from passes.context import Context
+from passes.cuts import Cut
 from passes.decisions import Collective
 from passes.exchange import EXCHANGE, GATHER_PARTS
 from passes.graph import (
@@ -68,7 +73,7 @@ def _replace(node: fx.Node, by: fx.Node) -> None:
 
 def _lower_unshard(node: fx.Node, ctx: Context) -> None:
     graph = node.graph
-    source, name, shape, sharded, group = node.args
+    source, name, shape, sharded, group = node.args[:5]
     assert isinstance(source, fx.Node) and isinstance(name, str)
     if not sharded:
         if node in output_node(graph).all_input_nodes:
@@ -77,19 +82,20 @@ def _lower_unshard(node: fx.Node, ctx: Context) -> None:
         _replace(node, source)
         return
     total = int(shape[0])  # type: ignore[index,arg-type]
-    rows = -(-total // ctx.world_size)
+    cut = ctx.cut_by(str(group))
+    rows = cut.most_rows(total)
+    padded = rows * cut.ranks != total
     with graph.inserting_before(node):
-        if rows * ctx.world_size != total:
+        if padded:
             source = call(graph, PAD_ROWS, (source, rows))
         wait, sent = gather(graph, [source], group, Collective((name,), gathers=True), ctx)
         inner = list(source.meta["val"].shape[1:])
-        if sent is not None:
-            args = (wait, ctx.world_size, 0, [total, *inner], sent)
-            full = after_wait(call(graph, UNPACK, args))
+        if sent is not None or (padded and cut.hosts > 1):
+            full = unpack(graph, wait, 0, [total, *inner], sent, cut)
         else:
-            padded = [rows * ctx.world_size, *inner]
-            full = after_wait(call(graph, _aten.view.default, (wait, padded)))
-            if rows * ctx.world_size != total:
+            whole = [rows * cut.ranks, *inner]
+            full = after_wait(call(graph, _aten.view.default, (wait, whole)))
+            if padded:
                 full = after_wait(call(graph, _aten.slice.Tensor, (full, 0, 0, total)))
     _replace(node, full)
 
@@ -97,16 +103,33 @@ def _lower_unshard(node: fx.Node, ctx: Context) -> None:
 def gather(
     graph: fx.Graph, parts: Sequence[fx.Node], group: Any, purpose: Collective, ctx: Context
 ) -> tuple[fx.Node, fx.Node | None]:
-    """Gather every rank's tensors, flat and one after the other.
+    """Gather the tensors of all ranks of a group, flat and one after the other.
 
     Returns the wait, and what whoever follows the wait must take as ``sent`` (None: nothing).
     """
     single = len(parts) == 1
     packed = flat(graph, parts[0]) if single else call(graph, PACK, (list(parts),), "bucket")
     target = GATHER_PARTS if ctx.by_exchange else ALL_GATHER
-    start = start_collective(graph, target, (packed, ctx.world_size, group), purpose)
+    start = start_collective(graph, target, (packed, ctx.cut_by(group).ranks, group), purpose)
     needed = ctx.by_exchange and root_of(packed).op != "placeholder"
     return call(graph, WAIT, (start,), "gathered"), packed if needed else None
+
+
+def unpack(
+    graph: fx.Graph,
+    gathered: fx.Node,
+    start: int,
+    shape: Sequence[int],
+    sent: fx.Node | None,
+    cut: Cut,
+) -> fx.Node:
+    """A full tensor out of what was gathered, from a column on; see :func:`gather` for ``sent``."""
+    args: tuple[Any, ...] = (gathered, cut.ranks, start, list(shape))
+    if cut.hosts > 1:
+        args += (sent, 1, cut.hosts)
+    elif sent is not None:
+        args += (sent,)
+    return after_wait(call(graph, UNPACK, args))
 
 
 def flat(graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -131,7 +154,7 @@ def start_collective(
 
 def _lower_reduce(node: fx.Node, ctx: Context) -> None:
     graph = node.graph
-    gradient, like, name, sharded, group = node.args
+    gradient, like, name, sharded, group = node.args[:5]
     assert isinstance(gradient, fx.Node) and isinstance(like, fx.Node) and isinstance(name, str)
     purpose = Collective((name,), gathers=False)
     if gradient.op == "call_function" and like.op == "placeholder":
@@ -145,10 +168,11 @@ def _lower_reduce(node: fx.Node, ctx: Context) -> None:
             _finish(node, call(graph, WAIT, (start,), "reduced"))
             return
         shape = list(gradient.meta["val"].shape)
-        rows = -(-shape[0] // ctx.world_size)
+        cut = ctx.cut_by(str(group))
+        rows = cut.most_rows(shape[0])
         part = scatter(graph, [gradient], group, purpose, ctx)
         part = after_wait(call(graph, _aten.view.default, (part, [rows, *shape[1:]])))
-        if rows * ctx.world_size != shape[0]:
+        if rows * cut.ranks != shape[0]:
             part = after_wait(call(graph, TRIM_ROWS, (part, like)))
     _finish(node, part)
 
@@ -162,20 +186,29 @@ def mean_before(graph: fx.Graph, gradient: fx.Node, ctx: Context) -> fx.Node:
 def scatter(
     graph: fx.Graph, gradients: Sequence[fx.Node], group: Any, purpose: Collective, ctx: Context
 ) -> fx.Node:
-    """Average full gradients over ranks; returns this rank's parts, flat, one after the other."""
-    world_size = ctx.world_size
-    exchange = by_all_to_all(sum(bytes_of(g.meta["val"]) for g in gradients), ctx)
+    """Average full gradients over ranks; returns this rank's parts, flat, one after the other.
+
+    ``group``: of the ranks among which they are cut.
+    """
+    cut = ctx.cut_by(group)
+    exchange = by_all_to_all(sum(bytes_of(g.meta["val"]) for g in gradients), group, ctx)
     if not exchange:
         gradients = [mean_before(graph, gradient, ctx) for gradient in gradients]
     value = gradients[0].meta["val"]
-    if len(gradients) == 1 and value.is_contiguous() and value.shape[0] % world_size == 0:
+    if len(gradients) == 1 and value.is_contiguous() and value.shape[0] % cut.ranks == 0:
         packed = flat(graph, gradients[0])
     else:
-        packed = call(graph, PACK_COLUMNS, (list(gradients), world_size), "bucket")
-    if not exchange:
-        return reduce_rows(graph, REDUCE_SCATTER, packed, world_size, group, purpose)
-    target = EXCHANGE if ctx.by_exchange else ALL_TO_ALL
-    return reduce_rows(graph, target, packed, world_size, group, purpose)
+        args = (list(gradients), cut.ranks, *((1, cut.hosts) if cut.hosts > 1 else ()))
+        packed = call(graph, PACK_COLUMNS, args, "bucket")
+    target = REDUCE_SCATTER
+    if exchange:
+        target = EXCHANGE if ctx.by_exchange else ALL_TO_ALL
+    part = reduce_rows(graph, target, packed, cut.ranks, group, purpose, copies=cut.copies)
+    if not cut.between:
+        return part
+    second = dataclasses.replace(purpose, leg=1)
+    start = start_collective(graph, ALL_REDUCE, (part, "sum", cut.between), second)
+    return call(graph, WAIT, (start,), "reduced")
 
 
 def reduce_rows(
@@ -186,10 +219,12 @@ def reduce_rows(
     group: Any,
     purpose: Collective,
     combine: Any = MEAN_RANKS,
+    copies: int = 1,
 ) -> fx.Node:
     """Reduce a flat table that has a row for each rank of a group; returns this rank's row.
 
     A reduce-scatter adds the rows up; after an exchange, ``combine`` does what it says.
+    ``copies``: of a mean, how many of them are added up later.
     """
     if target is REDUCE_SCATTER:
         start = start_collective(graph, target, (packed, "sum", ranks, group), purpose)
@@ -200,8 +235,10 @@ def reduce_rows(
         splits = [numel_of(packed.meta["val"]) // ranks] * ranks
         start = start_collective(graph, target, (packed, splits, splits, group), purpose)
     parts = call(graph, WAIT, (start,), "exchanged")
-    sent = (packed,) if target is EXCHANGE else ()
-    return after_wait(call(graph, combine, (parts, ranks, *sent), "reduced"))
+    args: tuple[Any, ...] = (parts, ranks, *((packed,) if target is EXCHANGE else ()))
+    if copies > 1:
+        args = (parts, ranks, packed if target is EXCHANGE else None, copies)
+    return after_wait(call(graph, combine, args, "reduced"))
 
 
 def _finish(node: fx.Node, by: fx.Node) -> None:
@@ -209,12 +246,12 @@ def _finish(node: fx.Node, by: fx.Node) -> None:
     _replace(node, by)
 
 
-def by_all_to_all(full_bytes: int, ctx: Context) -> bool:
+def by_all_to_all(full_bytes: int, group: str, ctx: Context) -> bool:
     """Whether an all-to-all and a local sum reduce a gradient faster than a reduce-scatter."""
     if ctx.by_exchange:
         return True
-    hardware = ctx.hardware
-    scatter_seconds = hardware.collective_seconds("reduce_scatter", full_bytes, ctx.world_size)
-    exchange_seconds = hardware.collective_seconds("all_to_all", full_bytes, ctx.world_size)
-    local_sum = full_bytes * (1 + 1 / ctx.world_size) / hardware.memory_bytes_per_second
+    hardware, ranks = ctx.network(group)
+    scatter_seconds = hardware.collective_seconds("reduce_scatter", full_bytes, ranks)
+    exchange_seconds = hardware.collective_seconds("all_to_all", full_bytes, ranks)
+    local_sum = full_bytes * (1 + 1 / ranks) / hardware.memory_bytes_per_second
     return exchange_seconds + local_sum < scatter_seconds

@@ -4,8 +4,8 @@ Needs: a joint graph with one ``unshard`` a parameter, and a plan.
 Leaves: ``meta["recompute"]`` on each unshard and on everything that is only a view or a
 cast of a parameter.
 
-``SHARD_KEEP`` is saved for the backward; ``SHARD_AGAIN`` is recomputed there, which is
-the second gather; ``REPLICATE`` is recomputed too, since reading it costs nothing. Views
+What is kept is saved for the backward; what is gathered again is recomputed there, which
+is the second gather; ``REPLICATE`` is recomputed too, since reading it costs nothing. Views
 and casts of a weight are always recomputed: untagged, the partitioner would save the view
 and with it the whole gathered weight.
 """
@@ -17,7 +17,6 @@ from torch import fx
 
 from passes._torch import CheckpointPolicy
 from passes.context import Context
-from passes.decisions import Decision
 from passes.graph import is_view
 from passes.markers import UNSHARD
 
@@ -35,7 +34,7 @@ def tag(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         if node.op != "call_function":
             continue
         if node.target is UNSHARD:
-            keep = ctx.plan.decision(node.args[1]) is Decision.SHARD_KEEP
+            keep = ctx.plan.decision(node.args[1]).keeps
             policy = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.MUST_RECOMPUTE
         elif (is_view(node) or node.target in _CASTS) and node.args[0] in derived:
             policy = CheckpointPolicy.MUST_RECOMPUTE

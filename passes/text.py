@@ -49,7 +49,7 @@ def _uneven(graph: fx.Graph, ctx: Context) -> set[fx.Node]:
     for node in graph.nodes:
         if node.op == "placeholder" and node.meta.get("parameter") in ctx.plan:
             row = ctx.plan[node.meta["parameter"]]
-            if row.decision.sharded and row.shape[0] % ctx.world_size:
+            if row.decision.sharded and row.shape[0] % ctx.cut(row.decision).ranks:
                 found.add(node)
         elif (node.target is REDUCE_GRAD or node.target is TRIM_ROWS) and node.args[1] in found:
             found.add(node)

@@ -1,4 +1,4 @@
-"""Training on two hosts of two ranks: leg by leg or flat, it equals training in one process."""
+"""Training on two hosts of two ranks: leg by leg, within hosts or flat, it equals one process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import clip_grad_norm_
 
 from osdp_compile import Decision, plan_of
 from osdp_compile.session import session_for
+from passes.decisions import FLAT_DECISIONS
 from passes.hardware import Hardware, LinkRate
 from tests.test_stress import many_small_layers
 from tests.training import SLOW, mixed_plan, placements, whole
@@ -22,6 +24,8 @@ from tests.training import SLOW, mixed_plan, placements, whole
 BUCKET_BYTES = 600
 #: The step at which rank 1's batch is smaller: it compiles anew, and follows the others' order.
 SMALLER = 2
+#: Gradients are clipped to this.
+NORM = 0.01
 
 
 def two_levels(rate: LinkRate) -> Hardware:
@@ -40,12 +44,26 @@ def batch(step: int, rank: int) -> torch.Tensor:
     return torch.randn(rows, 8, dtype=torch.float64, generator=generator)
 
 
-def train(rank, world_size, hardware, steps):
-    """How far all is from one process; the plan's later legs by graph; the groups in the graphs."""
+@dataclasses.dataclass
+class Found:
+    """What training on a rank leaves.
+
+    ``apart``: how far all is from one process. ``later``: the plan's later legs by graph.
+    ``texts``: of the graphs, on the rank that writes them.
+    """
+
+    apart: float
+    later: dict[str, int]
+    texts: list[str]
+    placed: dict[str, str]
+
+
+def train(rank, world_size, hardware, decisions, steps):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "gpu"))
     model = many_small_layers((13, 6, 9))
     alone = copy.deepcopy(model)
-    plan = mixed_plan(model, list(Decision), bucket_bytes=BUCKET_BYTES, world_size=world_size)
+    plan = mixed_plan(model, decisions, bucket_bytes=BUCKET_BYTES, world_size=world_size)
+    plan = plan.replace(ranks_of_a_host=2)
     with tempfile.TemporaryDirectory() as folder:
         options = {"plan": plan, "hardware": hardware, "mesh": mesh, "debug": folder}
         compiled = torch.compile(model, backend="osdp", options=options)
@@ -57,37 +75,45 @@ def train(rank, world_size, hardware, steps):
             apart = max(apart, (loss - losses[rank]).abs().item())
             loss.backward()
             (sum(losses) / world_size).backward()
+            norms = [clip_grad_norm_(m.parameters(), NORM) for m in (model, alone)]
+            assert norms[1] > NORM, "nothing was clipped"
+            apart = max(apart, (whole(norms[0]) - norms[1]).abs().item())
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        if steps > SMALLER:
+        if steps > SMALLER:  # compiled and eager, without gradients and with them
             with torch.no_grad():
-                apart = max(apart, (compiled(batch(0, 0)) - alone(batch(0, 0))).abs().max().item())
+                outputs = [one(batch(0, 0)) for one in (compiled, model, alone)]
+            apart = max(apart, *((one - outputs[-1]).abs().max().item() for one in outputs))
+            model(batch(0, rank)).sum().backward()
+            every = torch.cat([batch(0, other) for other in range(world_size)])
+            (alone(every).sum() / world_size).backward()
+            pairs = zip(model.parameters(), alone.parameters(), strict=True)
+            apart = max(apart, *((whole(p.grad) - q.grad).abs().max().item() for p, q in pairs))
         texts = [path.read_text() for path in sorted(Path(folder).glob("*-reorder.txt"))]
     pairs = zip(model.parameters(), alone.parameters(), strict=True)
     apart = max(apart, *((whole(p) - q).abs().max().item() for p, q in pairs))
     order = plan_of(model).order
     later = {graph: sum(one.leg > 0 for one in all_of) for graph, all_of in order.items()}
-    between = [text.count("<host group>") for text in texts]
-    return apart, later, between, placements(model)
+    return Found(apart, later, texts, placements(model))
 
 
 @pytest.mark.timeout(600)
-def test_leg_by_leg_equals_one_process(four_ranks):
-    results = four_ranks.run(train, QUICK, SMALLER + 2)
-    for apart, later, _, placed in results:
-        assert apart < 1e-12
-        assert min(later.values()) > 0 and later == results[0][1]
-        assert set(placed.values()) == {"shard", "replicate"}
-    texts = results[0][2]  # rank 0 writes them: forward, backward, and the forward alone
-    assert len(texts) == 3 and min(texts) > 0
+def test_leg_by_leg_and_within_hosts_equals_one_process(four_ranks):
+    results = four_ranks.run(train, QUICK, list(Decision), SMALLER + 2)
+    for found in results:
+        assert found.apart < 1e-12
+        assert min(found.later.values()) > 0 and found.later == results[0].later
+        assert set(found.placed.values()) == {"shard", "replicate", "shard within host"}
+    texts = results[0].texts  # forward, backward, and the forward alone
+    assert len(texts) == 3 and all("<host group>" in text for text in texts)
 
 
 def test_flat_where_that_is_faster(four_ranks):
-    for apart, later, between, _ in four_ranks.run(train, TARDY, SMALLER):
-        assert apart < 1e-12
-        assert set(later.values()) == {0}
-        assert set(between) <= {0}
+    for found in four_ranks.run(train, TARDY, FLAT_DECISIONS, SMALLER):
+        assert found.apart < 1e-12
+        assert set(found.later.values()) == {0}
+        assert not any("<host group>" in text for text in found.texts)
 
 
 def on_what_is_measured(rank, world_size, hardware):

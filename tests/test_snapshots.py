@@ -129,6 +129,19 @@ def test_a_step_on_hosts_of_four_ranks(osdp_graphs, plan, world_size):
     assert ("<data-parallel group>" in backward) == (plan == "shard_again")
 
 
+@ONE_TORCH
+def test_a_step_sharded_within_hosts_of_eight(osdp_graphs):
+    levels = {"host": 128, "gpu": 8}
+    after = ["forward/reorder", "backward/reorder"]
+    texts = osdp_graphs(
+        *wide(), world_size=1024, plan="shard_host_again", levels=levels, after=after
+    )
+    forward, backward = (texts[name] for name in after)
+    assert "<data-parallel group>" not in forward + backward
+    assert "8, <gpu group>)" in forward and "<host group>" not in forward
+    assert "8, <gpu group>)" in backward and "'sum', <host group>)" in backward
+
+
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_the_planners_own_mix_under_a_limit(osdp_graphs, world_size):
     # A slow network and fast memory: sharding does not pay for small parameters.
@@ -140,12 +153,16 @@ def test_the_planners_own_mix_under_a_limit(osdp_graphs, world_size):
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("levels", [False, True], ids=["flat", "levels"])
-def test_the_text_is_the_same_on_every_rank(world_size, levels):
+@pytest.mark.parametrize(
+    ("plan", "levels"),
+    [("shard_again", False), ("shard_again", True), ("shard_host_again", True)],
+    ids=["flat", "levels", "within hosts"],
+)
+def test_the_text_is_the_same_on_every_rank(world_size, plan, levels):
     model, *args = wide() if levels else words()
     mesh = {"host": world_size // 4, "gpu": 4} if levels else None
     texts = [
-        trace_graphs(model, args, world_size=world_size, rank=rank, plan="shard_again", levels=mesh)
+        trace_graphs(model, args, world_size=world_size, rank=rank, plan=plan, levels=mesh)
         for rank in (0, 1, world_size - 1)
     ]
     assert texts[0] == texts[1] == texts[2]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from osdp_compile import Decision
+from passes.decisions import FLAT_DECISIONS
 from tests.training import mixed_plan
 
 STEPS, ROWS = 200, 3
@@ -43,7 +43,7 @@ def train(rank: int, world_size: int) -> tuple[float, float, int]:
     model = many_small_layers()
     alone, untrained = copy.deepcopy(model), copy.deepcopy(model)
     # No buckets: each travels on its own.
-    plan = mixed_plan(model, list(Decision), bucket_bytes=0, world_size=world_size)
+    plan = mixed_plan(model, list(FLAT_DECISIONS), bucket_bytes=0, world_size=world_size)
     compiled = torch.compile(model, backend="osdp", options={"plan": plan})
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, alone)]
     for step in range(STEPS):

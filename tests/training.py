@@ -249,18 +249,23 @@ def mean_over_ranks(loss: Tensor) -> float:
 
 
 def placements(model: nn.Module) -> dict[str, str]:
-    """How each parameter lies: ``shard`` (a rank holds its rows only), ``replicate``, ``plain``."""
+    """How each parameter lies: ``shard`` (a rank holds its rows only), ``replicate``, ``plain``.
+
+    ``shard within host``: a rank holds its rows only, and every host all of them.
+    """
     found = {}
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             found[name] = "plain"
-        elif parameter.placements == (Shard(0),):
-            world_size = parameter.device_mesh.size()
-            rows = -(-parameter.shape[0] // world_size)
+            continue
+        mesh, placed = parameter.device_mesh, parameter.placements
+        within_host = placed == (Replicate(), Shard(0))
+        if within_host or set(placed) == {Shard(0)}:
+            rows = -(-parameter.shape[0] // (mesh.size(1) if within_host else mesh.size()))
             assert parameter.to_local().shape[0] <= rows, f"{name} is not cut"
-            found[name] = "shard"
+            found[name] = "shard within host" if within_host else "shard"
         else:
-            assert parameter.placements == (Replicate(),)
+            assert set(placed) == {Replicate()}
             assert parameter.to_local().shape == parameter.shape
             found[name] = "replicate"
     return found

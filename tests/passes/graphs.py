@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -159,16 +160,26 @@ def context(
     return Context(**{**fields, **changes})
 
 
-def local_shape(shape: Sequence[int], world_size: int, rank: int) -> list[int]:
+def local_shape(shape: Sequence[int], world_size: int, rank: int, hosts: int = 1) -> list[int]:
     """The shape of a rank's shard: ``ceil(rows / world_size)`` rows, fewer on the last ranks."""
-    start, stop = local_rows(shape[0], world_size, rank)
+    start, stop = local_rows(shape[0], world_size, rank, hosts)
     return [stop - start, *shape[1:]]
 
 
-def local_rows(rows: int, world_size: int, rank: int) -> tuple[int, int]:
-    """First and last (exclusive) row of a rank's shard."""
-    each = -(-rows // world_size)
-    return min(rank * each, rows), min((rank + 1) * each, rows)
+def local_rows(rows: int, world_size: int, rank: int, hosts: int = 1) -> tuple[int, int]:
+    """First and last (exclusive) row of a rank's shard.
+
+    ``hosts``: for so many they are cut first, as a DTensor on a mesh of hosts and their ranks is.
+    """
+    spans = [(0, rows)]
+    for parts in (hosts, world_size // hosts):
+        cut = []
+        for start, stop in spans:
+            each = -(-(stop - start) // parts)
+            edges = [min(start + index * each, stop) for index in range(parts + 1)]
+            cut += itertools.pairwise(edges)
+        spans = cut
+    return spans[rank]
 
 
 def price(

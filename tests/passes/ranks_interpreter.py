@@ -51,6 +51,16 @@ class _Request:
             rest, shape = self.rest, tuple(self.tensor.shape)
         return (self.target, shape, self.tensor.dtype, repr(rest), purpose)
 
+    @property
+    def group(self) -> str:
+        """The process group it runs on; of a marker, that of the ranks which share the rows."""
+        return str(self.rest[3] if self.target in (UNSHARD, REDUCE_GRAD) else self.rest[-1])
+
+    @property
+    def hosts(self) -> int:
+        """Of a marker: for how many hosts rows are cut first."""
+        return self.rest[5] if len(self.rest) > 5 else 1
+
 
 @dataclasses.dataclass
 class _InFlight:
@@ -92,8 +102,8 @@ def run_ranks(
                     f"rank 0 starts {requests[0].must_agree()}, rank {rank} {request.must_agree()}"
                 )
         everyone = [range(len(runs))]
-        for together in (groups or {}).get(str(requests[0].rest[-1]), everyone):
-            exchanged = _exchange([requests[rank] for rank in together])
+        for together in (groups or {}).get(requests[0].group, everyone):
+            exchanged = _exchange([requests[rank] for rank in together], requests)
             for rank, reply in zip(together, exchanged, strict=True):
                 replies[rank] = reply
 
@@ -155,19 +165,21 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
     return functools.reduce(torch.add, tensors)
 
 
-def _exchange(requests: Sequence[_Request]) -> Sequence[Tensor]:
+def _exchange(requests: Sequence[_Request], of_all: Sequence[_Request]) -> Sequence[Tensor]:
+    """What the ranks of one group get; ``of_all``: what those of all groups bring."""
     target, world_size = requests[0].target, len(requests)
     tensors = [request.tensor for request in requests]
     if target is UNSHARD:
-        _, shape, sharded, _ = requests[0].rest
+        _, shape, sharded = requests[0].rest[:3]
         wholes = [torch.cat(tensors)] * world_size if sharded else tensors
         assert all(list(whole.shape) == list(shape) for whole in wholes)
         return wholes
     if target is REDUCE_GRAD:
-        mean = _sum([tensor * (1.0 / world_size) for tensor in tensors]).contiguous()
+        mean = _sum([one.tensor * (1.0 / len(of_all)) for one in of_all]).contiguous()
         if not requests[0].rest[2]:
             return [mean.clone() for _ in requests]
-        spans = [local_rows(mean.shape[0], world_size, rank) for rank in range(world_size)]
+        hosts = requests[0].hosts
+        spans = [local_rows(mean.shape[0], world_size, rank, hosts) for rank in range(world_size)]
         return [mean[start:stop].clone() for start, stop in spans]
     if target in (ALL_GATHER, GATHER_PARTS):
         assert requests[0].rest[0] == world_size

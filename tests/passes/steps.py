@@ -19,7 +19,7 @@ from passes.annotate import annotate
 from passes.bucket import bucket
 from passes.check import check
 from passes.context import Context
-from passes.decisions import Decision, shardable
+from passes.decisions import FLAT_DECISIONS, Decision, shardable
 from passes.levels import levels
 from passes.markers import REDUCE_GRAD, UNSHARD
 from passes.reorder import reorder
@@ -114,7 +114,7 @@ class Step:
 
     def build(self, rank: int) -> fx.GraphModule:
         """The rank's graph, with markers."""
-        builder = graphs.GraphBuilder()
+        builder, ctx = graphs.GraphBuilder(), self.context(rank)
         call = builder.call
         shards = [
             builder.parameter(name, self.local_shape(weight, rank), weight.dtype)
@@ -123,8 +123,8 @@ class Step:
         state = builder.input("x", [self.rows(rank), 8])
         wholes: list[fx.Node] = []
         for name, weight, local in zip(self.names(), self.weights, shards, strict=True):
-            sharded = weight.decision.sharded
-            whole = call(UNSHARD, local, name, list(weight.shape), sharded, graphs.GROUP)
+            sharded, marks = weight.decision.sharded, ctx.cut(weight.decision).marks
+            whole = call(UNSHARD, local, name, list(weight.shape), sharded, *marks)
             wholes.append(whole)
             amount = call(aten.mean.default, call(aten._to_copy.default, whole, dtype=_F32))
             state = call(aten.sin.default, call(aten.add.Tensor, state, amount))
@@ -134,10 +134,10 @@ class Step:
             weight, local, whole = self.weights[index], shards[index], wholes[index]
             if not weight.trained:
                 continue
-            sharded = weight.decision.sharded
-            if self.again and weight.decision is Decision.SHARD_AGAIN:
+            sharded, marks = weight.decision.sharded, ctx.cut(weight.decision).marks
+            if self.again and sharded and not weight.decision.keeps:
                 name = self.names()[index]
-                whole = call(UNSHARD, local, name, list(weight.shape), sharded, graphs.GROUP)
+                whole = call(UNSHARD, local, name, list(weight.shape), sharded, *marks)
             amount = call(aten.mean.default, state)
             gradient = call(aten.mul.Tensor, whole, 2.0)
             if weight.transposed and len(weight.shape) > 1:
@@ -147,7 +147,7 @@ class Step:
             gradient = call(
                 aten.add.Tensor, gradient, call(aten._to_copy.default, amount, dtype=weight.dtype)
             )
-            reduced = call(REDUCE_GRAD, gradient, local, self.names()[index], sharded, graphs.GROUP)
+            reduced = call(REDUCE_GRAD, gradient, local, self.names()[index], sharded, *marks)
             gradients[index] = reduced
             state = call(
                 aten.cos.default,
@@ -159,7 +159,15 @@ class Step:
     def local_shape(self, weight: Weight, rank: int) -> list[int]:
         if not weight.decision.sharded:
             return list(weight.shape)
-        return graphs.local_shape(weight.shape, self.world_size, rank)
+        return graphs.local_shape(weight.shape, *self.sharing(weight, rank))
+
+    def sharing(self, weight: Weight, rank: int) -> tuple[int, int, int]:
+        """Over how many ranks a weight is cut, the rank's place among them, for how many hosts."""
+        each = self.world_size // self.hosts
+        if weight.decision.within_host:
+            return each, rank % each, 1
+        within_hosts = any(other.decision.within_host for other in self.weights)
+        return self.world_size, rank, self.hosts if within_hosts else 1
 
     def values(self) -> list[list[Tensor]]:
         """Each rank's inputs: its shards of weights that are the same everywhere, its own batch."""
@@ -173,7 +181,7 @@ class Step:
             mine = []
             for whole, weight in zip(wholes, self.weights, strict=True):
                 if weight.decision.sharded:
-                    first, last = graphs.local_rows(weight.shape[0], self.world_size, rank)
+                    first, last = graphs.local_rows(weight.shape[0], *self.sharing(weight, rank))
                     whole = whole[first:last].clone()
                 mine.append(whole)
             inputs.append([*mine, torch.randn(self.rows(rank), 8, generator=generator) / 8])
@@ -221,9 +229,11 @@ _DTYPES = st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bf
 
 
 @st.composite
-def weights(draw: st.DrawFn, world_size: int) -> Weight:
+def weights(draw: st.DrawFn, world_size: int, hosts: int = 1) -> Weight:
     shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
-    allowed = list(Decision) if shardable(shape, world_size) else [Decision.REPLICATE]
+    allowed = list(FLAT_DECISIONS) if shardable(shape, world_size) else [Decision.REPLICATE]
+    if hosts > 1 and shardable(shape, world_size // hosts):
+        allowed += [decision for decision in Decision if decision.within_host]
     return Weight(
         shape,
         draw(_DTYPES),
@@ -235,10 +245,10 @@ def weights(draw: st.DrawFn, world_size: int) -> Weight:
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> Step:
-    world_size = draw(st.integers(2, 4))
+def steps(draw: st.DrawFn, hosts: int = 1) -> Step:
+    world_size = draw(st.sampled_from([4, 6, 8]) if hosts > 1 else st.integers(2, 4))
     return Step(
-        tuple(draw(st.lists(weights(world_size), min_size=1, max_size=5))),
+        tuple(draw(st.lists(weights(world_size, hosts), min_size=1, max_size=5))),
         world_size,
         bucket_bytes=draw(st.sampled_from([0, 64, 200, 600, 1 << 20])),
         by_exchange=draw(st.booleans()),
@@ -247,4 +257,5 @@ def steps(draw: st.DrawFn) -> Step:
             draw(st.lists(st.integers(1, 9), min_size=world_size, max_size=world_size))
         ),
         again=draw(st.booleans()),
+        hosts=hosts,
     )

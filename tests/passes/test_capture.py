@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from passes.capture import Captured, lay_out
 from passes.check import check
 from passes.context import Context, Phase
-from passes.decisions import Decision, Plan, shardable
+from passes.decisions import FLAT_DECISIONS, Decision, Plan, shardable
 from passes.pipeline import Stage, default_passes, run
 from tests.passes.captures import capture_step
 from tests.passes.graphs import local_rows, plan_of
@@ -143,7 +143,7 @@ MIXED = {
 CASES = [
     *[(world_size, MIXED, size, False) for world_size in (2, 3, 4) for size in (0, 1 << 20)],
     *[(world_size, MIXED, 1 << 20, True) for world_size in (2, 3, 4)],
-    *[(3, decision, 100, exchange) for decision in Decision for exchange in (False, True)],
+    *[(3, decision, 100, exchange) for decision in FLAT_DECISIONS for exchange in (False, True)],
 ]
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from passes.decisions import (
+    FLAT_DECISIONS,
     Collective,
     Decision,
     ParameterPlan,
@@ -46,12 +47,19 @@ def a_plan() -> Plan:
             peak_bytes=100,
             peak={"parameters": 60, "activations": 40},
         ),
+        ranks_of_a_host=2,
     )
 
 
-def test_two_decisions_of_three_shard():
-    sharded = {decision.value for decision in Decision if decision.sharded}
-    assert sharded == {"shard_keep", "shard_again"}
+def test_which_decisions_shard_and_keep_and_stay_within_a_host():
+    def those(which):
+        return {decision.value for decision in Decision if which(decision)}
+
+    within = {"shard_host_keep", "shard_host_again"}
+    assert those(lambda one: one.sharded) == {"shard_keep", "shard_again", *within}
+    assert those(lambda one: one.keeps) == {"shard_keep", "shard_host_keep"}
+    assert those(lambda one: one.within_host) == within
+    assert {one.value for one in FLAT_DECISIONS} == those(lambda _: True) - within
 
 
 @pytest.mark.parametrize(
@@ -74,13 +82,44 @@ def test_what_can_be_cut_along_its_first_dimension(shape, world_size, can):
 
 @pytest.mark.parametrize("decision", [*Decision, "shard_keep"])
 def test_a_uniform_plan_shards_what_can_be_sharded(decision):
-    plan = Plan.uniform(model().named_parameters(), decision, world_size=4)
+    plan = Plan.uniform(model().named_parameters(), decision, world_size=4, ranks_of_a_host=2)
     decisions = {row.name: row.decision for row in plan.parameters}
     cannot = {"2.weight", "2.bias"}  # one row each
     assert list(decisions) == [name for name, _ in model().named_parameters()]
     assert {d for name, d in decisions.items() if name not in cannot} == {Decision(decision)}
     assert {decisions[name] for name in cannot} == {Decision.REPLICATE}
     assert plan["0.weight"].shape == (6, 8) and plan["0.weight"].dtype == "float32"
+
+
+def test_within_a_host_more_can_be_sharded_than_over_all_ranks():
+    named = [("bias", torch.empty(8))]
+
+    def decision(wanted):
+        return Plan.uniform(named, wanted, world_size=1024, ranks_of_a_host=8).decision("bias")
+
+    assert decision("shard_again") is Decision.REPLICATE
+    assert decision("shard_host_again") is Decision.SHARD_HOST_AGAIN
+    with pytest.raises(ValueError, match="'shard_host_keep' needs ranks_of_a_host"):
+        Plan.uniform(named, "shard_host_keep", world_size=1024)
+
+
+def test_a_plan_that_shards_within_hosts_fits_hosts_of_as_many_ranks_only():
+    plan = Plan.uniform(
+        model().named_parameters(), "shard_host_keep", world_size=8, ranks_of_a_host=4
+    )
+    assert Plan.from_dict(plan.to_dict()) == plan
+    assert plan.mismatch(rows(model()), 8, 4) is None
+    said = "the plan shards within hosts of 4 ranks, this run has "
+    assert plan.mismatch(rows(model()), 8, 2) == said + "hosts of 2"
+    assert plan.mismatch(rows(model()), 8) == (said + "no mesh of two levels with rates along both")
+    flat = Plan.uniform(model().named_parameters(), "shard_keep", world_size=8, ranks_of_a_host=4)
+    assert flat.mismatch(rows(model()), 8, 2) is None and flat.mismatch(rows(model()), 8) is None
+
+
+def test_a_plan_saved_before_there_were_hosts_can_be_read():
+    saved = a_plan().to_dict()
+    del saved["ranks_of_a_host"]
+    assert Plan.from_dict(saved) == a_plan().replace(ranks_of_a_host=None)
 
 
 def test_an_unknown_decision_is_refused():

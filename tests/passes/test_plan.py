@@ -14,7 +14,7 @@ from torch import fx, nn
 from passes.bucket import bucket_bytes_for
 from passes.capture import Captured
 from passes.context import Context
-from passes.decisions import Decision, Plan, shardable
+from passes.decisions import FLAT_DECISIONS, Decision, Plan, shardable
 from passes.hardware import Hardware, LinkRate
 from passes.pipeline import default_passes
 from passes.plan import Infeasible, complete, make_plan
@@ -63,7 +63,7 @@ def captured(model: str, wires: str = "even", rows: int = 16) -> tuple[Captured,
 
 def every_plan(ctx: Context) -> list[Plan]:
     options = [
-        list(Decision) if shardable(p.shape, ctx.world_size) else [Decision.REPLICATE]
+        list(FLAT_DECISIONS) if shardable(p.shape, ctx.world_size) else [Decision.REPLICATE]
         for p in ctx.parameters
     ]
     names = [p.name for p in ctx.parameters]

@@ -32,6 +32,8 @@ class Weight(GraphBuilder):
     ("decision", "policy"),
     [
         (Decision.SHARD_KEEP, SAVE),
+        (Decision.SHARD_HOST_KEEP, SAVE),
+        (Decision.SHARD_HOST_AGAIN, RECOMPUTE),
         (Decision.SHARD_AGAIN, RECOMPUTE),
         (Decision.REPLICATE, RECOMPUTE),
     ],

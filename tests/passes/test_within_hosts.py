@@ -1,0 +1,263 @@
+"""Sharding within hosts: gathers stay in a host, gradients cross between hosts once, as parts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given as given_any
+from hypothesis import strategies as st
+from torch import nn
+
+from passes.annotate import annotate, cost_of
+from passes.bucket import bucket
+from passes.capture import Captured
+from passes.context import Context, Parameter
+from passes.decisions import Decision, Plan
+from passes.graph import COLLECTIVES, group_of, is_collective
+from passes.hardware import Hardware, LinkRate
+from passes.knapsack import choices_of
+from passes.levels import levels
+from passes.pipeline import default_passes
+from passes.plan import Infeasible, make_plan
+from passes.predict import optimizer_temporary_bytes, state_bytes
+from passes.reorder import order_of
+from passes.shard import shard
+from tests.passes.captures import capture_step
+from tests.passes.examples import examples
+from tests.passes.graphs import (
+    GROUP,
+    INNER,
+    OUTER,
+    context,
+    hardware,
+    parameter,
+    two_levels,
+    with_levels,
+)
+from tests.passes.steps import LOWERING, Step, Weight, assert_close, steps
+
+HOST_KEEP, HOST_AGAIN = Decision.SHARD_HOST_KEEP, Decision.SHARD_HOST_AGAIN
+KEEP, AGAIN, REPLICATE = Decision.SHARD_KEEP, Decision.SHARD_AGAIN, Decision.REPLICATE
+
+MANY = 1 << 20
+#: Between hosts and within one as between all ranks: what goes leg by leg is not faster.
+EVEN = with_levels(hardware(), LinkRate(1e-6, 1e-8), LinkRate(1e-6, 1e-8))
+#: Legs are always faster.
+LEGS = with_levels(
+    hardware(memory_bytes_per_second=1e12), LinkRate(1e-9, 1e-11), LinkRate(1e-9, 1e-11)
+)
+MIXED = Step(
+    (
+        Weight((12, 3), decision=HOST_AGAIN),
+        Weight((5, 2), decision=HOST_KEEP, returned=True),
+        Weight((7,), decision=REPLICATE),
+        Weight((9, 2), decision=AGAIN),  # rows that no number of ranks divides
+        Weight((6,), torch.float64, HOST_AGAIN),
+        Weight((3, 7, 2), decision=HOST_AGAIN, transposed=True),
+        Weight((13,), decision=KEEP, returned=True),
+        Weight((16, 2), decision=AGAIN),
+        Weight((8, 2), torch.bfloat16, HOST_KEEP),
+        Weight((5,), decision=HOST_AGAIN, trained=False),
+    ),
+    world_size=4,
+    hosts=2,
+    hardware=EVEN,
+    again=True,
+)
+
+
+def collectives(step: Step, *passes) -> list[tuple[str, str, str]]:
+    """Kind, group and purpose of each on rank 0, in order."""
+    return [
+        (COLLECTIVES[node.target], group_of(node), node.meta["collective"].label)
+        for node in step.lower(0, *passes).graph.nodes
+        if is_collective(node)
+    ]
+
+
+def by_all_to_all(given: Hardware) -> Hardware:
+    slow = {"reduce_scatter": LinkRate(1.0, 1.0)}
+    dimensions = {name: {**rates, **slow} for name, rates in given.dimensions.items()}
+    return dataclasses.replace(
+        given, collectives={**given.collectives, **slow}, dimensions=dimensions
+    )
+
+
+@pytest.mark.parametrize(
+    ("world_size", "hosts", "bucket_bytes", "changes"),
+    [
+        (4, 2, 0, {}),
+        (6, 3, MANY, {}),
+        (6, 2, 100, {"by_exchange": True}),
+        (8, 4, MANY, {"by_exchange": True, "hardware": LEGS}),
+        (8, 2, 200, {"hardware": LEGS, "in_flight_bytes": 0}),
+        (6, 3, 100, {"hardware": by_all_to_all(EVEN)}),
+    ],
+)
+def test_lowered_it_gives_what_the_markers_mean(world_size, hosts, bucket_bytes, changes):
+    step = dataclasses.replace(
+        MIXED, world_size=world_size, hosts=hosts, bucket_bytes=bucket_bytes, **changes
+    )
+    wanted = step.run()
+    for passes in ((shard,), LOWERING):
+        for found, one in zip(step.run(*passes), wanted, strict=True):
+            assert_close(found, one)
+
+
+@examples(10)
+@given_any(steps(hosts=2), st.sampled_from([EVEN, LEGS]))
+def test_lowered_it_gives_what_the_markers_mean_in_any_step(step: Step, profile: Hardware):
+    step = dataclasses.replace(step, hardware=profile)
+    for found, wanted in zip(step.run(*LOWERING), step.run(), strict=True):
+        assert_close(found, wanted)
+
+
+def test_gathers_stay_within_the_host_and_gradients_cross_as_parts():
+    weights = (Weight((8,), decision=HOST_AGAIN), Weight((8,), decision=AGAIN))
+    step = dataclasses.replace(MIXED, weights=weights, by_exchange=True, again=False)
+    assert collectives(step, shard, bucket, levels) == [
+        ("all_gather", INNER, "gather w0"),
+        ("all_gather", GROUP, "gather w1"),
+        ("all_to_all", GROUP, "reduce w1"),
+        ("all_to_all", INNER, "reduce w0"),
+        ("all_reduce", OUTER, "reduce w0, leg 2"),
+    ]
+
+
+def test_each_collective_costs_what_its_dimension_takes_for_its_bytes():
+    # 64 bytes on two hosts of two ranks: whole within a host, a half between hosts.
+    given = with_levels(hardware(), LinkRate(1.0, 3.0), LinkRate(2.0, 5.0))
+    weights = (Weight((16,), decision=HOST_KEEP),)
+    step = dataclasses.replace(MIXED, weights=weights, hardware=given, by_exchange=True)
+    nodes = step.lower(0, shard, bucket, levels, annotate).graph.nodes
+    assert [cost_of(node).seconds for node in nodes if is_collective(node)] == [
+        2.0 + 5.0 * 64 / 2,
+        2.0 + 5.0 * 64 / 2,
+        1.0 + 3.0 * 2 * 32 / 2,
+    ]
+
+
+def test_what_is_cut_otherwise_shares_no_bucket():
+    weights = [Weight((8,), decision=one) for one in (*Decision, *Decision)]
+    step = dataclasses.replace(MIXED, weights=tuple(weights), bucket_bytes=MANY, again=False)
+    found = collectives(step, shard, bucket, levels)
+    assert sorted(found) == [
+        ("all_gather", GROUP, "gather w1+w2+w6+w7"),
+        ("all_gather", INNER, "gather w3+w4+w8+w9"),
+        ("all_reduce", GROUP, "reduce w5+w0"),
+        ("all_reduce", OUTER, "reduce w9+w8+w4+w3, leg 2"),
+        ("reduce_scatter", GROUP, "reduce w7+w6+w2+w1"),
+        ("reduce_scatter", INNER, "reduce w9+w8+w4+w3"),
+    ]
+
+
+def test_the_plans_order_is_followed():
+    step = dataclasses.replace(
+        MIXED, by_exchange=True, deciding=True, bucket_bytes=100, again=False
+    )
+    order = order_of(step.lower(0, *LOWERING).graph)
+    gm, ctx = step.build(1), step.context(1)
+    ctx = ctx.replace(plan=ctx.plan.replace(order={"forward": order}), deciding=False)
+    for one in LOWERING:
+        gm = one(gm, ctx)
+    assert order_of(gm.graph) == order and any(one.leg for one in order)
+
+
+def on_levels(parameters: list[Parameter], decision: Decision, hosts: int, each: int) -> Context:
+    return context(
+        parameters,
+        decision,
+        world_size=hosts * each,
+        hardware=EVEN,
+        levels=two_levels(hosts, hosts * each),
+    )
+
+
+@pytest.mark.parametrize(
+    ("decision", "rows"), [(REPLICATE, 1000), (HOST_KEEP, 125), (HOST_AGAIN, 125), (AGAIN, 1)]
+)
+def test_state_of_1024_ranks_on_128_hosts(decision, rows):
+    # 1000 rows of 3 numbers: 125 rows on each of 8 ranks, one on each of 1024.
+    ctx = on_levels([parameter("w", (1000, 3))], decision, hosts=128, each=8)
+    part = rows * 3 * 4
+    assert state_bytes(ctx, ctx.plan) == {
+        "parameters": part,
+        "gradients": part,
+        "optimizer": 2 * part,
+    }
+    assert optimizer_temporary_bytes(ctx, ctx.plan) == 2 * part
+
+
+def test_the_choices_and_their_prices():
+    outer, inner = LinkRate(0.0, 3e-6), LinkRate(0.0, 1e-6)
+    given = with_levels(hardware(update_seconds_per_byte=1e-12), outer, inner)
+    flat = dict.fromkeys(given.collectives, LinkRate(0.0, 1.0))  # never
+    given = dataclasses.replace(given, collectives=flat)
+    weight = parameter("w", (1024, 4))
+    full = 1024 * 4 * 4
+    ctx = on_levels([weight], REPLICATE, hosts=4, each=2).replace(hardware=given)
+    found = {one.decision: one for one in choices_of(weight, ctx)}
+    assert list(found) == [REPLICATE, HOST_KEEP, HOST_AGAIN, KEEP, AGAIN]
+    # A half of it, and of what belongs to it, is on each rank of a host.
+    state = 4 * full // 2
+    assert [found[one].memory_bytes for one in (HOST_KEEP, HOST_AGAIN)] == [state + full, state]
+    within, between = full / 2 * 1e-6, 2 * (full / 2) * 3 / 4 * 3e-6
+    for one, gathers in ((HOST_KEEP, 0), (HOST_AGAIN, 1)):
+        assert found[one].forward_seconds == pytest.approx(within)
+        assert found[one].backward_seconds == pytest.approx(gathers * within + within + between)
+        assert found[one].compute_seconds == pytest.approx(state * 1e-12)
+    frozen = dataclasses.replace(weight, requires_grad=False, optimizer_bytes=0)
+    (*_, kept) = [one for one in choices_of(frozen, ctx) if one.decision is HOST_KEEP]
+    assert kept.backward_seconds == 0.0
+    assert len(choices_of(weight, ctx.replace(levels=None))) == 3
+    # Eight numbers are enough for two ranks, and for 1024 they are not.
+    few = on_levels([], REPLICATE, hosts=512, each=2).replace(hardware=given)
+    assert [one.decision for one in choices_of(parameter("b", (8,)), few)] == [
+        REPLICATE,
+        HOST_KEEP,
+        HOST_AGAIN,
+    ]
+
+
+def step_on_a_slow_network_between_hosts() -> tuple[Captured, Context]:
+    """Two hosts of four ranks: within them all is a hundred times as fast."""
+    layers: list[nn.Module] = []
+    for _ in range(4):
+        layers += [nn.Linear(96, 96, bias=False), nn.GELU()]
+    given = with_levels(hardware(), LinkRate(1e-6, 1e-7), LinkRate(1e-6, 1e-9))
+    flat = dict.fromkeys(given.collectives, LinkRate(1e-6, 4e-7))  # four share what a host sends
+    return capture_step(
+        nn.Sequential(*layers),
+        torch.randn(16, 96),
+        world_size=8,
+        hardware=dataclasses.replace(given, collectives=flat),
+        by_exchange=True,
+        levels=two_levels(2, 8),
+    )
+
+
+def planned(step: Captured, ctx: Context, limit_bytes: int | None) -> Plan:
+    return make_plan(step, ctx.replace(limit_bytes=limit_bytes), default_passes())
+
+
+def test_the_planner_shards_within_hosts_where_memory_is_short_and_only_the_outside_is_slow():
+    step, ctx = step_on_a_slow_network_between_hosts()
+    free = planned(step, ctx, None)
+    with pytest.raises(Infeasible) as infeasible:
+        planned(step, ctx, 1)
+    least, most = infeasible.value.least_bytes, free.prediction.peak_bytes
+    limit = least + (most - least) // 3
+    found = planned(step, ctx, limit)
+    assert any(row.decision.within_host for row in found.parameters)
+    assert found.ranks_of_a_host == 4 and found.prediction.peak_bytes <= limit
+    for row in found.parameters:
+        ranks = 4 if row.decision.within_host else 8
+        whole = 4 * 96 * 96 * 4
+        assert row.saved_bytes == (whole - whole // ranks if row.decision.sharded else 0)
+    # Without that choice it takes longer.
+    flat = planned(step, ctx.replace(levels=None), limit)
+    assert not flat.within_hosts and flat.ranks_of_a_host is None
+    assert found.prediction.step_seconds < flat.prediction.step_seconds
+    assert planned(step, ctx, least).prediction.peak_bytes <= least
