@@ -57,7 +57,8 @@ _DECIDED = {
 def prediction_lines(plan: Plan) -> list[str]:
     """What the simulator says of the step; none if nothing was predicted.
 
-    Two lines, and one more if some collectives go leg by leg along the levels of a mesh.
+    Two lines, and one more if some collectives over all ranks go leg by leg along the levels of
+    a mesh.
     """
     said = plan.prediction
     if said is None:
@@ -68,9 +69,14 @@ def prediction_lines(plan: Plan) -> list[str]:
         f"{format_seconds(said.exposed_seconds)} waiting for communication",
         f"predicted peak {format_bytes(said.peak_bytes)} ({filling})",
     ]
-    legs = [one.leg for order in plan.order.values() for one in order]
+    legs = [
+        one.leg
+        for order in plan.order.values()
+        for one in order
+        if not (one.names[0] in plan and plan.decision(one.names[0]).within_host)
+    ]
     if 1 in legs:
-        lines.append(f"{legs.count(1)} of {legs.count(0)} collectives go leg by leg over the mesh")
+        lines.append(f"{legs.count(1)} of {legs.count(0)} collectives over all ranks go leg by leg")
     return lines
 
 

@@ -136,7 +136,16 @@ def test_the_prediction_follows_the_table():
     assert prediction_lines(plan(row("w"))) == []
     gather, reduce = Collective(("w",), True), Collective(("w",), False)
     in_legs = predicted.replace(order={"forward": (gather, Collective(("w",), True, 1), reduce)})
-    assert prediction_lines(in_legs)[2:] == ["1 of 2 collectives go leg by leg over the mesh"]
+    line = "1 of 2 collectives over all ranks go leg by leg"
+    assert prediction_lines(in_legs)[2:] == [line]
+    # What is sharded within hosts is not over all ranks.
+    local = row("v", decision=Decision.SHARD_HOST_KEEP)
+    reductions = Collective(("v",), False), Collective(("v",), False, 1)
+    mixed = in_legs.replace(
+        parameters=(*in_legs.parameters, local), order={**in_legs.order, "backward": reductions}
+    )
+    assert prediction_lines(mixed)[2:] == [line]
+    assert "shard within host, keep" in plan_text(mixed)
 
 
 def test_brackets_in_names_are_text_and_not_markup():
