@@ -98,7 +98,7 @@ def both(plan: Plan, ctx: Context) -> tuple[Step, Step]:
     return predict(captured()[0], plan, ctx, PASSES), predict(folded(), plan, ctx, PASSES)
 
 
-KINDS = [decision.value for decision in Decision]
+KINDS = ["replicate", "shard_keep", "shard_again"]
 #: One decision for the first layers and one for the others.
 MIXES = [
     *((kind, kind) for kind in KINDS),
