@@ -29,7 +29,7 @@ from osdp_compile.state import (
 )
 from osdp_compile.step_times import with_step_seconds
 from osdp_compile.traced_step import planned_whole
-from passes.capture import Captured
+from passes.capture import Captured, NothingSaved
 from passes.context import Context
 from passes.decisions import Plan
 from passes.hardware import Hardware
@@ -99,7 +99,10 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
         if not captured:
             return given[0], context.hardware
         if given:
-            return complete(given[0], captured[0], context, passes), context.hardware
+            try:
+                return complete(given[0], captured[0], context, passes), context.hardware
+            except NothingSaved as error:
+                raise PlanMismatch(f"the plan given in options does not fit: {error}") from None
         return planned_whole(captured[0], context, passes), context.hardware
 
     measures = from_rank_zero(prepare, group)

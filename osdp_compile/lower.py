@@ -20,9 +20,11 @@ from osdp_compile.session import Session, base_parts, find
 from passes.capture import mark_inputs
 from passes.check import check
 from passes.context import Context, Phase
+from passes.decisions import Decision
 from passes.graph import bytes_of, output_node
 from passes.markers import UNSHARD
 from passes.pipeline import Observer, Pass, Stage, run
+from passes.recompute import recompute
 from passes.simulate import simulate
 from passes.text import graph_text
 from passes.timeline import timeline_of
@@ -101,6 +103,7 @@ def lower(
         _mark(joint, static, parameters, Phase.FORWARD)
         joint = run(session.passes, Stage.JOINT, joint, session.context, watch)
         forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+        _recompute(forward, backward, session)
         step.returned_bytes = _returned_bytes(forward, kwargs["num_fwd_outputs"])
         _mark_kept(forward, backward)
         return forward, backward
@@ -130,6 +133,29 @@ def lower(
     if Phase.FORWARD in step.timelines:
         compiled = timed(compiled, session.observed, step.frame)
     return compiled
+
+
+def _recompute(forward: fx.GraphModule, backward: fx.GraphModule, session: Session) -> None:
+    """Have the backward compute again what the plan says, and say so where it cannot."""
+    plan = session.plan
+    kept = frozenset(p.name for p in plan.parameters if p.decision is Decision.SHARD_KEEP)
+    missing = recompute(forward, backward, plan, kept)
+    gathered = {
+        node.args[1]
+        for node in forward.graph.find_nodes(op="call_function", target=UNSHARD)
+        if plan.decision(node.args[1]).sharded
+    }
+    planned = {name for one in plan.order.get("forward", ()) if one.gathers for name in one.names}
+    # A frame behind a graph break saves none of them: it is not the one that was planned on.
+    if missing and (len(missing) < len(plan.recompute) or gathered == planned):
+        log.warning(
+            "of %d tensors that the plan recomputes, this graph does not save %d, the first of "
+            "them %r: it is not the graph that was planned on, and may take more memory than was "
+            "predicted. Make the first call with the shapes of later ones, or plan again",
+            len(plan.recompute),
+            len(missing),
+            missing[0],
+        )
 
 
 def _look_at(gm: fx.GraphModule, ctx: Context, session: Session, step: CompiledStep) -> None:

@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -57,8 +58,8 @@ _DECIDED = {
 def prediction_lines(plan: Plan) -> list[str]:
     """What the simulator says of the step; none if nothing was predicted.
 
-    Two lines, and one more if some collectives over all ranks go leg by leg along the levels of
-    a mesh.
+    Two lines; one more if activations are recomputed, and one if some collectives over all ranks
+    go leg by leg along the levels of a mesh.
     """
     said = plan.prediction
     if said is None:
@@ -69,6 +70,12 @@ def prediction_lines(plan: Plan) -> list[str]:
         f"{format_seconds(said.exposed_seconds)} waiting for communication",
         f"predicted peak {format_bytes(said.peak_bytes)} ({filling})",
     ]
+    if plan.recompute:
+        lines.append(
+            f"recomputed in the backward: {len(plan.recompute)} tensors, "
+            f"{format_bytes(said.recomputed_bytes)}, {format_seconds(said.recomputed_seconds)}: "
+            + ", ".join(map(_joined, _keys_grouped(plan.recompute)))
+        )
     legs = [
         one.leg
         for order in plan.order.values()
@@ -123,7 +130,8 @@ def ensure_visible(log: logging.Logger) -> None:
     log.propagate = False
 
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=[.:])")
+_Row = TypeVar("_Row", ParameterPlan, str)
 
 
 def _grouped(rows: Sequence[ParameterPlan]) -> Iterable[list[ParameterPlan]]:
@@ -136,15 +144,24 @@ def _grouped(rows: Sequence[ParameterPlan]) -> Iterable[list[ParameterPlan]]:
         yield from _grids(group)
 
 
-def _grids(rows: list[ParameterPlan]) -> Iterable[list[ParameterPlan]]:
+def _keys_grouped(keys: Sequence[str]) -> Iterable[list[str]]:
+    """What is recomputed, alike but for a layer's number."""
+    groups: dict[str, list[str]] = {}
+    for key in keys:
+        groups.setdefault(_NUMBER.sub("*", key), []).append(key)
+    for group in groups.values():
+        yield from _grids(group)
+
+
+def _grids(rows: list[_Row]) -> Iterable[list[_Row]]:
     """Rows whose names hold every combination of their numbers, so that ranges tell the truth."""
-    numbers = [_NUMBER.findall(row.name) for row in rows]
+    numbers = [_NUMBER.findall(row if isinstance(row, str) else row.name) for row in rows]
     spans = [len(set(column)) for column in zip(*numbers, strict=True)]
     if math.prod(spans) == len(rows):
         yield rows
         return
     varies = next(index for index, span in enumerate(spans) if span > 1)
-    parts: dict[str, list[ParameterPlan]] = {}
+    parts: dict[str, list[_Row]] = {}
     for row, own in zip(rows, numbers, strict=True):
         parts.setdefault(own[varies], []).append(row)
     for part in parts.values():

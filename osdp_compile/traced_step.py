@@ -134,7 +134,10 @@ class TracedStep:
         return predicted(self._completed(plan, ctx))
 
     def _completed(self, plan: Plan, ctx: Context) -> Plan:
-        return complete(plan, chosen(self.captured, self.folded, ctx), ctx, self.passes)
+        step = chosen(self.captured, self.folded, ctx)
+        if plan.recompute:  # of tensors in all layers
+            step = self.captured
+        return complete(plan, step, ctx, self.passes)
 
 
 def predicted(plan: Plan) -> Prediction:

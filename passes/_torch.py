@@ -10,6 +10,7 @@ from torch._functorch._aot_autograd.descriptors import (  # noqa: F401
     AOTInput,
     AOTOutput,
     GradAOTOutput,
+    InputMutationAOTOutput,
 )
 
 # 2.11.0, 2.13.0: FakeTensorMode of a graph's values; enables computing `meta["val"]` of new nodes.

@@ -18,6 +18,17 @@ from passes.decisions import Plan
 from passes.graph import copy_module, empty_value, fake_mode_of, output_node
 from passes.markers import REDUCE_GRAD, UNSHARD
 from passes.memory import STATIC
+from passes.recompute import recompute
+
+
+class NothingSaved(ValueError):
+    """A plan recomputes what the forward does not save: the message says how many, and one."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        super().__init__(
+            f"it recomputes {len(keys)} tensors that this model's forward does not save or that "
+            f"cannot be computed again, the first of them {keys[0]!r}; plan again"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +104,15 @@ def mark_inputs(
 
 
 def lay_out(captured: Captured, plan: Plan, ctx: Context) -> Captured:
-    """Copies of the captured graphs as tracing the sharded model would give them."""
+    """Copies of the captured graphs as tracing the sharded model would give them.
+
+    Raises:
+        NothingSaved: if the plan recomputes what this forward does not save.
+    """
     forward, backward = copy_module(captured.forward), copy_module(captured.backward)
+    missing = recompute(forward, backward, plan)
+    if missing:
+        raise NothingSaved(missing)
     for gm in (forward, backward):
         _set_shards(gm, plan, ctx)
     kept = {

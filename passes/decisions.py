@@ -99,6 +99,8 @@ class Prediction:
     ``peak`` maps what is alive at the peak (``parameters``, ``gradients``,
     ``optimizer``, ``activations``, ``gathered``, ``communication``, ``inputs``)
     to bytes; the values add up to ``peak_bytes``.
+    ``recomputed_bytes``: of the activations that are not saved but computed again, which takes
+    ``recomputed_seconds`` of the backward.
     """
 
     step_seconds: float
@@ -106,6 +108,8 @@ class Prediction:
     exposed_seconds: float
     peak_bytes: int
     peak: dict[str, int]
+    recomputed_bytes: int = 0
+    recomputed_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +125,9 @@ class Plan:
     which would each like another order, follow it (a graph it does not fit gets buckets, legs
     and an order that no batch size enters).
     ``ranks_of_a_host``: of the mesh of two levels that the plan was made for, if it was.
+    ``recompute``: what the forward would save for the backward and is computed again there
+    instead, by module and operator: ``blocks.0.up:addmm:0`` (``passes/recompute.py``).
+    ``also_save``: what the forward saves besides, for what is recomputed to begin with.
     """
 
     parameters: tuple[ParameterPlan, ...]
@@ -131,6 +138,8 @@ class Plan:
     prediction: Prediction | None = None
     order: dict[str, tuple[Collective, ...]] = dataclasses.field(default_factory=dict)
     ranks_of_a_host: int | None = None
+    recompute: tuple[str, ...] = ()
+    also_save: tuple[str, ...] = ()
 
     def decision(self, name: str) -> Decision:
         """The decision for a parameter; KeyError if the plan does not know it."""
@@ -297,6 +306,8 @@ class Plan:
                     for graph, collectives in data["order"].items()
                 },
                 ranks_of_a_host=data.get("ranks_of_a_host"),
+                recompute=tuple(data.get("recompute", ())),  # older plans have none
+                also_save=tuple(data.get("also_save", ())),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"the plan is damaged: {error!r}; make it again") from error

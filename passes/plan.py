@@ -1,7 +1,8 @@
-"""The planner: which parameters to shard, so that the step is fastest under the memory limit.
+"""The planner: what to shard and what to recompute, so that the step is fastest under the limit.
 
 The problem. For every parameter i choose d(i) in {replicate, shard and keep, shard and
-gather again}, on a mesh of two levels over all ranks or within each host, to minimise the
+gather again}, on a mesh of two levels over all ranks or within each host, and a set R of saved
+activations that the backward computes again, to minimise the
 step's seconds subject to peak bytes <= limit. Both are what the simulator says of the schedule
 that the passes emit; neither is a sum over parameters.
 
@@ -14,6 +15,10 @@ The method, in two levels:
    peak exceeds the limit by, and by ever more, until the plan fits. The fastest simulated plan
    that fits is then refined: one group of like parameters, or one parameter, at a time; at last
    the size of its buckets is.
+
+R is empty where the fastest plan fits without. Otherwise a few sets, from a little to as much as
+helps (``passes/recompute_sets.py``), are each given the first level's best plans, the middle one
+first and then towards where the step is faster.
 """
 
 from __future__ import annotations
@@ -22,9 +27,11 @@ import dataclasses
 import functools
 import gc
 import itertools
+import math
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from passes.bucket import bucket_bytes_for
 from passes.capture import Captured
@@ -34,6 +41,7 @@ from passes.fold import Folded
 from passes.knapsack import Table, choices_of, together
 from passes.pipeline import Pass
 from passes.predict import Step, predict, state_bytes
+from passes.recompute_sets import RecomputeSet, recompute_sets
 from passes.reorder import order_of
 from passes.units import format_bytes, format_seconds
 
@@ -49,6 +57,8 @@ _NEAR = 1.1
 _LEAST_BUCKET_BYTES, _MOST_BUCKET_BYTES = 1 << 10, 1 << 28
 _BUCKET_FACTORS, _BUCKET_MISSES = (4, 1 / 4, 2, 1 / 2), 2
 _MOST_LOOKS = 48
+#: Sets of activations to recompute that there are to choose from.
+_RECOMPUTE_SETS = 8
 #: How many plans refining may look at, and how many nodes it may simulate in all: a second or two.
 _MOST_REFINED, _REFINED_NODES = 200, 10_000
 #: How many plans of a folded step may be, whatever its size.
@@ -86,8 +96,8 @@ def make_plan(captured: Captured | Folded, ctx: Context, passes: Sequence[Pass])
 def _searched(captured: Captured | Folded, ctx: Context, passes: Sequence[Pass]) -> Plan:
     search = _Search(captured, ctx, passes)
     search.alike()
-    for weights in _WEIGHTS:
-        search.propose(weights)
+    seconds = {weights: search.propose(weights) for weights in _WEIGHTS}
+    search.recompute_some(min(seconds, key=seconds.__getitem__))
     if search.feasible() is None and ctx.limit_bytes is not None:
         least = search.least_memory()
         if least.peak_bytes > ctx.limit_bytes:
@@ -153,6 +163,20 @@ def _orders(step: Step) -> dict[str, tuple[Collective, ...]]:
     }
 
 
+class _Key(NamedTuple):
+    """What a plan decides: of every parameter, and what is recomputed."""
+
+    decisions: tuple[Decision, ...]
+    recompute: tuple[str, ...] = ()
+    also_save: tuple[str, ...] = ()
+
+    def recomputing(self, one: RecomputeSet | None) -> _Key:
+        """The same decisions with a set of activations recomputed."""
+        return self._replace(
+            recompute=one.recompute if one else (), also_save=one.also_save if one else ()
+        )
+
+
 class _Search:
     """The plans that were looked at, and what the simulator said of each."""
 
@@ -174,24 +198,24 @@ class _Search:
         self.most_bucket_bytes = _MOST_BUCKET_BYTES
         if isinstance(captured, Folded):  # a bucket of several layers is not seen in it
             self.most_bucket_bytes = min(_MOST_BUCKET_BYTES, captured.layer_bytes(ctx))
-        self.seen: dict[tuple[Decision, ...], tuple[Plan, Prediction]] = {}
+        self.seen: dict[_Key, tuple[Plan, Prediction]] = {}
         self.left = self._affordable_looks()  # that refining may still take
         #: Bucket sizes that were priced under the limit: what was seen is the best of them.
-        self.sizes: dict[tuple[Decision, ...], set[int]] = {}
+        self.sizes: dict[_Key, set[int]] = {}
 
-    def look(self, decisions: Sequence[Decision]) -> Prediction:
+    def look(self, key: _Key) -> Prediction:
         """Lower and simulate a plan, once; the order of its collectives becomes its own."""
-        key = tuple(decisions)
         if key not in self.seen:
             self.seen[key] = self._price(key, self.ctx)
             self.sizes[key] = {self.seen[key][0].bucket_bytes}
         return self.seen[key][1]
 
     def _price(
-        self, decisions: tuple[Decision, ...], ctx: Context, bucket_bytes: int | None = None
+        self, key: _Key, ctx: Context, bucket_bytes: int | None = None
     ) -> tuple[Plan, Prediction]:
         _collect()
-        plan = self.empty.replace(parameters=_rows(ctx, decisions))
+        rows = _rows(ctx, key.decisions)
+        plan = self.empty.replace(parameters=rows, recompute=key.recompute, also_save=key.also_save)
         if bucket_bytes is not None:
             plan = plan.replace(bucket_bytes=bucket_bytes)
         step = predict(self.captured, plan, ctx.replace(deciding=True), self.passes)
@@ -217,12 +241,14 @@ class _Search:
         """
         options = len(Decision) if isinstance(self.captured, Folded) else 1
         for option in range(options):
-            self.look([one[min(option, len(one) - 1)].decision for one in self.choices])
+            self.look(_Key(tuple(o[min(option, len(o) - 1)].decision for o in self.choices)))
 
-    def propose(self, weights: tuple[float, float]) -> None:
+    def propose(self, weights: tuple[float, float], one: RecomputeSet | None = None) -> float:
         """Look at the dynamic programme's plans for ever smaller budgets until one fits.
 
         Then for budgets between that one and the last that did not.
+
+        Returns the seconds of the fastest that fits, infinity if none does.
         """
         table = Table(self.tied_choices, weights, self.ctx)
         limit_bytes = self.ctx.limit_bytes
@@ -231,11 +257,9 @@ class _Search:
         while len(self.seen) < known + _MOST_TRIES:
             decisions = table.best(budget)
             if decisions is None:
-                return
-            said = self.look(self._spread(decisions))
-            if limit_bytes is None:
-                return
-            if self.fits(said):
+                return math.inf
+            said = self.look(self._spread(decisions).recomputing(one))
+            if limit_bytes is None or self.fits(said):
                 break
             # Where a plan is just above the limit, a budget that is just smaller need not help:
             # the peak may be somewhere else than what the budget is of.
@@ -244,23 +268,51 @@ class _Search:
             budget = too_much - max(over, shrink_bytes)
             shrink_bytes *= 2
         else:
-            return
-        for _ in range(_CLOSER_TRIES):
+            return math.inf
+        seconds = said.step_seconds
+        for _ in range(_CLOSER_TRIES if limit_bytes is not None else 0):
             between = (budget + too_much) // 2
             decisions = table.best(between)
-            if decisions is not None and self.fits(self.look(self._spread(decisions))):
+            if decisions is not None:
+                said = self.look(self._spread(decisions).recomputing(one))
+            if decisions is not None and self.fits(said):
                 budget = between
+                seconds = min(seconds, said.step_seconds)
             else:
                 too_much = between
+        return seconds
 
-    def _spread(self, decisions: Sequence[Decision]) -> list[Decision]:
+    def recompute_some(self, weights: tuple[float, float]) -> None:
+        """Where the limit keeps the fastest plan out: plans that recompute, more or less."""
+        if self.fits(self.seen[min(self.seen, key=self._seconds)][1]) or not self.sets:
+            return
+
+        @functools.cache
+        def seconds(index: int) -> tuple[float, int]:
+            found = self.propose(weights, self.sets[index])
+            return found, -index if found == math.inf else index  # more, where nothing fits
+
+        best, step = (len(self.sets) - 1) // 2, 2
+        while step:
+            near = [i for i in (best, best - step, best + step) if 0 <= i < len(self.sets)]
+            best = min(near, key=seconds)
+            step //= 2
+
+    @functools.cached_property
+    def sets(self) -> list[RecomputeSet]:
+        """What may be recomputed, from a little to as much as helps; of a folded step nothing."""
+        if isinstance(self.captured, Folded):
+            return []
+        return recompute_sets(self.captured, self.ctx, _RECOMPUTE_SETS)
+
+    def _spread(self, decisions: Sequence[Decision]) -> _Key:
         """Decisions for every parameter, from those for what is decided on together."""
         by_index = {
             index: decision
             for members, decision in zip(self.tied, decisions, strict=True)
             for index in members
         }
-        return [by_index[index] for index in range(len(self.choices))]
+        return _Key(tuple(by_index[index] for index in range(len(self.choices))))
 
     def refine(self) -> None:
         """Change a group of parameters, one, or two, until no such change is faster and fits.
@@ -277,16 +329,47 @@ class _Search:
             sorted, key=lambda move: sum(map(self._size_bytes, move)), reverse=True
         )
         while self.left > 0:
-            found = self._better(best, by_size([*groups, *single]))
+            found = self._recomputing_other(best)
+            found = self._better(found, by_size([*groups, *single]))
             if found == best:
                 found = self._better(best, by_size(pairs), together=True)
             if found == best:
                 return
             best = found
 
+    def _recomputing_other(self, best: _Key) -> _Key:
+        """The same with the next smaller or larger set, or less a group of like tensors.
+
+        Of a plan that recomputes nothing: itself.
+        """
+        if not best.recompute:
+            return best
+        alike: dict[str, list[str]] = {}
+        for name in best.recompute:
+            alike.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+        for group in alike.values():
+            left = tuple(name for name in best.recompute if name not in group)
+            best = self._faster(
+                best, best._replace(recompute=left, also_save=best.also_save if left else ())
+            )
+        sets = [best.recomputing(one) for one in self.sets]
+        if best in sets:
+            index = sets.index(best)
+            for key in (*sets[max(0, index - 1) : index], *sets[index + 1 : index + 2]):
+                best = self._faster(best, key)
+        return best
+
+    def _faster(self, best: _Key, tried: _Key) -> _Key:
+        """The one that fits and is faster, if refining may still look at it."""
+        if tried in self.seen or self.left <= 0 or not self._may_fit(tried.decisions):
+            return best
+        self.left -= 1
+        faster = self.fits(self.look(tried)) and self._seconds(tried) < self._seconds(best)
+        return tried if faster else best
+
     def _better(
-        self, best: tuple[Decision, ...], moves: list[list[list[int]]], together: bool = False
-    ) -> tuple[Decision, ...]:
+        self, best: _Key, moves: list[list[list[int]]], together: bool = False
+    ) -> _Key:
         """The fastest plan that fits, after each of these moves in turn where it is an improvement.
 
         ``moves``: of each, sets of indices of parameters; those of a set get one decision, all the
@@ -295,19 +378,14 @@ class _Search:
         for move in moves:
             options = [[choice.decision for choice in self.choices[own[0]]] for own in move]
             for decisions in itertools.product(*options):
-                tried = list(best)
+                tried = list(best.decisions)
                 for own, decision in zip(move, decisions, strict=True):
                     for index in own:
                         tried[index] = decision
-                key = tuple(tried)
-                kept = together and any(best[own[0]] is tried[own[0]] for own in move)
-                if key in self.seen or kept or not self._may_fit(key):
-                    continue
+                if not (together and any(best.decisions[o[0]] is tried[o[0]] for o in move)):
+                    best = self._faster(best, best._replace(decisions=tuple(tried)))
                 if self.left <= 0:
                     return best
-                self.left -= 1
-                if self.fits(self.look(key)) and self._seconds(key) < self._seconds(best):
-                    best = key
         return best
 
     def mix_layers(self) -> None:
@@ -325,7 +403,7 @@ class _Search:
         number = [layer_of.get(parameter.name) for parameter in self.ctx.parameters]
         fast = [key for key, (_, said) in self.seen.items() if not self.fits(said)]
         fits = [key for key, (_, said) in self.seen.items() if self.fits(said)]
-        promises: list[tuple[float, int, tuple[Decision, ...], tuple[Decision, ...]]] = []
+        promises: list[tuple[float, int, _Key, _Key]] = []
         for one, other in itertools.product(fast, fits):
             over, under = self.seen[one][1], self.seen[other][1]
             share = (limit_bytes - under.peak_bytes) / (over.peak_bytes - under.peak_bytes)
@@ -345,10 +423,10 @@ class _Search:
                     mixed = tuple(
                         kept if place is None else early if place < split else late
                         for place, kept, early, late in zip(
-                            number, other, first, last, strict=True
+                            number, other.decisions, first.decisions, last.decisions, strict=True
                         )
                     )
-                    said = self.look(mixed)
+                    said = self.look(_Key(mixed))
                     if self.fits(said):
                         best = min(best, said.step_seconds)
                         break
@@ -410,7 +488,7 @@ class _Search:
                 left -= 1
                 self._with_buckets(key, size_bytes)
 
-    def _with_buckets(self, key: tuple[Decision, ...], size_bytes: int) -> bool:
+    def _with_buckets(self, key: _Key, size_bytes: int) -> bool:
         """Whether a plan fits and is faster with buckets of another size; it then has them."""
         self.sizes[key].add(size_bytes)
         found = self._price(key, self.ctx, size_bytes)
@@ -420,7 +498,7 @@ class _Search:
             return True
         return False
 
-    def _seconds(self, key: tuple[Decision, ...]) -> float:
+    def _seconds(self, key: _Key) -> float:
         return self.seen[key][1].step_seconds
 
     def least_memory(self) -> Prediction:
@@ -428,11 +506,11 @@ class _Search:
 
         Not always that of gathering everything again: a second gather may be in flight at
         the peak. Coordinate descent over groups of parameters that are alike, on schedules
-        that give up all overlap, then smaller buckets while that takes less; the way does not
-        depend on the limit, so that the least limit an error names is one that works.
+        that give up all overlap, then the same with activations recomputed, then smaller buckets
+        while that takes less; the way does not depend on the limit, so that the least limit an
+        error names is one that works.
         """
         ctx = self.ctx.replace(limit_bytes=0)
-        groups = self._alike()
         # What is cut within hosts takes more than what is cut over all ranks, where both can be.
         choices = [
             [one for one in options if not (one.decision.within_host and len(options) > 3)]
@@ -443,34 +521,42 @@ class _Search:
             [options[min(1, len(options) - 1)].decision for options in choices],
             [options[0].decision for options in choices],
         ]
-        looks: dict[tuple[Decision, ...], tuple[Plan, Prediction]] = {}
+        looks: dict[_Key, tuple[Plan, Prediction]] = {}
 
-        def priced(
-            decisions: Sequence[Decision], bucket_bytes: int | None = None
-        ) -> tuple[Plan, Prediction]:
-            plan, _ = self._price(tuple(decisions), ctx, bucket_bytes)
+        def priced(key: _Key, bucket_bytes: int | None = None) -> tuple[Plan, Prediction]:
+            plan, _ = self._price(key, ctx, bucket_bytes)
             return plan, predict(self.captured, plan, ctx, self.passes).prediction
 
-        def peak(decisions: Sequence[Decision]) -> int:
-            key = tuple(decisions)
+        def peak(key: _Key) -> int:
             if key not in looks:
                 looks[key] = priced(key)
             return looks[key][1].peak_bytes
 
-        best = min(starts, key=peak)
-        improved = True
-        while improved and len(looks) < _MOST_LOOKS and not self.fits(looks[tuple(best)][1]):
-            improved = False
-            for members in groups:
-                for option in range(len(choices[members[0]])):
-                    tried = list(best)
-                    for index in members:
-                        tried[index] = choices[index][option].decision
-                    if len(looks) < _MOST_LOOKS and peak(tried) < peak(best):
-                        best, improved = tried, True
-                        if self.fits(looks[tuple(best)][1]):
-                            break
-        found = looks[tuple(best)]
+        def descended(best: _Key) -> _Key:
+            most, improved = len(looks) + _MOST_LOOKS, True
+            while improved and len(looks) < most and not self.fits(looks[best][1]):
+                improved = False
+                for members in self._alike():
+                    for option in choices[members[0]]:
+                        decisions = list(best.decisions)
+                        for index in members:
+                            decisions[index] = option.decision
+                        tried = best._replace(decisions=tuple(decisions))
+                        if len(looks) < most and peak(tried) < peak(best):
+                            best, improved = tried, True
+                            if self.fits(looks[best][1]):
+                                break
+            return best
+
+        best = descended(min((_Key(tuple(decisions)) for decisions in starts), key=peak))
+        without = best
+        for one in [] if self.fits(looks[best][1]) else self.sets:
+            best = min(best, without.recomputing(one), key=peak)
+            if self.fits(looks[best][1]):
+                break
+        if best is not without:
+            best = descended(best)
+        found = looks[best]
         size_bytes, misses = found[0].bucket_bytes // 4, 0
         while size_bytes >= _LEAST_BUCKET_BYTES and misses < _BUCKET_MISSES:
             if self.fits(found[1]):
@@ -480,8 +566,8 @@ class _Search:
             if smaller[1].peak_bytes < found[1].peak_bytes:
                 found, misses = smaller, 0
             size_bytes //= 4
-        self.seen[tuple(best)] = found
-        self.sizes[tuple(best)] = set()  # this was priced on schedules without overlap
+        self.seen[best] = found
+        self.sizes[best] = set()  # this was priced on schedules without overlap
         return found[1]
 
     def _alike(self) -> list[list[int]]:

@@ -13,6 +13,7 @@ from passes.decisions import Plan, Prediction
 from passes.fold import Folded, Seconds, put_in, seconds_of
 from passes.graph import bytes_of, output_node, shared_values
 from passes.pipeline import Pass, Stage, run
+from passes.recompute import recomputed
 from passes.simulate import Simulation, simulate
 
 
@@ -120,12 +121,15 @@ def _predict(
     peak = {k: v for k, v in max(peaks, key=lambda kinds: sum(kinds.values())).items() if v}
     step_seconds = forward.step_seconds + backward.step_seconds + unseen.step
     compute_seconds = forward.compute_seconds + backward.compute_seconds + unseen.compute
+    recomputed_bytes, recomputed_seconds = recomputed(lowered[1].graph)
     prediction = Prediction(
         step_seconds=step_seconds + update_seconds,
         compute_seconds=compute_seconds + update_seconds,
         exposed_seconds=step_seconds - compute_seconds,
         peak_bytes=sum(peak.values()),
         peak=peak,
+        recomputed_bytes=recomputed_bytes,
+        recomputed_seconds=recomputed_seconds,
     )
     return Step(prediction, lowered[0], lowered[1], (forward, backward))
 
