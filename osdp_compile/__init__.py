@@ -9,6 +9,7 @@ from osdp_compile.errors import InfeasibleLimit, OsdpError, PlanMismatch, RanksD
 from osdp_compile.measure import PeakMemory
 from osdp_compile.offline import plan
 from osdp_compile.session import plan_of
+from osdp_compile.sharding import shard
 from osdp_compile.step_report import Report, report
 from passes.decisions import Decision, ParameterPlan, Plan, Prediction
 from passes.hardware import Hardware
@@ -28,4 +29,5 @@ __all__ = [
     "plan",
     "plan_of",
     "report",
+    "shard",
 ]

@@ -9,10 +9,14 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from torch import fx
+import torch
+from torch import fx, nn
 
 # 2.11.0, 2.13.0: makes wait_tensor(tensor) wait for a piece of work; several add up.
 from torch._C._distributed_c10d import _register_work as register_work
+
+# 2.13.0: a function that Dynamo does not compile by itself, and traces where a frame calls it.
+from torch._dynamo.eval_frame import skip_code
 
 # 2.11.0, 2.13.0: passed through by Dynamo from a backend's compile call; the frame is traced again.
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
@@ -27,7 +31,8 @@ from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
 
 # 2.11.0, 2.13.0: which frame Dynamo is compiling.
-from torch._guards import CompileContext
+# 2.13.0: the fake tensors' mode of the graph that is being compiled.
+from torch._guards import CompileContext, TracingContext
 
 # 2.11.0, 2.13.0: Inductor's front door, with a hook for the compiler of each partition.
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -38,6 +43,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 # 2.11.0, 2.13.0: tensors that have a shape and a device but no memory.
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 # 2.11.0, 2.13.0: tensors inside nested containers and dataclasses such as model outputs.
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -48,17 +54,22 @@ __all__ = [
     "aot_input_index",
     "compile_fx",
     "compile_fx_inner",
+    "copy_source",
     "current_frame",
     "evaluate_prefixes",
     "fake_store",
     "flattened",
     "gradient_input_index",
+    "handle_dtensor_operator",
     "raise_to_user",
     "register_work",
     "restart_tracing",
+    "skip_code",
     "tree_leaves",
     "tree_map_only",
+    "whole_stand_in",
     "without_autograd_cache",
+    "without_dtensor_handler",
 ]
 
 #: Inductor settings under which it keeps the order of the graph it is given, and adds no
@@ -119,6 +130,11 @@ def source_chain(placeholder: fx.Node) -> list[str]:
         names.append(name)
         source = getattr(source, "base", None)
     return names[::-1]
+
+
+def copy_source(placeholder: fx.Node, copied: fx.Node) -> None:
+    """Say of a copy of a graph input where the input lives."""
+    copied._dynamo_source = placeholder._dynamo_source  # type: ignore[attr-defined]
 
 
 def evaluate_prefixes(placeholder: fx.Node) -> list[tuple[str, Any]]:
@@ -189,3 +205,33 @@ def without_autograd_cache() -> Any:
     """A context in which AOTAutograd does not cache whole Dynamo graphs: what becomes of one
     depends on the plan, which its key does not hold."""
     return functorch_config.patch(enable_autograd_cache=False)
+
+
+# 2.13.0: operators that DTensor carries out by a function of ours: (operator, args, kwargs).
+_dtensor_handlers: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
+
+
+def handle_dtensor_operator(operator: Any, handler: Callable[..., Any] | None) -> None:
+    """From now on ``handler(operator, args, kwargs)`` carries it out on DTensors; None: torch."""
+    if handler is None:
+        _dtensor_handlers.pop(operator, None)
+    else:
+        _dtensor_handlers[operator] = handler
+
+
+def without_dtensor_handler(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An operator as torch itself carries it out on DTensors."""
+    handler = _dtensor_handlers.pop(operator)
+    try:
+        return operator(*args, **kwargs)
+    finally:
+        _dtensor_handlers[operator] = handler
+
+
+def whole_stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    """For a DTensor parameter of the graph that is being compiled: whole, and without memory."""
+    mode = TracingContext.get().fake_mode
+    assert mode is not None  # a backend is called with one
+    with mode:
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    return nn.Parameter(empty, requires_grad=parameter.requires_grad)

@@ -20,13 +20,19 @@ from osdp_compile.state import ModelParameter
 T = TypeVar("T")
 
 
-def fingerprint(gm: fx.GraphModule, entries: Sequence[ModelParameter]) -> list[str]:
-    """What must be the same on every rank, line by line; batch sizes may differ."""
+def fingerprint(gm: fx.GraphModule | None, entries: Sequence[ModelParameter]) -> list[str]:
+    """What must be the same on every rank, line by line; batch sizes may differ.
+
+    ``gm``: None before the model is called.
+    """
     lines = [
         f"parameter {e.name}: {tuple(e.parameter.shape)} {e.parameter.dtype} "
-        f"requires_grad={e.parameter.requires_grad} has_grad={e.parameter.grad is not None}"
+        f"requires_grad={e.parameter.requires_grad} has_grad={e.parameter.grad is not None} "
+        f"device={e.parameter.device.type}"
         for e in entries
     ]
+    if gm is None:
+        return lines
     for node in gm.graph.nodes:
         if node.op in ("call_function", "call_method", "call_module"):
             target = node.target if isinstance(node.target, str) else _qualified(node.target)
@@ -51,7 +57,7 @@ def agree(lines: list[str], group: dist.ProcessGroup) -> None:
         theirs = second[index] if index < len(second) else "nothing"
         if ours != theirs:
             raise RanksDiffer(
-                f"ranks traced different models; the first difference: rank 0 has {ours!r}, "
+                f"ranks have different models; the first difference: rank 0 has {ours!r}, "
                 f"rank {other} has {theirs!r}. Build the same model and call it the same way on "
                 "every rank."
             )

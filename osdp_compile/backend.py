@@ -2,7 +2,8 @@
 
 The first graph that needs gradients is planned on: the model is sharded in place and
 Dynamo is told to trace the frame again. That trace, and every later one, reads the
-parameters through markers and is lowered as the plan says.
+parameters through markers and is lowered as the plan says. A model that was laid out by
+``osdp_compile.shard`` is read through markers at once: its first graph is lowered.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import fx
 
 from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
-from osdp_compile.first_call import first_call
+from osdp_compile.first_call import first_call, first_call_of_sharded
+from osdp_compile.laid_out import waiting
 from osdp_compile.lower import Compiler, lower, session_of
 from osdp_compile.options import Options
 from osdp_compile.plan_table import ensure_visible
@@ -54,10 +56,12 @@ def compile_graph(
 
     ``compile_inner``, ``observe``: see :func:`osdp_compile.lower.lower`.
     """
-    alone = _why_alone(options)
+    alone = why_alone(options)
     if alone is not None:
-        _say_once(f"{alone}: compiling with Inductor, nothing is sharded")
+        say_once(f"{alone}: compiling with Inductor, nothing is sharded")
         return _torch.compile_fx(gm, list(inputs))
+    for root, laid_out in waiting(inputs):
+        first_call_of_sharded(gm, inputs, options, root, laid_out)
     trained = [p for _, p in plain_parameters(gm, inputs) if p.requires_grad]
     if trained and torch.is_grad_enabled():
         first_call(gm, inputs, options)
@@ -68,7 +72,7 @@ def compile_graph(
     return lower(gm, inputs, session, compile_inner, observe)
 
 
-def _why_alone(options: Options) -> str | None:
+def why_alone(options: Options) -> str | None:
     """Why there is nothing to shard over; None if there is."""
     if not (dist.is_available() and dist.is_initialized()):
         return "no process group (torch.distributed.init_process_group was not called)"
@@ -76,7 +80,8 @@ def _why_alone(options: Options) -> str | None:
     return "a world of one rank" if size == 1 else None
 
 
-def _say_once(message: str) -> None:
+def say_once(message: str) -> None:
+    """Log a line the first time it comes up."""
     if message not in _said:
         _said.add(message)
         ensure_visible(log)

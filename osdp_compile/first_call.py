@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
-from torch import fx
+import torch
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from osdp_compile.agreement import agree, fingerprint, from_rank_zero, on_every_rank
 from osdp_compile.collectives import backend_of
 from osdp_compile.describe import captured_step, described, held_bytes_of, owned_parameters
 from osdp_compile.errors import PlanMismatch
 from osdp_compile.exchange import by_messages
+from osdp_compile.initialising import write_as_into_whole_ones
+from osdp_compile.laid_out import LaidOut, end_waiting
 from osdp_compile.markers import register_group
 from osdp_compile.meshes import flat_mesh, groups_along, level, levels_of, mesh_of_shards
 from osdp_compile.optimizers import OptimizerIndex
@@ -20,24 +26,45 @@ from osdp_compile.options import Options
 from osdp_compile.plan_table import log_plan
 from osdp_compile.profiles import hardware_of, keep
 from osdp_compile.roots import plain_parameters
-from osdp_compile.session import Session, remember
+from osdp_compile.session import Session, remember, session_for
 from osdp_compile.state import (
     ModelParameter,
+    Reading,
     buffers_of,
+    check_fits,
     shard_in_place,
     synchronize,
 )
 from osdp_compile.step_times import with_step_seconds
 from osdp_compile.traced_step import planned_whole
+from osdp_compile.unmarked import only_reads, unmarked
 from passes.capture import Captured, NothingSaved
 from passes.context import Context
 from passes.decisions import Plan
 from passes.hardware import Hardware
-from passes.pipeline import default_passes, validate
+from passes.pipeline import Pass, default_passes, validate
 from passes.plan import complete
 from passes.predict import state_bytes
 
 log = logging.getLogger("osdp_compile")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """The graph that is planned on, and the model that it is of.
+
+    ``captured``: gives the training step with whole parameters.
+    ``lay_out``: lays the model out as the context's plan says; gives its parameters as they are
+    then.
+    """
+
+    gm: fx.GraphModule
+    inputs: Sequence[Any]
+    roots: Sequence[tuple[str, nn.Module]]
+    entries: Sequence[ModelParameter]
+    mesh: DeviceMesh
+    captured: Callable[[Context, Sequence[Pass]], Captured]
+    lay_out: Callable[[Context, OptimizerIndex], Sequence[nn.Parameter]]
 
 
 def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Session:
@@ -48,18 +75,86 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
     Raises:
         InfeasibleLimit, PlanMismatch, RanksDiffer, OsdpError.
     """
-    passes = tuple(options.passes or default_passes())
-    validate(passes)
     device = plain_parameters(gm, inputs)[0][1].device
     mesh = flat_mesh(options.mesh, device.type)
+    roots, entries = on_every_rank(lambda: owned_parameters(gm, inputs), mesh.get_group())
+
+    def captured(context: Context, passes: Sequence[Pass]) -> Captured:
+        return captured_step(gm, inputs, entries, context, passes)
+
+    def lay_out(context: Context, optimizers: OptimizerIndex) -> Sequence[nn.Parameter]:
+        values = [entry.parameter.detach() for entry in entries]
+        synchronize([*values, *buffers_of(roots)], mesh)
+        own = mesh
+        if context.plan.within_hosts and options.mesh is not None:
+            own = mesh_of_shards(options.mesh, groups_along(options.mesh))
+        return shard_in_place(entries, own, context, optimizers, Reading(whole=True))
+
+    step = _Step(gm, inputs, roots, entries, mesh, captured, lay_out)
+    session = _session(step, options)
+    _log(session)
+    return session
+
+
+def first_call_of_sharded(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+    root: nn.Module,
+    laid_out: LaidOut,
+) -> None:
+    """Take a model that was laid out by ``osdp_compile.shard`` as it is.
+
+    A graph that needs no gradients, or only reads parameters, has no step to price: the session it
+    gets is replaced at the first one that has.
+
+    Raises:
+        PlanMismatch, RanksDiffer, OsdpError.
+    """
+    needs_gradients = torch.is_grad_enabled() and any(
+        isinstance(value, nn.Parameter) and value.requires_grad for value in inputs
+    )
+    trains = needs_gradients and not only_reads(gm)
+    if not trains and session_for(root) is not None:
+        return
+    mesh = laid_out.mesh
+    given, entries = on_every_rank(
+        lambda: (laid_out.options(options), laid_out.parameters(root)), mesh.get_group()
+    )
+
+    def captured(context: Context, passes: Sequence[Pass]) -> Captured:
+        return captured_step(*unmarked(gm, inputs, entries), context, passes)
+
+    def lay_out(context: Context, _: OptimizerIndex) -> Sequence[nn.Parameter]:
+        whole = [
+            cast(DTensor, entry.parameter).to_local().detach()
+            for entry in entries
+            if not context.plan.decision(entry.name).sharded
+        ]
+        synchronize([*whole, *buffers_of([("", root)])], mesh)
+        return [entry.parameter for entry in entries]
+
+    step = _Step(gm, inputs, [("", root)], entries, mesh, captured, lay_out)
+    session = _session(step, given, to_train=trains)
+    laid_out.reading.whole = True
+    if trains:
+        end_waiting(root)
+        write_as_into_whole_ones()
+        _log(session)
+
+
+def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
+    """Agree, measure, decide, lay out. Collective."""
+    passes = tuple(options.passes or default_passes())
+    validate(passes)
+    entries, mesh = step.entries, step.mesh
+    device = entries[0].parameter.device
     group, along = mesh.get_group(), groups_along(options.mesh)
     levels = [level(name, one) for name, one in along.items()]
-
-    roots, entries = on_every_rank(lambda: owned_parameters(gm, inputs), group)
-    agree(fingerprint(gm, entries), group)
+    agree(fingerprint(step.gm, entries), group)
 
     optimizers = OptimizerIndex(entry.parameter for entry in entries)
-    held_bytes = held_bytes_of(roots, inputs, entries)
+    held_bytes = held_bytes_of(step.roots, step.inputs, entries)
     spare_bytes = _spare_bytes(entries, held_bytes, options)
     hardware = hardware_of(
         group,
@@ -89,10 +184,14 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
     def prepare() -> bool:
         """Whether operators are to be measured: without a profile and a plan that has figures."""
         if options.plan is not None:
-            given.append(_given(options.plan, context))
-            if given[0].order and given[0].prediction is not None:  # saved by an earlier run
+            host = None if context.levels is None else context.levels[1].size
+            what = "plan given in options"
+            check_fits(options.plan, entries, context.world_size, what, host)
+            given.append(options.plan)
+            known = options.plan.order and options.plan.prediction is not None  # saved once
+            if known or not to_train:
                 return False
-        captured.append(captured_step(gm, inputs, entries, context, passes))
+        captured.append(step.captured(context, passes))
         return options.hardware is None and backend_of(group, device.type) != "fake"
 
     def decide() -> tuple[Plan, Hardware]:
@@ -107,8 +206,8 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
 
     measures = from_rank_zero(prepare, group)
     if measures:
-        step = captured[0] if captured else None
-        hardware = with_step_seconds(step, context, group, device, spare_bytes)
+        first = captured[0] if captured else None
+        hardware = with_step_seconds(first, context, group, device, spare_bytes)
         context = context.replace(hardware=hardware)
     plan, hardware = from_rank_zero(decide, group)
     if measures:
@@ -120,36 +219,29 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
         hardware=hardware,
         levels=levels_of(levels, hardware, by_exchange),  # of rank 0's profile
     )
-    synchronize(entries, list(buffers_of(roots)), mesh)
-    if plan.within_hosts and options.mesh is not None:
-        renewed = shard_in_place(entries, mesh_of_shards(options.mesh, along), context, optimizers)
-    else:
-        renewed = shard_in_place(entries, mesh, context, optimizers)
+    renewed = step.lay_out(context, optimizers)
     state = state_bytes(context, plan)
     context = context.replace(
         base_bytes=context.base_bytes + state["parameters"] + state["optimizer"]
     )
     session = Session(plan, mesh, context, options, passes)
     names = [entry.name for entry in entries]
-    remember(session, [root for _, root in roots], list(zip(names, renewed, strict=True)))
-    if context.rank == 0:
-        log_plan(plan, log)
-        if along and context.levels is None:
-            log.info(
-                "the hardware profile %r has no rates along %s: no collective goes leg by leg",
-                hardware.name,
-                " and ".join(map(repr, along)),
-            )
+    remember(session, [root for _, root in step.roots], list(zip(names, renewed, strict=True)))
     return session
 
 
-def _given(plan: Plan, context: Context) -> Plan:
-    rows = [(p.name, p.shape, p.dtype) for p in context.parameters]
-    host = None if context.levels is None else context.levels[1].size
-    difference = plan.mismatch(rows, context.world_size, host)
-    if difference is not None:
-        raise PlanMismatch(f"the plan given in options does not fit: {difference}")
-    return plan
+def _log(session: Session) -> None:
+    """Rank 0 says what was decided."""
+    if session.context.rank != 0:
+        return
+    log_plan(session.plan, log)
+    along = groups_along(session.options.mesh)
+    if along and session.context.levels is None:
+        log.info(
+            "the hardware profile %r has no rates along %s: no collective goes leg by leg",
+            session.context.hardware.name,
+            " and ".join(map(repr, along)),
+        )
 
 
 def _spare_bytes(entries: Sequence[ModelParameter], held_bytes: int, options: Options) -> int:

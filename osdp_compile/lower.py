@@ -73,7 +73,8 @@ def session_of(inputs: Sequence[Any]) -> Session | None:
         if session is not None and found[1] is not session:
             raise OsdpError(
                 "two models that were planned apart meet in one compiled function: call both for "
-                "the first time inside that function, so that one plan covers them"
+                "the first time inside that function (or shard a module that holds both), so that "
+                "one plan covers them"
             )
         session = found[1]
     return session

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import passes.markers
 import passes.packing  # noqa: F401  (these two define the operators)
+from osdp_compile import _torch
 from osdp_compile.collectives import all_gather_single, reduce_scatter_single
 
 # Weak: a group that something still holds at the end of the process is not torn down by
@@ -119,3 +120,7 @@ def read(
     if not torch.is_grad_enabled():
         return local
     return _Replicated.apply(local, name, *marks)
+
+
+# Called by a frame that Dynamo could not trace (an nn.LSTM's), this is not the model's code.
+_torch.skip_code(read.__code__)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from osdp_compile.laid_out import waiting
 from osdp_compile.observed import Observed
 from osdp_compile.options import Options
 from passes.context import Context
@@ -81,8 +82,14 @@ def session_for(model: nn.Module) -> Session | None:
 def plan_of(model: nn.Module) -> Plan | None:
     """The plan in force for a model, or None before its first call that needs gradients.
 
+    After :func:`osdp_compile.shard` there is one at once.
+
     ``model``: the module itself or what ``torch.compile`` returned for it, or any module
     that contains or is contained in the one that was planned.
     """
     session = session_for(model)
-    return session.plan if session is not None else None
+    if session is not None:
+        return session.plan
+    for _, laid_out in waiting(getattr(model, "_orig_mod", model).parameters()):
+        return laid_out.plan
+    return None

@@ -3,6 +3,7 @@
 Sharding is in place: every parameter is replaced by a ``DTensor`` parameter of the same
 name (``Shard(0)`` or ``Replicate()``), and every module that owns one gets a subclass of
 its class in which reading the attribute gives the full parameter through a marker.
+(Between ``osdp_compile.shard`` and the first compiled call it gives the ``DTensor``.)
 
 All are DTensors on one mesh, for ``clip_grad_norm_`` takes no others: over all ranks, or, if
 anything is sharded within hosts, on the mesh of two levels.
@@ -11,9 +12,9 @@ anything is sharded within hosts, on the mesh of two levels.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,12 +22,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from osdp_compile import markers
-from osdp_compile.errors import OsdpError
+from osdp_compile import _torch, markers
+from osdp_compile.errors import OsdpError, PlanMismatch
 from osdp_compile.optimizers import OptimizerIndex
 from passes.context import Context
 from passes.cuts import Cut
-from passes.decisions import Decision
+from passes.decisions import Decision, Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,17 @@ class ModelParameter:
     name: str
     parameter: nn.Parameter
     places: tuple[tuple[nn.Module, str], ...]
+
+
+class Reading:
+    """How modules read the parameters of one model.
+
+    ``whole``: through markers. Not yet: as the DTensors that they are, so that what initialises
+    the model writes into them; compiled code reads through markers all the same.
+    """
+
+    def __init__(self, whole: bool) -> None:
+        self.whole = whole
 
 
 def model_parameters(roots: Sequence[tuple[str, nn.Module]]) -> list[ModelParameter]:
@@ -56,7 +68,7 @@ def model_parameters(roots: Sequence[tuple[str, nn.Module]]) -> list[ModelParame
                 if isinstance(parameter, nn.parameter.UninitializedParameter):
                     raise OsdpError(
                         f"parameter {name!r} is lazy and has no shape yet: run the model once "
-                        "before compiling it with backend='osdp'"
+                        "before compiling it with backend='osdp' or sharding it"
                     )
                 entry = found.setdefault(id(parameter), (name, parameter, []))
                 entry[2].append((module, attribute))
@@ -74,7 +86,7 @@ def check_shardable(parameters: Sequence[ModelParameter]) -> None:
         if isinstance(parameter, DTensor):
             raise OsdpError(
                 f"parameter {entry.name!r} is a DTensor already: backend='osdp' lays out plain "
-                "parameters itself; do not wrap the model in FSDP or distribute it first"
+                "parameters itself; do not wrap the model in FSDP, distribute or shard it first"
             )
         hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
         if parameter._backward_hooks or hooks:
@@ -84,14 +96,33 @@ def check_shardable(parameters: Sequence[ModelParameter]) -> None:
             )
 
 
-def synchronize(
-    parameters: Sequence[ModelParameter], buffers: Sequence[Tensor], mesh: DeviceMesh
+def check_fits(
+    plan: Plan,
+    parameters: Sequence[ModelParameter],
+    world_size: int,
+    what: str = "plan",
+    ranks_of_a_host: int | None = None,
 ) -> None:
-    """Give every rank rank 0's parameters and buffers, in place, as DDP does."""
+    """Refuse a plan for another model or another number of ranks.
+
+    Raises:
+        PlanMismatch: naming the first difference.
+    """
+    rows = [
+        (e.name, tuple(e.parameter.shape), str(e.parameter.dtype).removeprefix("torch."))
+        for e in parameters
+    ]
+    difference = plan.mismatch(rows, world_size, ranks_of_a_host)
+    if difference is not None:
+        raise PlanMismatch(f"the {what} does not fit: {difference}")
+
+
+def synchronize(tensors: Iterable[Tensor], mesh: DeviceMesh) -> None:
+    """Give every rank rank 0's values of some tensors, in place, as DDP does."""
     group = mesh.get_group()
     source = dist.get_global_rank(group, 0)
     with torch.no_grad():
-        for tensor in [entry.parameter.detach() for entry in parameters] + list(buffers):
+        for tensor in tensors:
             if tensor.is_contiguous():
                 dist.broadcast(tensor, src=source, group=group)
             else:
@@ -128,16 +159,50 @@ def lay_out(full: Tensor, mesh: DeviceMesh, decision: Decision, cut: Cut) -> DTe
 
 
 def _reader(
-    name: str, attribute: str, shape: tuple[int, ...], sharded: bool, marks: tuple[str | int, ...]
+    name: str,
+    attribute: str,
+    shape: tuple[int, ...],
+    sharded: bool,
+    marks: tuple[str | int, ...],
+    reading: Reading,
 ) -> property:
     """The property through which a module reads one of its parameters."""
 
-    def read(module: nn.Module) -> Tensor:
-        parameter = module._parameters[attribute]
-        local = parameter.to_local()  # type: ignore[union-attr]
-        return markers.read(local, name, shape, sharded, *marks)
+    def read(module: nn.Module) -> Any:
+        parameter: Any = module._parameters[attribute]
+        if not (torch.compiler.is_compiling() or reading.whole):
+            return parameter
+        if not isinstance(parameter, DTensor):
+            raise_replaced(name)
+        if parameter.device.type == "meta":
+            raise_on_meta(f"parameter {name!r}")
+        return markers.read(parameter.to_local(), name, shape, sharded, *marks)
 
     return property(read)
+
+
+# Dynamo calls these two while it traces, instead of tracing them, so that their errors end the
+# compilation; it would take others for the model's own and run the model uncompiled.
+@torch.compiler.assume_constant_result
+def raise_replaced(name: str) -> NoReturn:
+    """Refuse a model with a parameter that is no longer the one that was laid out."""
+    _torch.raise_to_user(
+        OsdpError(
+            f"parameter {name!r} was replaced by a plain tensor after the model was sharded: write "
+            "into the parameter instead (load_state_dict without assign=True, copy_)"
+        )
+    )
+
+
+@torch.compiler.assume_constant_result
+def raise_on_meta(what: str) -> NoReturn:
+    """Refuse a parameter or buffer without memory."""
+    _torch.raise_to_user(
+        OsdpError(
+            f"{what} is still on the meta device: call model.to_empty(device=...) and initialise "
+            "the model before the first compiled call"
+        )
+    )
 
 
 def _flat_weights(module: Any) -> list[Tensor]:
@@ -157,7 +222,11 @@ def _swap_class(module: nn.Module, readers: dict[str, property]) -> None:
 
 
 def shard_in_place(
-    parameters: Sequence[ModelParameter], mesh: DeviceMesh, ctx: Context, optimizers: OptimizerIndex
+    parameters: Sequence[ModelParameter],
+    mesh: DeviceMesh,
+    ctx: Context,
+    optimizers: OptimizerIndex,
+    reading: Reading,
 ) -> list[nn.Parameter]:
     """Replace every parameter by a DTensor parameter laid out as the plan says.
 
@@ -165,7 +234,8 @@ def shard_in_place(
     hosts; its groups must be known to the markers. ``ctx``: with the plan.
 
     Optimizers that hold the old parameters get the new ones, and their state is laid
-    out likewise. Every rank must hold the same values (see :func:`synchronize`).
+    out likewise. Every rank must hold the same values (see :func:`synchronize`); what is on the
+    meta device stays there.
 
     Returns the new parameters, in the order of ``parameters``.
     """
@@ -194,7 +264,7 @@ def shard_in_place(
         for module, attribute in entry.places:
             module._parameters[attribute] = new
             owned = readers.setdefault(id(module), (module, {}))[1]
-            owned[attribute] = _reader(entry.name, attribute, shape, sharded, cut.marks)
+            owned[attribute] = _reader(entry.name, attribute, shape, sharded, cut.marks, reading)
         optimizers.rebind(old, new, partial(lay_out, mesh=mesh, decision=decision, cut=cut))
         renewed.append(new)
     for module, owned in readers.values():
