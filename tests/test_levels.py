@@ -39,7 +39,7 @@ QUICK, TARDY = two_levels(LinkRate(1e-9, 1e-11)), two_levels(LinkRate(1.0, 1e-6)
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
+    generator = torch.Generator().manual_seed(100 * (step + 1) + rank)
     rows = 2 if (step, rank) == (SMALLER, 1) else 5
     return torch.randn(rows, 8, dtype=torch.float64, generator=generator)
 
@@ -68,6 +68,10 @@ def train(rank, world_size, hardware, decisions, steps):
         options = {"plan": plan, "hardware": hardware, "mesh": mesh, "debug": folder}
         compiled = torch.compile(model, backend="osdp", options=options)
         optimizers = [torch.optim.AdamW(m.parameters(), eps=1e-5) for m in (model, alone)]
+        for one, optimizer in zip((model, alone), optimizers, strict=True):
+            one(batch(-1, 0)).square().mean().backward()  # state, to be laid out at the first call
+            optimizer.step()
+            optimizer.zero_grad()
         apart = 0.0
         for step in range(steps):
             losses = [alone(batch(step, other)).square().mean() for other in range(world_size)]

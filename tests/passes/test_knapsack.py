@@ -29,6 +29,12 @@ def choices(draw: random.Random, parameters: int) -> list[list[Choice]]:
         reduce = full * byte_seconds * draw.uniform(0.5, 2)
         update = 10 ** draw.uniform(-12, -10)
         options = [Choice(Decision.REPLICATE, state, 0.0, 2 * reduce, state * update)]
+        if draw.random() < 0.5:  # on hosts of two ranks, within which all is ten times as fast
+            half, within = state // 2, gather / 10
+            options += [
+                Choice(Decision.SHARD_HOST_KEEP, half + full, within, 2 * reduce, half * update),
+                Choice(Decision.SHARD_HOST_AGAIN, half, within, within + 2 * reduce, half * update),
+            ]
         if draw.random() < 0.9:  # the others are too small to shard
             sharded = part * update
             options += [
