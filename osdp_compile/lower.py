@@ -141,6 +141,9 @@ def _recompute(forward: fx.GraphModule, backward: fx.GraphModule, session: Sessi
     plan = session.plan
     kept = frozenset(p.name for p in plan.parameters if p.decision is Decision.SHARD_KEEP)
     missing = recompute(forward, backward, plan, kept)
+    if session.options.debug:
+        check(forward, "recompute")
+        check(backward, "recompute")
     gathered = {
         node.args[1]
         for node in forward.graph.find_nodes(op="call_function", target=UNSHARD)

@@ -314,6 +314,8 @@ class _Rewriting:
         output = output_node(self.forward.graph)
         returned = list(output.args[0])  # type: ignore[arg-type]
         first = len(returned) - len(self.cut.saved)
+        if set(returned[first:]) != set(self.cut.saved):
+            raise ValueError("what the forward returns last is not what the backward is given")
         still = (node for node in returned[first:] if node not in self.chosen)
         saved = [*self.now_saved, *still]
         described = output.meta.get("desc")

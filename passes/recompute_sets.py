@@ -21,6 +21,7 @@ one layer's bytes only the layers' inputs stay saved. Chen et al., arXiv 1604.06
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from torch import fx
@@ -67,7 +68,7 @@ class _Saved:
     size_bytes: int
     first: int
     last: int
-    chain: frozenset[fx.Node]
+    chain: tuple[fx.Node, ...]
     reads: frozenset[int]
     instead: int | None = None
 
@@ -152,7 +153,7 @@ def _saved_tensors(forward: fx.Graph, backward: fx.Graph) -> list[_Saved]:
                 bytes_of(root.meta["val"]),
                 min(uses, default=len(place)),
                 max(uses, default=-1),
-                frozenset(chain),
+                tuple(sorted(chain)),
                 frozenset(number[node] for node in reads if node in number) - {index},
                 number[other] if other is not None and chain else None,
             )
@@ -237,13 +238,13 @@ class _Growing:
 
     def seconds(self, chosen: Iterable[int]) -> float:
         """What computing them takes."""
-        return sum(self._seconds[node] for node in sorted(self._chain(chosen)))
+        return math.fsum(self._seconds[node] for node in self._chain(chosen))
 
     def bounds(self) -> list[int]:
         """Bounds on a cluster's bytes, from what is of no use to what links nothing."""
         sizes = [one.size_bytes for one in self.saved if one.chain]
-        total = sum(sizes)
-        return [total >> n for n in range(1, _MOST_BOUNDS + 1) if total >> n >= min(sizes)]
+        total, least = sum(sizes), min(sizes, default=1)
+        return [total >> n for n in range(1, _MOST_BOUNDS + 1) if total >> n >= least]
 
     def grow(self, bound_bytes: int) -> Iterator[frozenset[int]]:
         """Ever larger sets whose clusters hold no more than the bound, or are one bundle.
@@ -257,23 +258,29 @@ class _Growing:
         runs: set[fx.Node] = set()
         waiting = list(range(len(self._bundles)))
 
+        def price(number: int) -> tuple[float, int]:
+            ratio = max(0.0, seconds_left[number]) / bytes_left[number]
+            return float(f"{ratio:.2g}"), number  # layers alike differ by rounding
+
+        prices = {number: price(number) for number in waiting}
+
         def add(added: list[int]) -> None:
+            changed: dict[int, None] = {}
             for index in added:
                 for other in self._with[index]:
                     bytes_left[other] -= self.saved[index].size_bytes
+                    changed[other] = None
             for node in self._chain(added):
                 if node not in runs:
                     runs.add(node)
                     for other in self._running[node]:
                         seconds_left[other] -= self._seconds[node]
-
-        def price(number: int) -> tuple[float, int]:
-            ratio = max(0.0, seconds_left[number]) / bytes_left[number]
-            return float(f"{ratio:.2g}"), number  # layers alike differ by rounding
+                        changed[other] = None
+            prices.update((other, price(other)) for other in changed if bytes_left[other])
 
         add(swapped)
         while waiting := [number for number in waiting if bytes_left[number]]:
-            number = min(waiting, key=price)
+            number = min(waiting, key=prices.__getitem__)
             waiting.remove(number)
             added = [index for index in self._bundles[number] if index not in chosen]
             near = {other for index in added for other in self._linked[index] if other in chosen}

@@ -143,7 +143,7 @@ def trained_under(rank, world_size, limit_bytes):
     recipe = Recipe(batch=large_batch, optimizer=adamw, steps=2)
     with PeakMemory() as memory:
         model = FourLayers()
-        options = {"memory_limit": limit_bytes, "hardware": SLOW}
+        options = {"memory_limit": limit_bytes, "hardware": SLOW, "debug": True}
         losses = train_osdp(model, options, recipe, rank).losses
     lowered_bytes = report(model).predicted_peak_bytes
     wanted = Reference(FourLayers(), recipe, world_size).train(rank).losses
