@@ -87,7 +87,7 @@ def test_the_graphs_that_are_lowered_are_those_that_were_planned_on(world_size, 
 
 
 def trained_under(rank, world_size, limit):
-    """Decisions, the predicted peak and the measured one of two steps."""
+    """Decisions, whether anything is recomputed, two steps' predicted and measured peak."""
     with PeakMemory() as memory:
         model = GPT(CONFIG)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -99,15 +99,16 @@ def trained_under(rank, world_size, limit):
             optimizer.zero_grad()
     plan = plan_of(model)
     decisions = {row.decision.value for row in plan.parameters}
-    return decisions, plan.prediction.peak_bytes, memory.peak_bytes
+    return decisions, bool(plan.recompute), plan.prediction.peak_bytes, memory.peak_bytes
 
 
 @pytest.mark.timeout(600)
 def test_the_measured_peak_is_the_predicted_one_and_under_the_limit(two_ranks):
     limit_bytes = 15 * MIB
-    for decisions, predicted_bytes, measured_bytes in two_ranks.run(trained_under, limit_bytes):
+    found = two_ranks.run(trained_under, limit_bytes)
+    for decisions, recomputes, predicted_bytes, measured_bytes in found:
         said = f"{format_bytes(predicted_bytes)} predicted, {format_bytes(measured_bytes)} measured"
-        assert len(decisions) > 1, f"the limit forces no mix: {decisions}, {said}"
+        assert len(decisions) > 1 or recomputes, f"the limit binds nothing: {decisions}, {said}"
         assert measured_bytes <= limit_bytes, said
         assert measured_bytes == pytest.approx(predicted_bytes, rel=0.05), said
 

@@ -10,11 +10,12 @@ from functorch.compile import make_boxed_func
 from torch import nn
 
 from examples.gpt import GPT, GPTConfig
-from osdp_compile import Decision, PeakMemory, Plan, plan_of, report
+from osdp_compile import PeakMemory, Plan, plan_of, report
 from osdp_compile.backend import compile_graph
 from osdp_compile.options import Options
 from osdp_compile.trace import fake_world
 from osdp_compile.traced_step import trace
+from passes.decisions import FLAT_DECISIONS
 from passes.recompute import Cut, keys_of, recompute
 from passes.units import parse_bytes
 from tests.training import SLOW, Recipe, Reference, adamw, train_osdp
@@ -155,7 +156,7 @@ def test_training_fits_where_it_would_not_without_recomputing_with_the_losses_of
     limit_bytes = parse_bytes("3.8MiB")
     step = trace(FourLayers(), (large_batch(0, 0, 0),))
     least_bytes = min(
-        step.uniform(decision, {"dp": 2}, SLOW).prediction.peak_bytes for decision in Decision
+        step.uniform(decision, {"dp": 2}, SLOW).prediction.peak_bytes for decision in FLAT_DECISIONS
     )
     for plan, lowered_bytes, measured_bytes, losses, wanted in two_ranks.run(
         trained_under, limit_bytes

@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 import osdp_compile
 from examples.gpt import GPT, GPTConfig
-from osdp_compile import Decision, OsdpError, Plan, PlanMismatch, RanksDiffer
+from osdp_compile import OsdpError, Plan, PlanMismatch, RanksDiffer
 from osdp_compile.trace import fake_world
+from passes.decisions import FLAT_DECISIONS
 from tests.training import (
     SLOW,
     Recipe,
@@ -73,7 +74,8 @@ def on_meta(make_model=Tied) -> nn.Module:
 
 def train_from_meta(rank, world_size):
     model = on_meta()
-    plan = mixed_plan(model, list(Decision)[::-1], bucket_bytes=1 << 10, world_size=world_size)
+    decisions = list(FLAT_DECISIONS)[::-1]
+    plan = mixed_plan(model, decisions, bucket_bytes=1 << 10, world_size=world_size)
     model.inner.weight.kind = "matrix"
     early = adamw(model.parameters())
     osdp_compile.shard(model, plan if rank == 0 else plan.replace(bucket_bytes=1))
@@ -121,7 +123,7 @@ def train_from_meta(rank, world_size):
 
 def test_a_model_sharded_on_the_meta_device_trains_like_one_process(two_ranks):
     for rank, (checks, laid_out, trained, reference) in enumerate(two_ranks.run(train_from_meta)):
-        assert set(checks.pop("decisions")) == set(Decision)
+        assert set(checks.pop("decisions")) == set(FLAT_DECISIONS)
         assert checks.pop("names") == list(Tied().state_dict())
         assert all(checks.values()), (rank, checks)
         assert set(laid_out.values()) == {"shard", "replicate"}
@@ -233,7 +235,7 @@ def evaluate_then_train(rank, world_size):
     optimizer = adamw(model.parameters())
     torch.manual_seed(0)
     alone = Tied()
-    plan = mixed_plan(model, list(Decision), bucket_bytes=1 << 10, world_size=world_size)
+    plan = mixed_plan(model, list(FLAT_DECISIONS), bucket_bytes=1 << 10, world_size=world_size)
     osdp_compile.shard(model, plan)
     compiled = torch.compile(model, backend="osdp", options={"hardware": SLOW})
     tokens = words(0, 0, 0)
@@ -297,7 +299,7 @@ def test_nothing_is_planned_again_and_a_plan_by_hand_is_completed():
         with mock.patch("osdp_compile.first_call.captured_step", side_effect=AssertionError):
             assert after_first_call(model) is offline
 
-        by_hand = mixed_plan(gpt(), list(Decision), bucket_bytes=1 << 12, world_size=8)
+        by_hand = mixed_plan(gpt(), list(FLAT_DECISIONS), bucket_bytes=1 << 12, world_size=8)
         completed = after_first_call(gpt(), plan=by_hand)
         sharded = osdp_compile.shard(gpt(), by_hand)
         assert completed.order and completed.prediction is not None
@@ -321,7 +323,7 @@ def test_a_model_that_dynamo_cannot_trace_as_a_whole():
     torch._dynamo.reset()
     with fake_world(8):
         model = on_meta(Recurrent)
-        plan = mixed_plan(model, list(Decision), bucket_bytes=1 << 12, world_size=8)
+        plan = mixed_plan(model, list(FLAT_DECISIONS), bucket_bytes=1 << 12, world_size=8)
         osdp_compile.shard(model, plan)
         model.to_empty(device="cpu")
         for part in (model.first, model.rnn):
