@@ -107,7 +107,14 @@ def train_compiled(rank, world_size, compile_it, plan):
 
 @pytest.mark.parametrize(
     "compile_it",
-    [closure, closure_with_backward, bound_method, global_model, argument, in_place],
+    [
+        pytest.param(closure, marks=pytest.mark.slow),
+        closure_with_backward,
+        bound_method,
+        global_model,
+        argument,
+        in_place,
+    ],
 )
 def test_a_compiled(two_ranks, compile_it):
     for difference, placed in two_ranks.run(train_compiled, compile_it, "shard_again"):

@@ -87,9 +87,9 @@ def compiled_with(model, args, **given):
     ("make", "decision"),
     [
         (gpt, "shard_keep"),
-        (convolutions, "replicate"),
+        pytest.param(convolutions, "replicate", marks=pytest.mark.slow),
         (layers, "shard_again"),
-        (llama, "shard_keep"),
+        pytest.param(llama, "shard_keep", marks=pytest.mark.slow),
     ],
 )
 def test_what_is_saved_has_the_same_keys_in_the_graph_that_is_planned_on_and_in_the_lowered_one(

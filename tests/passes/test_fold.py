@@ -166,6 +166,7 @@ def least_bytes(ctx: Context) -> int:
     return error.value.least_bytes
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_folded_step_is_near_that_of_the_whole(monkeypatch):
     """And between plans for all layers alike there are some for which others fit."""
     # Of a folded step nothing is recomputed.
