@@ -20,7 +20,6 @@ from osdp_compile.session import Session, base_parts, find
 from passes.capture import mark_inputs
 from passes.check import check
 from passes.context import Context, Phase
-from passes.decisions import Decision
 from passes.graph import bytes_of, output_node
 from passes.markers import UNSHARD
 from passes.pipeline import Observer, Pass, Stage, run
@@ -139,7 +138,7 @@ def lower(
 def _recompute(forward: fx.GraphModule, backward: fx.GraphModule, session: Session) -> None:
     """Have the backward compute again what the plan says, and say so where it cannot."""
     plan = session.plan
-    kept = frozenset(p.name for p in plan.parameters if p.decision is Decision.SHARD_KEEP)
+    kept = frozenset(p.name for p in plan.parameters if p.decision.keeps)
     missing = recompute(forward, backward, plan, kept)
     if session.options.debug:
         check(forward, "recompute")

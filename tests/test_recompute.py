@@ -13,7 +13,7 @@ from examples.gpt import GPT, GPTConfig
 from osdp_compile import PeakMemory, Plan, plan_of, report
 from osdp_compile.backend import compile_graph
 from osdp_compile.options import Options
-from osdp_compile.trace import fake_world
+from osdp_compile.trace import fake_world, trace_graphs
 from osdp_compile.traced_step import trace
 from passes.decisions import FLAT_DECISIONS
 from passes.recompute import Cut, keys_of, recompute
@@ -119,6 +119,28 @@ def test_a_plan_that_recomputes_what_is_not_saved_is_refused():
     with pytest.raises(RuntimeError, match=r"PlanMismatch: .* '9:gelu:0'"):
         compiled_with(model, args, plan=plan.replace(recompute=("9:gelu:0",)))
     assert plan_of(model) is None
+
+
+@pytest.mark.parametrize("scope", ["shard", "shard_host"])
+def test_what_is_recomputed_reads_weights_as_their_decision_says(scope):
+    """A weight whose gradient alone the backward needs is gathered again for a copy, or kept."""
+
+    def gathers(how):
+        model, args = layers()
+        plan = Plan.uniform(
+            model.named_parameters(), f"{scope}_{how}", world_size=4, ranks_of_a_host=2
+        )
+        texts = trace_graphs(
+            model,
+            args,
+            world_size=4,
+            levels={"host": 2, "gpu": 2},
+            plan=plan.replace(recompute=("0:addmm:0",)),
+        )
+        return texts["backward/shard"].count("all_gather_into_tensor")
+
+    assert gathers("keep") == 0
+    assert gathers("again") > 0
 
 
 class FourLayers(nn.Module):
