@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import json
 import multiprocessing
-import statistics
 import time
 from pathlib import Path
 
@@ -23,7 +22,8 @@ from torch import nn
 
 from benchmarks.tasks import TASKS, words
 from examples.gpt import GPT, GPTConfig
-from osdp_compile.traced_step import TracedStep, trace
+from osdp_compile.frontier import frontier
+from osdp_compile.traced_step import TracedStep, predicted, trace
 from passes.presets import PRESETS
 from passes.units import format_bytes, format_seconds
 
@@ -49,12 +49,12 @@ MODELS = (*TASKS, "GPT of 24 layers")
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """One model: its limits in bytes, and the predicted step and the seconds it took to plan."""
+    """One model: its limits in bytes, the predicted steps, and what planning one took (mean)."""
 
     name: str
     limits: tuple[int, ...]
     step_seconds: tuple[float, ...]
-    plan_seconds: tuple[float, ...]
+    plan_seconds: float
 
     @property
     def regressions(self) -> list[float]:
@@ -70,19 +70,12 @@ def planned(given: tuple[str, int, str, int]) -> Found:
     """Plan a model at so many limits."""
     name, points, hardware_name, world = given
     torch.set_num_threads(1)
-    step, ranks, hardware = _step(name), {"ranks": world}, PRESETS[hardware_name]
-    free = step.plan(ranks, hardware).prediction
-    assert free is not None
-    least = step.least_bytes(ranks, hardware)
-    limits, steps, took = [], [], []
-    for index in range(points):
-        limits.append(least + (free.peak_bytes - least) * index // (points - 1))
-        began = time.perf_counter()
-        said = step.plan(ranks, hardware, limits[-1]).prediction
-        took.append(time.perf_counter() - began)
-        assert said is not None
-        steps.append(said.step_seconds)
-    return Found(name, tuple(limits), tuple(steps), tuple(took))
+    step = _step(name)
+    began = time.perf_counter()
+    found = frontier(step, {"ranks": world}, PRESETS[hardware_name], points=points).points
+    each_seconds = (time.perf_counter() - began) / points
+    steps = tuple(predicted(plan).step_seconds for _, plan in found)
+    return Found(name, tuple(limit for limit, _ in found), steps, each_seconds)
 
 
 def main() -> None:
@@ -112,7 +105,7 @@ def main() -> None:
             f"{format_seconds(one.step_seconds[0])} to {format_seconds(one.step_seconds[-1])}",
             f"{len(slower)} of {len(one.limits)}",
             f"{max(slower, default=0):.1%}",
-            format_seconds(statistics.median(one.plan_seconds)),
+            format_seconds(one.plan_seconds),
         )
     console.print(table)
     holds = all(share <= _EQUAL - 1 for one in found for share in one.regressions)

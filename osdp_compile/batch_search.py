@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from osdp_compile.errors import InfeasibleLimit
-from osdp_compile.traced_step import TracedStep
+from osdp_compile.traced_step import TracedStep, predicted
 from passes.decisions import Plan
 from passes.hardware import Hardware
 
@@ -65,8 +65,7 @@ def best_batch(
         except InfeasibleLimit as error:
             tried.append(Tried(batch, step, None, least_bytes=error.least_bytes))
             return False
-        assert plan.prediction is not None
-        samples = batch * math.prod(ranks.values()) / plan.prediction.step_seconds
+        samples = batch * math.prod(ranks.values()) / predicted(plan).step_seconds
         tried.append(Tried(batch, step, plan, samples))
         return True
 

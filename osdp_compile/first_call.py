@@ -184,9 +184,13 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
     def prepare() -> bool:
         """Whether operators are to be measured: without a profile and a plan that has figures."""
         if options.plan is not None:
-            host = None if context.levels is None else context.levels[1].size
-            what = "plan given in options"
-            check_fits(options.plan, entries, context.world_size, what, host)
+            check_fits(
+                options.plan,
+                entries,
+                context.world_size,
+                "plan given in options",
+                context.ranks_of_a_host,
+            )
             given.append(options.plan)
             known = options.plan.order and options.plan.prediction is not None  # saved once
             if known or not to_train:

@@ -27,16 +27,16 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
 from osdp_compile.laid_out import any_waits, is_waiting
+from passes.cuts import Cut
 
 _aten = torch.ops.aten
 
 
 def _local_rows(full: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     """This rank's rows of a tensor, or its part along another dimension, as a view."""
-    size = full.shape[dim]
-    rows = -(-size // mesh.size())
-    start = min(mesh.get_local_rank() * rows, size)
-    return full.narrow(dim, start, min(rows, size - start))
+    cut = Cut(mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name)
+    start, stop = cut.rows(full.shape[dim])
+    return full.narrow(dim, start, stop - start)
 
 
 def _fill(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -43,7 +43,7 @@ from osdp_compile.state import (
 )
 from passes.context import Context
 from passes.decisions import Plan
-from passes.hardware import Hardware
+from passes.hardware import generic
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -111,7 +111,7 @@ def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) 
     # Of a context only the plan and where this rank is say how a model lies.
     context = Context(
         plan=chosen,
-        hardware=Hardware("none", {"default": 1.0}, 1.0, 0.0, {}),
+        hardware=generic(),
         parameters=(),
         world_size=flat.size(),
         rank=flat.get_local_rank(),

@@ -24,7 +24,7 @@ from passes.capture import Captured
 from passes.context import Context, Level, Parameter
 from passes.decisions import Decision, Plan, Prediction
 from passes.fold import Folded, fold
-from passes.hardware import Hardware
+from passes.hardware import Hardware, generic
 from passes.pipeline import Pass, default_passes, validate
 from passes.plan import Infeasible, complete, make_plan
 
@@ -124,7 +124,7 @@ class TracedStep:
             decision,
             world_size=ctx.world_size,
             bucket_bytes=bucket_bytes_for(ctx),
-            ranks_of_a_host=None if ctx.levels is None else ctx.levels[1].size,
+            ranks_of_a_host=ctx.ranks_of_a_host,
         ).replace(memory_limit_bytes=limit_bytes)
         return self._completed(plan, ctx)
 
@@ -179,10 +179,9 @@ def planned_whole(captured: Captured, ctx: Context, passes: Sequence[Pass]) -> P
             plan = complete(planned(step, asked, passes), captured, ctx, passes)
         except InfeasibleLimit:
             break  # the whole step's least limit is what an error says
-        assert plan.prediction is not None
         if ctx.limit_bytes is None or asked.limit_bytes is None:
             return plan
-        above_bytes = plan.prediction.peak_bytes - ctx.limit_bytes
+        above_bytes = predicted(plan).peak_bytes - ctx.limit_bytes
         if above_bytes <= 0:
             return plan
         asked = asked.replace(limit_bytes=asked.limit_bytes - above_bytes)
@@ -269,8 +268,7 @@ def _traced(
     roots, entries = owned_parameters(gm, inputs)
     parameters = tuple(described(entry, None, optimizer) for entry in entries)
     # Of the context only the parameters and the group's name enter the graphs.
-    alone = Hardware("none", {"default": 1.0}, 1.0, 0.0, {})
-    ctx = Context(Plan((), world_size=1), alone, parameters, 1, 0, _GROUP)
+    ctx = Context(Plan((), world_size=1), generic(), parameters, 1, 0, _GROUP)
     return TracedStep(
         captured=captured_step(gm, inputs, entries, ctx, passes),
         parameters=parameters,

@@ -118,6 +118,11 @@ class Context:
         """What collectives along a level cost, and how many ranks it has."""
         return self.hardware.along(level.name), level.size
 
+    @property
+    def ranks_of_a_host(self) -> int | None:
+        """Ranks along the inner level; None: the mesh has no levels."""
+        return None if self.levels is None else self.levels[1].size
+
     def cut(self, decision: Decision) -> Cut:
         """How a parameter with this decision lies on the ranks.
 

@@ -23,27 +23,27 @@ first and then towards where the step is faster.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
 import itertools
 import math
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from passes.bucket import bucket_bytes_for
 from passes.capture import Captured
 from passes.context import Context, Phase
-from passes.decisions import Collective, Decision, ParameterPlan, Plan, Prediction, shardable
+from passes.decisions import Collective, Decision, ParameterPlan, Plan, Prediction
+from passes.explain import explained
 from passes.fold import Folded
 from passes.knapsack import Table, choices_of, together
 from passes.pipeline import Pass
 from passes.predict import Step, predict, state_bytes
 from passes.recompute_sets import RecomputeSet, recompute_sets
 from passes.reorder import order_of
-from passes.units import format_bytes, format_seconds
+from passes.units import format_bytes
 
 _WEIGHTS = ((1.0, 1.0), (0.0, 1.0), (1.0, 0.0), (0.3, 1.0))
 #: How many plans are looked at for each weighting until one fits, and then to fit more closely.
@@ -112,8 +112,8 @@ def _searched(captured: Captured | Folded, ctx: Context, passes: Sequence[Pass])
     found = search.feasible()
     assert found is not None
     if not isinstance(captured, Folded):
-        return _explained(*found, ctx, {})
-    plan = _explained(*found, ctx, captured.stand_ins(found[0]))
+        return explained(*found, ctx, {})
+    plan = explained(*found, ctx, captured.stand_ins(found[0]))
     return plan.replace(order={})  # of a few layers only
 
 
@@ -193,7 +193,7 @@ class _Search:
             world_size=ctx.world_size,
             memory_limit_bytes=ctx.limit_bytes,
             bucket_bytes=bucket_bytes_for(ctx),
-            ranks_of_a_host=None if ctx.levels is None else ctx.levels[1].size,
+            ranks_of_a_host=ctx.ranks_of_a_host,
         )
         self.most_bucket_bytes = _MOST_BUCKET_BYTES
         if isinstance(captured, Folded):  # a bucket of several layers is not seen in it
@@ -224,6 +224,10 @@ class _Search:
     def fits(self, said: Prediction) -> bool:
         limit_bytes = self.ctx.limit_bytes
         return limit_bytes is None or said.peak_bytes <= limit_bytes
+
+    def fitting(self) -> list[_Key]:
+        """What was looked at and fits."""
+        return [key for key, (_, said) in self.seen.items() if self.fits(said)]
 
     def feasible(self) -> tuple[Plan, Step] | None:
         """The fastest plan that fits, with what the simulator says of it as it will be lowered."""
@@ -323,8 +327,7 @@ class _Search:
         single = [[own] for own in self.tied]
         pairs = [[one, other] for one, other in itertools.combinations(self.tied, 2)]
         groups = [[members] for members in self._alike() if len(members) > 1]
-        fitting = [key for key, (_, said) in self.seen.items() if self.fits(said)]
-        best = min(fitting, key=self._seconds)
+        best = min(self.fitting(), key=self._seconds)
         by_size = functools.partial(
             sorted, key=lambda move: sum(map(self._size_bytes, move)), reverse=True
         )
@@ -402,7 +405,7 @@ class _Search:
         layer_of = {n: i for i, names in enumerate(self.captured.layers) for n in names}
         number = [layer_of.get(parameter.name) for parameter in self.ctx.parameters]
         fast = [key for key, (_, said) in self.seen.items() if not self.fits(said)]
-        fits = [key for key, (_, said) in self.seen.items() if self.fits(said)]
+        fits = self.fitting()
         promises: list[tuple[float, int, _Key, _Key]] = []
         for one, other in itertools.product(fast, fits):
             over, under = self.seen[one][1], self.seen[other][1]
@@ -412,7 +415,7 @@ class _Search:
             if count:
                 promises.append((seconds, count, one, other))
         promises.sort(key=lambda promise: promise[:2])
-        best = min(map(self._seconds, fits), default=float("inf"))
+        best = min(map(self._seconds, fits), default=math.inf)
         for seconds, most, one, other in promises[:_MOST_MIXED]:
             if seconds >= best:
                 return
@@ -453,7 +456,7 @@ class _Search:
         gradient, and is there with its last byte) and in memory, is what the simulator says.
         Plans that are looked at later start from the size that was best.
         """
-        fitting = [key for key, (_, said) in self.seen.items() if self.fits(said)]
+        fitting = self.fitting()
         left = 2 + self._affordable_looks() // 2
         for key in sorted(fitting, key=self._seconds)[:plans]:
             for factor in _BUCKET_FACTORS:
@@ -478,8 +481,7 @@ class _Search:
         A plan was looked at with the size that was best then; another may be better for it.
         """
         left = self._affordable_looks() // 2
-        fitting = [key for key, (_, said) in self.seen.items() if self.fits(said)]
-        fitting.sort(key=self._seconds)
+        fitting = sorted(self.fitting(), key=self._seconds)
         near = [key for key in fitting if self._seconds(key) <= _NEAR * self._seconds(fitting[0])]
         sizes = dict.fromkeys(self.seen[key][0].bucket_bytes for key in fitting[:_SIZED_PLANS])
         sizes[bucket_bytes_for(self.ctx)] = None
@@ -605,34 +607,3 @@ def _rows(ctx: Context, decisions: Sequence[Decision]) -> tuple[ParameterPlan, .
         )
         for p, decision in zip(ctx.parameters, decisions, strict=True)
     )
-
-
-def _explained(plan: Plan, step: Step, ctx: Context, stand_ins: Mapping[str, str]) -> Plan:
-    """The plan with its prediction and, for every parameter, why.
-
-    ``stand_ins``: parameters that are not in the graphs, and those whose figures are theirs.
-    """
-    gathers: dict[str, tuple[float, float]] = {}
-    reductions: dict[str, tuple[float, float]] = {}
-    for simulation in step.simulations:
-        for node, late in simulation.exposed.items():
-            purpose = node.meta["collective"]
-            seconds = simulation.end[node] - simulation.start[node]
-            kind = gathers if purpose.gathers else reductions
-            for name in purpose.names:
-                before = kind.get(name, (0.0, 0.0))
-                kind[name] = (before[0] + seconds, before[1] + late)
-    rows = []
-    for row in plan.parameters:
-        parts = []
-        if not shardable(row.shape, ctx.world_size if ctx.levels is None else ctx.levels[1].size):
-            parts.append("too small to shard")
-        elif row.decision is Decision.REPLICATE:
-            parts.append("fits whole")
-        for what, kind in (("gather", gathers), ("reduce", reductions)):
-            if (seen := stand_ins.get(row.name, row.name)) in kind:
-                seconds, late = kind[seen]
-                hidden = "hidden" if late < 0.05 * seconds else f"{format_seconds(late)} exposed"
-                parts.append(f"{what} {format_seconds(seconds)}, {hidden}")
-        rows.append(dataclasses.replace(row, reason="; ".join(parts)))
-    return plan.replace(parameters=tuple(rows), prediction=step.prediction)
