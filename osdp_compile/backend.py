@@ -66,7 +66,7 @@ def compile_graph(
     if trained and torch.is_grad_enabled():
         first_call(gm, inputs, options)
         _torch.restart_tracing()
-    session = session_of(inputs)
+    session = session_of(gm, inputs)
     if session is None:
         return _torch.compile_fx(gm, list(inputs))
     return lower(gm, inputs, session, compile_inner, observe)

@@ -32,6 +32,7 @@ from osdp_compile.state import (
     Reading,
     buffers_of,
     check_fits,
+    keep_in_place,
     shard_in_place,
     synchronize,
 )
@@ -85,6 +86,8 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
     def lay_out(context: Context, optimizers: OptimizerIndex) -> Sequence[nn.Parameter]:
         values = [entry.parameter.detach() for entry in entries]
         synchronize([*values, *buffers_of(roots)], mesh)
+        if not context.plan.shards:
+            return keep_in_place(entries, context)
         own = mesh
         if context.plan.within_hosts and options.mesh is not None:
             own = mesh_of_shards(options.mesh, groups_along(options.mesh))

@@ -15,7 +15,7 @@ import osdp_compile.exchange  # noqa: F401  (what the graphs call)
 from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
 from osdp_compile.observed import CompiledStep, timed
-from osdp_compile.roots import placeholders
+from osdp_compile.roots import marked_name, placeholders
 from osdp_compile.session import Session, base_parts, find
 from passes.capture import mark_inputs
 from passes.check import check
@@ -51,18 +51,26 @@ def static_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> dict[int, str]:
     return names
 
 
-def session_of(inputs: Sequence[Any]) -> Session | None:
-    """The session that laid out the graph's sharded parameters; None if there are none.
+def session_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Session | None:
+    """The session that laid out the graph's parameters; None if none did.
 
     Raises:
         OsdpError: if two models with different plans meet in one graph, or a DTensor
-            parameter is in no plan.
+            parameter is in no plan, or one was replaced.
     """
     session: Session | None = None
-    for value in inputs:
-        if not (isinstance(value, nn.Parameter) and isinstance(value, DTensor)):
+    for node, value in zip(placeholders(gm), inputs, strict=True):
+        if not isinstance(value, nn.Parameter):
+            continue
+        name = None if isinstance(value, DTensor) else marked_name(node)
+        if name is None and not isinstance(value, DTensor):
             continue
         found = find(value)
+        if found is None and name is not None:
+            raise OsdpError(
+                f"parameter {name!r} was replaced after the model was laid out: write into the "
+                "parameter instead (load_state_dict without assign=True, copy_)"
+            )
         if found is None:
             raise OsdpError(
                 "a DTensor parameter of this model was not laid out by osdp: do not wrap the "

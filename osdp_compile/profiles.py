@@ -39,7 +39,7 @@ from passes.hardware import Hardware
 log = logging.getLogger("osdp_compile")
 
 #: Counted up when measuring changes, so that older files are not found.
-_FORMAT = 6
+_FORMAT = 7
 _MOST_SCRATCH_BYTES = 1 << 28
 _in_process: dict[str, Hardware] = {}
 _files: dict[str, Path] = {}  # where those are kept, on the rank that writes

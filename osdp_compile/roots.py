@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
+from passes.markers import UNSHARD
 
 
 def placeholders(gm: fx.GraphModule) -> list[fx.Node]:
@@ -23,8 +24,22 @@ def plain_parameters(
     return [
         (node, value)
         for node, value in zip(placeholders(gm), inputs, strict=True)
-        if isinstance(value, nn.Parameter) and not isinstance(value, DTensor)
+        if isinstance(value, nn.Parameter)
+        and not isinstance(value, DTensor)
+        and marked_name(node) is None
     ]
+
+
+def marked_name(node: fx.Node) -> str | None:
+    """The name under which a graph's input was laid out; None if it is not read through markers.
+
+    Of DTensors markers read what is local, so this is of parameters that stayed plain tensors.
+    """
+    names = {
+        str(user.args[1]) if user.target in (UNSHARD, UNSHARD.overloadpacket) else None
+        for user in node.users
+    }
+    return names.pop() if len(names) == 1 else None
 
 
 def find_roots(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[str, nn.Module]]:

@@ -6,7 +6,9 @@ its class in which reading the attribute gives the full parameter through a mark
 (Between ``osdp_compile.shard`` and the first compiled call it gives the ``DTensor``.)
 
 All are DTensors on one mesh, for ``clip_grad_norm_`` takes no others: over all ranks, or, if
-anything is sharded within hosts, on the mesh of two levels.
+anything is sharded within hosts, on the mesh of two levels. Where a plan shards nothing, all
+parameters stay the plain tensors that they are, as in DDP: an optimizer's step dispatches a dozen
+operators for each, and for a DTensor that takes longer than a small one's arithmetic.
 """
 
 from __future__ import annotations
@@ -165,13 +167,19 @@ def _reader(
     sharded: bool,
     marks: tuple[str | int, ...],
     reading: Reading,
+    plain: bool,
 ) -> property:
-    """The property through which a module reads one of its parameters."""
+    """The property through which a module reads one of its parameters.
+
+    ``plain``: it is no DTensor.
+    """
 
     def read(module: nn.Module) -> Any:
         parameter: Any = module._parameters[attribute]
         if not (torch.compiler.is_compiling() or reading.whole):
             return parameter
+        if plain:
+            return markers.read(parameter, name, shape, sharded, *marks)
         if not isinstance(parameter, DTensor):
             raise_replaced(name)
         if parameter.device.type == "meta":
@@ -239,22 +247,17 @@ def shard_in_place(
 
     Returns the new parameters, in the order of ``parameters``.
     """
-    readers: dict[int, tuple[nn.Module, dict[str, property]]] = {}
     renewed: list[nn.Parameter] = []
     for entry in parameters:
         old = entry.parameter
         decision = ctx.plan.decision(entry.name)
-        cut, sharded = ctx.cut(decision), decision.sharded
-        shape = tuple(old.shape)
+        cut = ctx.cut(decision)
         laid_out = lay_out(old.detach(), mesh, decision, cut)
         new = nn.Parameter(laid_out, requires_grad=old.requires_grad)
         new.__dict__.update(old.__dict__)  # people hang attributes on parameters
         if old.grad is not None:
-            reduced = torch.ops.osdp.reduce_grad(
-                old.grad, laid_out.to_local().detach(), entry.name, sharded, *cut.marks
-            )
             new.grad = DTensor.from_local(
-                reduced,
+                _mean_gradient(entry, laid_out.to_local().detach(), decision, cut),
                 mesh,
                 laid_out.placements,
                 run_check=False,
@@ -263,13 +266,51 @@ def shard_in_place(
             )
         for module, attribute in entry.places:
             module._parameters[attribute] = new
-            owned = readers.setdefault(id(module), (module, {}))[1]
-            owned[attribute] = _reader(entry.name, attribute, shape, sharded, cut.marks, reading)
         optimizers.rebind(old, new, partial(lay_out, mesh=mesh, decision=decision, cut=cut))
         renewed.append(new)
+    _read_through_markers(parameters, ctx, reading, plain=False)
+    return renewed
+
+
+def keep_in_place(parameters: Sequence[ModelParameter], ctx: Context) -> list[nn.Parameter]:
+    """Leave all parameters what they are, for a plan that shards nothing; read them as it says.
+
+    Returns them, in their order.
+    """
+    for entry in parameters:
+        parameter, decision = entry.parameter, ctx.plan.decision(entry.name)
+        if parameter.grad is not None:
+            parameter.grad = _mean_gradient(
+                entry, parameter.detach(), decision, ctx.cut(decision)
+            )
+    _read_through_markers(parameters, ctx, Reading(whole=True), plain=True)
+    return [entry.parameter for entry in parameters]
+
+
+def _mean_gradient(entry: ModelParameter, local: Tensor, decision: Decision, cut: Cut) -> Tensor:
+    """Of the gradients that the ranks have by now, laid out as ``local``."""
+    mean: Tensor = torch.ops.osdp.reduce_grad(
+        entry.parameter.grad, local, entry.name, decision.sharded, *cut.marks
+    )
+    return mean
+
+
+def _read_through_markers(
+    parameters: Sequence[ModelParameter], ctx: Context, reading: Reading, plain: bool
+) -> None:
+    """Give every module that owns some of the parameters its readers."""
+    readers: dict[int, tuple[nn.Module, dict[str, property]]] = {}
+    for entry in parameters:
+        shape = tuple(entry.parameter.shape)
+        decision = ctx.plan.decision(entry.name)
+        marks = ctx.cut(decision).marks
+        for module, attribute in entry.places:
+            owned = readers.setdefault(id(module), (module, {}))[1]
+            owned[attribute] = _reader(
+                entry.name, attribute, shape, decision.sharded, marks, reading, plain
+            )
     for module, owned in readers.values():
         _swap_class(module, owned)
-    return renewed
 
 
 def buffers_of(roots: Sequence[tuple[str, nn.Module]]) -> Iterator[Tensor]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -35,7 +35,8 @@ def with_update_seconds(
 ) -> Hardware:
     """The profile with AdamW's step: seconds for each byte it holds, and for each parameter.
 
-    The parameters are DTensors, as the sharded model's are. Collective: ranks of one machine
+    The parameters are DTensors, as a sharded model's are; what each takes as a plain tensor, as
+    in a model of which nothing is sharded, is measured too. Collective: ranks of one machine
     share its memory's bandwidth, so all measure at once. Each returns its own figures.
     """
     most_numel = most_bytes // 4
@@ -45,6 +46,7 @@ def with_update_seconds(
     mesh = DeviceMesh.from_group(group, device.type)
     agreed(0.0, group, device)
     small = _step_seconds(mesh, 1, _SMALL, device) / _SMALL
+    plain = _step_seconds(None, 1, _SMALL, device) / _SMALL
     large = _step_seconds(mesh, numel, count, device) / count
     each = (large - small) / (_HELD * 4 * numel)
     floor = UPDATE_PASSES / hardware.memory_bytes_per_second
@@ -53,17 +55,26 @@ def with_update_seconds(
         hardware,
         update_seconds_per_byte=each if known else max(each, floor),
         update_seconds_per_parameter=small,
+        update_seconds_per_plain_parameter=plain,
     )
 
 
-def _step_seconds(mesh: DeviceMesh, numel: int, count: int, device: torch.device) -> float:
-    """Median seconds of a step over ``count`` parameters of ``numel`` elements a rank."""
+def _step_seconds(mesh: DeviceMesh | None, numel: int, count: int, device: torch.device) -> float:
+    """Median seconds of a step over ``count`` parameters of ``numel`` elements a rank.
+
+    ``mesh``: over which they are sharded; None: they are plain tensors.
+    """
+
+    def laid_out(local: Tensor) -> Tensor:
+        if mesh is None:
+            return local
+        return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+
     parameters = []
     for _ in range(count):
         local = torch.zeros(numel, device=device)
-        parameter = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
-        gradient = torch.full_like(local, 1e-3)
-        parameter.grad = DTensor.from_local(gradient, mesh, [Shard(0)], run_check=False)
+        parameter = nn.Parameter(laid_out(local))
+        parameter.grad = laid_out(torch.full_like(local, 1e-3))
         parameters.append(parameter)
     step = torch.optim.AdamW(parameters).step
     times = [_seconds(step, device) for _ in range(7)]

@@ -152,6 +152,11 @@ class Plan:
         return name in self._by_name
 
     @functools.cached_property
+    def shards(self) -> bool:
+        """Whether anything is sharded."""
+        return any(row.decision.sharded for row in self.parameters)
+
+    @functools.cached_property
     def within_hosts(self) -> bool:
         """Whether anything is sharded within hosts."""
         return any(row.decision.within_host for row in self.parameters)

@@ -101,7 +101,9 @@ class Hardware:
     0: unknown.
     ``source``: where the figures come from, for people; "" unknown.
     ``update_seconds_per_byte``: of an optimizer's step, for each byte of parameter, gradient
-    and state (0: :data:`UPDATE_PASSES` over memory); ``update_seconds_per_parameter``: besides.
+    and state (0: :data:`UPDATE_PASSES` over memory); ``update_seconds_per_parameter``: besides;
+    ``update_seconds_per_plain_parameter``: besides, where no parameter is sharded, so that they
+    are plain tensors.
     ``kernel_seconds``: measured times, by :func:`passes.annotate.kernel_key`; what is not in it
     is priced by the rates.
     ``hosts``: what lies beyond the host whose rates these are (:meth:`over`); None: the rates
@@ -119,6 +121,7 @@ class Hardware:
     source: str = ""
     update_seconds_per_byte: float = 0.0
     update_seconds_per_parameter: float = 0.0
+    update_seconds_per_plain_parameter: float = 0.0
     kernel_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     hosts: Hosts | None = None
 
@@ -229,10 +232,16 @@ class Hardware:
         """Seconds that a collective ends later beside computing."""
         return 0.0 if world_size == 1 else self.collectives[kind].wake_seconds
 
-    def update_seconds(self, held_bytes: int, parameters: int) -> float:
-        """Seconds of an optimizer's step on so many bytes of parameter, gradient and state."""
+    def update_seconds(self, held_bytes: int, parameters: int, plain: bool = False) -> float:
+        """Seconds of an optimizer's step on so many bytes of parameter, gradient and state.
+
+        ``plain``: the parameters are plain tensors, not DTensors.
+        """
         each = self.update_seconds_per_byte or UPDATE_PASSES / self.memory_bytes_per_second
-        return each * held_bytes + self.update_seconds_per_parameter * parameters
+        besides = self.update_seconds_per_parameter
+        if plain:
+            besides = self.update_seconds_per_plain_parameter
+        return each * held_bytes + besides * parameters
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -62,7 +62,8 @@ def optimizer_temporary_bytes(ctx: Context, plan: Plan) -> int:
 def optimizer_seconds(ctx: Context, plan: Plan) -> float:
     """Seconds of an optimizer's step on what one rank holds."""
     trained = sum(parameter.requires_grad for parameter in ctx.parameters)
-    return ctx.hardware.update_seconds(sum(state_bytes(ctx, plan).values()), trained)
+    held_bytes = sum(state_bytes(ctx, plan).values())
+    return ctx.hardware.update_seconds(held_bytes, trained, plain=not plan.shards)
 
 
 def predict(

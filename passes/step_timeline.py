@@ -14,7 +14,7 @@ from typing import Any
 
 from passes.context import Context
 from passes.decisions import Plan
-from passes.predict import optimizer_temporary_bytes, state_bytes
+from passes.predict import optimizer_seconds, optimizer_temporary_bytes, state_bytes
 from passes.timeline import COMPUTE, NETWORK, Event, Timeline, largest_first, part_buffers
 
 _FIRST_THREADS = ("phases", COMPUTE, NETWORK)
@@ -83,8 +83,7 @@ def optimizer_timeline(ctx: Context, plan: Plan, base: Mapping[str, int]) -> Tim
     ``base``: bytes by part that this rank holds between steps.
     """
     state = state_bytes(ctx, plan)
-    trained = sum(parameter.requires_grad for parameter in ctx.parameters)
-    seconds = ctx.hardware.update_seconds(sum(state.values()), trained)
+    seconds = optimizer_seconds(ctx, plan)
     parts = {
         **base,
         "gradients": state["gradients"],

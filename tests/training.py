@@ -251,12 +251,14 @@ def mean_over_ranks(loss: Tensor) -> float:
 def placements(model: nn.Module) -> dict[str, str]:
     """How each parameter lies: ``shard`` (a rank holds its rows only), ``replicate``, ``plain``.
 
+    Where nothing is sharded, plain tensors are the replicas.
     ``shard within host``: a rank holds its rows only, and every host all of them.
     """
     found = {}
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
-            found[name] = "plain"
+            plan = osdp_compile.plan_of(model)
+            found[name] = "plain" if plan is None or plan.shards else "replicate"
             continue
         mesh, placed = parameter.device_mesh, parameter.placements
         within_host = placed == (Replicate(), Shard(0))
