@@ -184,6 +184,7 @@ def _profile(
         name=f"measured {device.type}{backend} x{ranks}",
         collectives=collectives.pop("", {}),
         dimensions=collectives,
+        device_type=device.type,
         source=f"measured {time.strftime('%Y-%m-%d')} on {device_name(device)}{threads}, "
         f"torch {torch.__version__}",
         **rates,

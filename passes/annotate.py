@@ -52,6 +52,7 @@ class Cost:
     ``busy_seconds``: of the compute stream, that a collective takes from what runs beside it.
     ``wake_seconds``: that a collective ends later if nothing was in flight as it was started.
     ``serves``: the parameters it is there for (``passes/serves.py``).
+    ``in_function``: its kernel is one C++ function with those beside it (``passes/memory.py``).
     """
 
     flops: int = 0
@@ -63,6 +64,7 @@ class Cost:
     wake_seconds: float = 0.0
     serves: tuple[str, ...] = ()
     workspace_bytes: int = 0
+    in_function: bool = False
 
 
 def cost_of(node: fx.Node) -> Cost:
@@ -146,6 +148,7 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     align = ctx.hardware.allocator_alignment_bytes
     measured_seconds = ctx.hardware.kernel_seconds
     served = serves(graph)
+    on_cpu = ctx.hardware.device_type == "cpu"
     entered: set[tuple[int, fx.Node]] = set()
     for node in graph.nodes:
         if node.op == "output":
@@ -200,6 +203,7 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
             memory_bytes,
             seconds,
             serves=names,
-            workspace_bytes=workspace_bytes(node),
+            workspace_bytes=workspace_bytes(node) if on_cpu else 0,
+            in_function=on_cpu and node in region,
         )
     return gm

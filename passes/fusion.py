@@ -85,6 +85,16 @@ def _fuses(target: Any) -> bool:
     return torch.Tag.pointwise in tags or torch.Tag.reduction in tags
 
 
+def is_reduction(node: fx.Node) -> bool:
+    """Whether a node makes few elements of many."""
+    return node.op == "call_function" and _reduces(node.target)
+
+
+@by_target
+def _reduces(target: Any) -> bool:
+    return target in REDUCTIONS or torch.Tag.reduction in getattr(target, "tags", ())
+
+
 def effective_users(node: fx.Node) -> list[fx.Node]:
     """Who reads a node's memory: its users, with views and waits looked through."""
     found: dict[fx.Node, None] = {}

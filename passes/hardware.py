@@ -99,6 +99,7 @@ class Hardware:
     ``allocator_alignment_bytes``: sizes of device tensors are rounded up to this.
     ``memory_bytes``: size of the device's memory, which CPU ranks of one machine share;
     0: unknown.
+    ``device_type``: torch's name for such devices, ``cpu`` or ``cuda``.
     ``source``: where the figures come from, for people; "" unknown.
     ``update_seconds_per_byte``: of an optimizer's step, for each byte of parameter, gradient
     and state (0: :data:`UPDATE_PASSES` over memory); ``update_seconds_per_parameter``: besides;
@@ -118,6 +119,7 @@ class Hardware:
     dimensions: dict[str, dict[str, LinkRate]] = dataclasses.field(default_factory=dict)
     allocator_alignment_bytes: int = 64
     memory_bytes: int = 0
+    device_type: str = "cpu"
     source: str = ""
     update_seconds_per_byte: float = 0.0
     update_seconds_per_parameter: float = 0.0

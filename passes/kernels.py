@@ -6,6 +6,10 @@ then and it runs over as many elements. So does one of another region, if both r
 that many elements (both halves of a gated unit's backward read the gradient of the product)
 and they are not far apart. A sum over leading dimensions (a bias's gradient) runs over columns,
 and what it reads is written row by row: they are two kernels.
+
+Inductor never reduces twice: a reduction's result is a buffer wherever it is read from another
+kernel. So it stands in a kernel of its own place, and what is computed of it alone, one element of
+each, is in that kernel or reads that buffer, and not what was reduced.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import torch
 from torch import fx
 
 from passes.annotate import cost_of, region_of
-from passes.fusion import REDUCTIONS, is_fusible
+from passes.fusion import is_fusible, is_reduction
 from passes.graph import WAIT, is_alias, is_getitem, numel_of
 
 #: Inductor does not fuse across more kernels than this only for what both read
@@ -49,8 +53,9 @@ class _Kernel:
 class _Fused:
     """What does not depend on the order of a fused node: what it reads, and its loop.
 
-    ``inside``: tensors of its own region, and whether each is written to memory.
+    ``inside``: tensors of its own region, and whether each is written to memory or reduced.
     ``outside``: other tensors that it reads itself.
+    ``writes``: it is the one or the other itself.
     ``large``: tensors outside that its region reads on the way to it, of as many elements.
     """
 
@@ -71,25 +76,32 @@ class Kernels:
         self._same_kernel: dict[fx.Node, fx.Node] = {}  # one of several results, and the kernel
         self._alone: dict[fx.Node, bool] = {}  # whether it writes
         reads: dict[fx.Node, dict[fx.Node, None]] = {}  # outside tensors that its region reads
+        reduced: dict[fx.Node, _Loop] = {}  # of reductions, and of what is computed of one alone
         for node in graph:
             source = node.args[0] if is_getitem(node) else None
             if isinstance(source, fx.Node) and not is_fusible(node):
                 self._same_kernel[node] = source
                 continue
-            region, writes = region_of(node), cost_of(node).memory_bytes > 0
+            region = region_of(node)
             if region is None:
-                self._alone[node] = writes
+                self._alone[node] = cost_of(node).memory_bytes > 0
                 continue
+            writes = _writes(node)
             inside, outside = [], []
             reads[node] = {}
             for read in map(_written_at, node.all_input_nodes):
                 if region_of(read) == region:
-                    inside.append((read, cost_of(read).memory_bytes > 0))
-                    reads[node] |= reads[read]
+                    inside.append((read, _writes(read)))
+                    if not is_reduction(read):
+                        reads[node] |= reads[read]
+                    if read in reduced and (is_getitem(node) or _numel(read) == _numel(node)):
+                        reduced[node] = reduced[read]
                 else:
                     outside.append(read)
                     reads[node][read] = None
-            loop = _loop_of(node) if writes else _NO_LOOP
+            if is_reduction(node):
+                reduced[node] = _loop_of(node)
+            loop = reduced.get(node) or _loop_of(node) if writes else _NO_LOOP
             large = [read for read in reads[node] if writes and _numel(read) == loop.numel]
             self._fused[node] = _Fused(
                 region, tuple(inside), tuple(outside), writes, loop, tuple(large)
@@ -154,11 +166,14 @@ def _written_at(node: fx.Node) -> fx.Node:
     return node
 
 
+def _writes(node: fx.Node) -> bool:
+    """Whether a fused node's result is what a kernel is for: in memory, or a reduction's."""
+    return cost_of(node).memory_bytes > 0 or is_reduction(node)
+
+
 def _loop_of(node: fx.Node) -> _Loop:
     """The loop of a fused node: a reduction's is over what it reads."""
-    if torch.Tag.reduction not in getattr(node.target, "tags", ()) and (
-        node.target not in REDUCTIONS
-    ):
+    if not is_reduction(node):
         return _Loop(_numel(node), by_column=False)
     numel = max(map(_numel, [node, *node.all_input_nodes]))
     return _Loop(numel, by_column=not _reduces_rows(node))

@@ -132,6 +132,7 @@ def _gpu(
         collectives=_nccl(link_bytes_per_second, NVLINK_LATENCY_SECONDS),
         allocator_alignment_bytes=_CUDA_ALIGNMENT_BYTES,
         memory_bytes=memory_bytes,
+        device_type="cuda",
         hosts=Hosts(
             ranks=_GPUS_OF_A_HOST,
             between=_nccl(card_bits_per_second / 8, NETWORK_LATENCY_SECONDS),

@@ -11,24 +11,20 @@ _aten = torch.ops.aten
 
 
 def workspace_bytes(node: fx.Node) -> int:
-    """Bytes a kernel allocates and frees within; 0 where nothing is known.
+    """Bytes a kernel allocates and frees within, on a CPU; 0 where nothing is known.
 
-    A convolution on a CPU: oneDNN copies its operands into blocks of its own, and the result
+    A convolution: oneDNN copies its operands into blocks of its own, and the result
     out of them. Observed with torch 2.13 on ten shapes, to 11 % of what is alive: forward the
     weight and the input, or the result if that is larger; backward the weight, or the input
     and the result's gradient.
     """
     if node.target is _aten.convolution.default:
         source, weight = _size(node.args[0]), _size(node.args[1])
-        needed_bytes = max(source + weight, bytes_of(node.meta["val"]))
+        return max(source + weight, bytes_of(node.meta["val"]))
     elif node.target is _aten.convolution_backward.default:
         gradient, source, weight = (_size(arg) for arg in node.args[:3])
-        needed_bytes = max(weight, source + gradient)
-    else:
-        return 0
-    value = node.meta["val"]
-    first = value if isinstance(value, torch.Tensor) else next(v for v in value if v is not None)
-    return needed_bytes if first.device.type == "cpu" else 0
+        return max(weight, source + gradient)
+    return 0
 
 
 def _size(argument: object) -> int:

@@ -183,8 +183,17 @@ def local_rows(rows: int, world_size: int, rank: int, hosts: int = 1) -> tuple[i
 
 
 def price(
-    node: fx.Node, seconds: float = 0.0, memory_bytes: int = 0, wake_seconds: float = 0.0
+    node: fx.Node,
+    seconds: float = 0.0,
+    memory_bytes: int = 0,
+    wake_seconds: float = 0.0,
+    in_function: bool = False,
 ) -> fx.Node:
     """Give a node a cost by hand, as ``annotate`` would."""
-    node.meta["cost"] = Cost(memory_bytes=memory_bytes, seconds=seconds, wake_seconds=wake_seconds)
+    node.meta["cost"] = Cost(
+        memory_bytes=memory_bytes,
+        seconds=seconds,
+        wake_seconds=wake_seconds,
+        in_function=in_function,
+    )
     return node

@@ -43,8 +43,17 @@ def test_results_that_share_what_they_read_are_written_by_the_first_ones_kernel(
     runs = Kernels(place).places(place)
     assert runs[second] == runs[first] == place[first]
     assert runs[product] == place[product]
-    # Both results are there as the kernel runs, one over the source, which nobody reads then.
-    assert found.memory.curve == [0, 10, 10, 20, 21, 11, 12, 2]
+    # Both results are there as the kernel runs, and none in the source's place: both read it.
+    assert found.memory.curve == [0, 10, 10, 30, 21, 11, 12, 2]
+
+
+def test_a_result_may_be_in_the_place_of_what_was_read_for_one_that_it_needs_itself():
+    b = Priced()
+    source = b.kernel(b.tensor("x"), memory_bytes=10)
+    first = fused(b, aten.cos.default, source, memory_bytes=10)
+    second = fused(b, aten.mul.Tensor, source, first, memory_bytes=10)
+    found = b.simulated(b.kernel(first, second, memory_bytes=1))
+    assert found.memory.curve == [0, 10, 20, 20, 21, 1]
 
 
 def test_a_result_that_needs_something_later_has_a_kernel_of_its_own():
@@ -108,6 +117,21 @@ def test_a_reduction_runs_over_what_it_reads():
     total = fused(b, aten.sum.default, first, memory_bytes=1)
     runs = places(b, product, total)
     assert runs[total] == runs[first]
+
+
+def test_what_is_computed_of_a_sum_alone_reads_the_sum_and_not_what_was_summed():
+    b = Priced()
+    source = b.kernel(b.tensor("x"), memory_bytes=10)
+    total = fused(b, aten.sum.dim_IntList, source, [1], True)  # a buffer, if a small one
+    first = fused(b, aten.sub.Tensor, source, total, memory_bytes=10)
+    product = b.kernel(first, memory_bytes=1)
+    last = fused(b, aten.rsqrt.default, total, memory_bytes=1)
+    found = b.simulated(product, last)
+    place = positions(b.graph)
+    runs = Kernels(place).places(place)
+    assert runs[last] == runs[first] == runs[total] == place[total]
+    # Once the first result is in its place, the source is no more.
+    assert found.memory.curve == [0, 10, 11, 11, 12, 2, 2]
 
 
 @pytest.mark.parametrize(

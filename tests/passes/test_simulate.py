@@ -227,6 +227,34 @@ def test_what_a_fused_kernel_reads_lives_until_that_kernel_runs():
     assert b.simulated(result).memory.curve == [0, 10, 10, 10, 110, 117, 7]
 
 
+@pytest.mark.parametrize("in_function", [True, False])
+def test_what_a_part_of_a_function_reads_is_freed_with_the_function(in_function: bool):
+    b = Priced()
+    source = b.kernel(b.tensor("x"), memory_bytes=10)
+    other = b.kernel(b.tensor("y"), memory_bytes=10)
+    read = [b.pointwise(source, 2), b.pointwise(other, 10)]  # the second is written over other
+    read.append(b.pointwise(read[0], 3))
+    for number, node in enumerate(read):
+        price(node, memory_bytes=node.meta["cost"].memory_bytes, in_function=in_function)
+        node.meta["region"] = number
+    after = b.kernel(read[1], read[2], memory_bytes=1)
+    found = b.simulated(after)
+    parts = [22, 22, 25] if in_function else [22, 12, 15]
+    assert found.memory.curve == [0, 10, 10, 20, *parts, 14, 1]
+    assert found.peak_bytes == sum(found.memory.peak.values())
+
+
+def test_an_operator_that_is_not_fused_ends_a_function():
+    b = Priced()
+    source = b.kernel(b.tensor("x"), memory_bytes=10)
+    first = price(b.call(aten.sin.default, source), memory_bytes=2, in_function=True)
+    between = b.kernel(first, memory_bytes=1)
+    last = price(b.call(aten.cos.default, between), memory_bytes=2, in_function=True)
+    for number, node in enumerate((first, last)):
+        node.meta["region"] = number
+    assert b.simulated(last).memory.curve == [0, 10, 12, 3, 3, 2]
+
+
 def test_the_peak_is_told_by_kind():
     b = Priced()
     batch = b.tensor("x", 1)
