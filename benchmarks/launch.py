@@ -23,10 +23,12 @@ def measure_on(
     phase: str,
     options: dict[str, Any] | None = None,
     cache: Path | None = None,
+    profiles: Path | None = None,
 ) -> dict[str, Any]:
     """Run ``benchmarks.train`` in fresh processes, one on each host.
 
     ``options``: of the osdp backend. ``cache``: of compiled code (None: a new one, cold).
+    ``profiles``: as in :func:`environment`.
 
     Raises:
         HostsError: if a rank fails.
@@ -39,16 +41,20 @@ def measure_on(
             *("--work", json.dumps(dataclasses.asdict(work))),
             *("--options", json.dumps(options or {})),
         ]
-        hosts.run(command, environment(cache or Path(folder) / "cache"))
+        hosts.run(command, environment(cache or Path(folder) / "cache", profiles))
         result: dict[str, Any] = json.loads(out.read_text())
         return result
 
 
-def environment(cache: Path) -> dict[str, str]:
-    """Variables of a rank. ``cache``: of compiled code."""
+def environment(cache: Path, profiles: Path | None = None) -> dict[str, str]:
+    """Variables of a rank. ``cache``: of compiled code.
+
+    ``profiles``: where what was measured of machine and network is kept, as it is for a user
+    (None: measured anew each time: the network may have another rate).
+    """
     inherited = os.environ.get("PYTHONPATH")
     return {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *([inherited] if inherited else [])]),
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
-        "OSDP_CACHE_DIR": "",  # the network is measured anew: it may have another rate
+        "OSDP_CACHE_DIR": str(profiles or ""),
     }

@@ -21,8 +21,6 @@ import logging
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,9 @@ from rich.table import Table
 from torch import nn
 
 import osdp_compile
+from benchmarks import in_turns
 from benchmarks.hosts import Hosts, HostsError
+from benchmarks.in_turns import Run
 from benchmarks.launch import environment
 from benchmarks.tasks import TASKS
 from benchmarks.train import over_ranks
@@ -117,54 +117,28 @@ def plan_for(model: nn.Module, kind: str, world_size: int) -> Plan:
     return plan.replace(parameters=tuple(rows))
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A configuration in training on this rank. ``step``: takes one and says its seconds."""
-
-    step: Callable[[], float]
-    prediction: osdp_compile.Prediction
-
-
 def begin(configuration: Configuration, steps: int) -> Run:
     """Compile and train for so many steps."""
     task = TASKS[configuration.task]
     torch.manual_seed(0)
     model = task.model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate)
     plan = plan_for(model, configuration.plan, dist.get_world_size())
-    compiled = torch.compile(model, backend="osdp", options={"plan": plan})
     generator = torch.Generator().manual_seed(dist.get_rank())
-
-    def step() -> float:
-        batch = task.batch(generator)
-        started = time.perf_counter()
-        compiled(*batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return time.perf_counter() - started
-
-    for _ in range(steps):
-        step()
-    in_force = osdp_compile.plan_of(model)
-    assert in_force is not None and in_force.prediction is not None
-    return Run(step, in_force.prediction)
+    batches = (task.batch(generator) for _ in itertools.count())
+    return in_turns.begin(model, batches, task.learning_rate, {"plan": plan}, steps)
 
 
 def measure_seconds(configurations: list[Configuration]) -> list[dict[str, float]]:
     """Step times of plans that take turns: on this rank and all others, the slowest's."""
-    runs = []
-    for configuration in configurations:
-        runs.append(begin(configuration, WARMUP_STEPS))
-    seconds: list[list[float]] = [[] for _ in runs]
-    for _ in range(TURNS):
-        for run, mine in zip(runs, seconds, strict=True):
-            mine += [run.step() for _ in range(STEPS)][1:]
+    runs = [begin(configuration, WARMUP_STEPS) for configuration in configurations]
     return [
         {
-            "measured_seconds": over_ranks(statistics.median(mine), dist.ReduceOp.MAX),
+            "measured_seconds": over_ranks(
+                statistics.median(itertools.chain(*turns)), dist.ReduceOp.MAX
+            ),
             "predicted_seconds": run.prediction.step_seconds,
         }
-        for run, mine in zip(runs, seconds, strict=True)
+        for run, turns in zip(runs, in_turns.seconds_of(runs, TURNS, STEPS), strict=True)
     ]
 
 
@@ -200,9 +174,7 @@ def _on(hosts: Hosts, plans: list[Configuration], folder: Path, *options: str) -
     folder.mkdir(exist_ok=True)
     arguments = ["--rank-of", json.dumps([dataclasses.asdict(plan) for plan in plans]), *options]
     command = [sys.executable, "-m", "benchmarks.prediction", *arguments, "--out", str(out)]
-    # The profile is kept from one run to the next, as it is for a user.
-    kept = {**environment(folder / "cache"), "OSDP_CACHE_DIR": str(folder / "profiles")}
-    hosts.run(command, kept)
+    hosts.run(command, environment(folder / "cache", folder / "profiles"))
     result: list[Any] = json.loads(out.read_text())
     return result
 

@@ -64,9 +64,12 @@ class Work:
 
     def inputs(self, step: int) -> tuple[Any, ...]:
         """This rank's batch, the same for every way; the model's loss comes of it."""
-        generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+        return self.inputs_of(1000 * step + dist.get_rank())
+
+    def inputs_of(self, seed: int) -> tuple[Any, ...]:
+        """Some batch."""
         make = TASKS[self.task].batch if self.task else words(1024, self.batch, self.context)
-        return make(generator)
+        return make(torch.Generator().manual_seed(seed))
 
 
 def train(work: Work, way: str, options: dict[str, Any], steps: int) -> dict[str, Any]:
