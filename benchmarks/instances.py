@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from osdp_compile.traced_step import TracedStep, trace
+from osdp_compile.traced_step import TracedStep, predicted, trace
 from passes.context import Context
 from passes.decisions import Decision, ParameterPlan, Plan, shardable
 from passes.hardware import Hardware, LinkRate
@@ -170,9 +170,7 @@ def _limit(
 ) -> int:
     """So far on the way from the least limit to what is taken without one, or not recomputing."""
     least = step.least_bytes(ranks, hardware)
-    free = step.plan(ranks, hardware).prediction
-    assert free is not None
-    most = free.peak_bytes
+    most = predicted(step.plan(ranks, hardware)).peak_bytes
     if kind == "recompute":
         without = _least_without(step, step.context(ranks, hardware, 0))
         most = without if without > least else most

@@ -29,6 +29,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.instances import KINDS, Instance, instance
+from osdp_compile.traced_step import predicted
 from passes.bucket import bucket_bytes_for
 from passes.decisions import Plan
 from passes.plan import complete
@@ -74,18 +75,17 @@ def looked_at(seed: int) -> Found:
     planned = time.perf_counter()
     every = one.plans()
     best = _best(one, plan, every)
-    assert plan.prediction is not None and best.prediction is not None
-    slower = plan.prediction.step_seconds > _EQUAL * best.prediction.step_seconds
+    seconds, best_seconds = predicted(plan).step_seconds, predicted(best).step_seconds
     return Found(
         seed,
         one.kind,
         len(one.step.parameters),
         len(every),
-        plan.prediction.step_seconds,
-        best.prediction.step_seconds,
+        seconds,
+        best_seconds,
         planned - began,
         time.perf_counter() - planned,
-        _difference(plan, best) if slower else "",
+        _difference(plan, best) if seconds > _EQUAL * best_seconds else "",
     )
 
 
@@ -103,16 +103,14 @@ def _best(one: Instance, planned: Plan, every: Sequence[Plan]) -> Plan:
         if said.step_seconds >= best_seconds:
             continue
         found = complete(plan, step.captured, ctx, step.passes)
-        assert found.prediction is not None
-        if found.prediction.peak_bytes <= one.limit_bytes:
-            best, best_seconds = found, found.prediction.step_seconds
+        if predicted(found).peak_bytes <= one.limit_bytes:
+            best, best_seconds = found, predicted(found).step_seconds
     gc.unfreeze()
     return best
 
 
 def _difference(plan: Plan, best: Plan) -> str:
     """In words, what the best plan has in place of what the planner's has."""
-    assert plan.prediction is not None and best.prediction is not None
     words = [
         f"{row.name} {row.decision.value} -> {best.decision(row.name).value}"
         for row in plan.parameters
@@ -123,9 +121,8 @@ def _difference(plan: Plan, best: Plan) -> str:
         words.append("buckets " + " -> ".join(sizes))
     if (plan.recompute, plan.also_save) != (best.recompute, best.also_save):
         sizes = (
-            f"{len(one.recompute)} tensors of {format_bytes(one.prediction.recomputed_bytes)}"
+            f"{len(one.recompute)} tensors of {format_bytes(predicted(one).recomputed_bytes)}"
             for one in (plan, best)
-            if one.prediction is not None
         )
         words.append("recomputes " + " -> ".join(sizes))
     return ", ".join(words) or "the order of collectives alone"

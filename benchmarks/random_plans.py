@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from osdp_compile.traced_step import TracedStep
+from osdp_compile.traced_step import TracedStep, predicted
 from passes.bucket import bucket_bytes_for
 from passes.context import Context
 from passes.decisions import FLAT_DECISIONS, Decision, ParameterPlan, Plan, shardable
@@ -40,8 +40,7 @@ def random_plans(step: TracedStep, ctx: Context, count: int, seed: int) -> list[
         seen.add(key)
         priced += 1
         plan = complete(plan, step.captured, ctx, step.passes)
-        assert plan.prediction is not None
-        if ctx.limit_bytes is None or plan.prediction.peak_bytes <= ctx.limit_bytes:
+        if ctx.limit_bytes is None or predicted(plan).peak_bytes <= ctx.limit_bytes:
             found.append(plan)
     return found
 
