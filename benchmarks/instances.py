@@ -168,13 +168,16 @@ def _rates(
 def _limit(
     draw: random.Random, kind: str, step: TracedStep, ranks: dict[str, int], hardware: Hardware
 ) -> int:
-    """So far on the way from the least limit to what is taken without one, or not recomputing."""
+    """So far on the way from the least limit to what is taken without one, or not recomputing.
+
+    Either may be the larger: the planner finds its least by descent. There are plans at both.
+    """
     least = step.least_bytes(ranks, hardware)
     most = predicted(step.plan(ranks, hardware)).peak_bytes
     if kind == "recompute":
         without = _least_without(step, step.context(ranks, hardware, 0))
         most = without if without > least else most
-    return round(least + draw.random() * (most - least))
+    return round(min(least, most) + draw.random() * abs(most - least))
 
 
 def _least_without(step: TracedStep, ctx: Context) -> int:

@@ -12,10 +12,12 @@ the planner started from and ended at, is lowered and simulated; the fastest tha
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import itertools
 import json
+import math
 import multiprocessing
 import statistics
 import time
@@ -29,6 +31,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.instances import KINDS, Instance, instance
+from osdp_compile.errors import InfeasibleLimit
 from osdp_compile.traced_step import predicted
 from passes.bucket import bucket_bytes_for
 from passes.decisions import Plan
@@ -61,7 +64,13 @@ class Found:
 
     @property
     def ratio(self) -> float:
-        """Below one where the planner's bucket sizes are better than those enumerated."""
+        """Below one where the planner's bucket sizes are better than those enumerated.
+
+        Infinite where the planner refused a limit that a plan fits under; 1 where no plan was
+        found that does.
+        """
+        if math.isinf(self.best_seconds):
+            return 1.0
         return self.seconds / self.best_seconds
 
 
@@ -71,11 +80,17 @@ def looked_at(seed: int) -> Found:
     torch._dynamo.reset()
     one = instance(seed)
     began = time.perf_counter()
-    plan = one.step.plan(one.ranks, one.hardware, one.limit_bytes)
+    plan: Plan | None = None
+    with contextlib.suppress(InfeasibleLimit):  # there is a plan, or there were no such limit
+        plan = one.step.plan(one.ranks, one.hardware, one.limit_bytes)
     planned = time.perf_counter()
     every = one.plans()
     best = _best(one, plan, every)
-    seconds, best_seconds = predicted(plan).step_seconds, predicted(best).step_seconds
+    seconds = math.inf if plan is None else predicted(plan).step_seconds
+    best_seconds = math.inf if best is None else predicted(best).step_seconds
+    differs = ""
+    if best is not None and seconds > _EQUAL * best_seconds:
+        differs = _difference(plan, best)
     return Found(
         seed,
         one.kind,
@@ -85,16 +100,21 @@ def looked_at(seed: int) -> Found:
         best_seconds,
         planned - began,
         time.perf_counter() - planned,
-        _difference(plan, best) if seconds > _EQUAL * best_seconds else "",
+        differs,
     )
 
 
-def _best(one: Instance, planned: Plan, every: Sequence[Plan]) -> Plan:
-    """The fastest that fits of all plans but the planner's; its own if there is no other."""
+def _best(one: Instance, planned: Plan | None, every: Sequence[Plan]) -> Plan | None:
+    """The fastest that fits of all plans but the planner's; its own if there is no other.
+
+    ``planned``: None if it refused the limit.
+    """
     step, ctx = one.step, one.context
     deciding = ctx.replace(deciding=True)
-    best, best_seconds = planned, float("inf")
-    sizes = dict.fromkeys((bucket_bytes_for(ctx), planned.bucket_bytes))
+    best, best_seconds = planned, math.inf
+    sizes = [bucket_bytes_for(ctx)]
+    if planned is not None and planned.bucket_bytes not in sizes:
+        sizes.append(planned.bucket_bytes)
     gc.collect()
     gc.freeze()  # a graph is a cycle: else all of torch's objects are looked through for each
     for plan, size in itertools.product(every, sizes):
@@ -109,8 +129,11 @@ def _best(one: Instance, planned: Plan, every: Sequence[Plan]) -> Plan:
     return best
 
 
-def _difference(plan: Plan, best: Plan) -> str:
+def _difference(plan: Plan | None, best: Plan) -> str:
     """In words, what the best plan has in place of what the planner's has."""
+    if plan is None:
+        decisions = (f"{row.name} {row.decision.value}" for row in best.parameters)
+        return "what the planner refused: " + ", ".join(decisions)
     words = [
         f"{row.name} {row.decision.value} -> {best.decision(row.name).value}"
         for row in plan.parameters
