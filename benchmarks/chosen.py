@@ -1,7 +1,10 @@
 """Is the plan that the planner chooses the fastest, measured? Beside random and uniform plans.
 
     sudo python -m benchmarks.chosen                          # 30 random plans, three limits
-    sudo python -m benchmarks.chosen --random 3 --limits 1    # a short one
+    sudo python -m benchmarks.chosen --random 3 --limits 1    # five to six minutes on two cores
+
+A plan takes some 13 seconds to compile and 4 to screen on two cores, and the final of a limit
+four minutes: by that the whole takes three quarters of an hour.
 
 A GPT small enough for many plans trains on two hosts (network namespaces on this machine, one
 thread each). Machine and network are measured once, as at any first call. At each limit the
