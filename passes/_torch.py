@@ -5,6 +5,11 @@ Nothing else in ``passes/`` imports from ``torch._*``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
 # 2.11.0, 2.13.0: origins of joint-graph inputs and outputs (node.meta["desc"]).
 from torch._functorch._aot_autograd.descriptors import (  # noqa: F401
     AOTInput,
@@ -22,3 +27,49 @@ from torch.fx.graph_module import GraphModule  # noqa: F401
 
 # 2.11.0, 2.13.0: the policy tags the partitioner obeys (node.meta["recompute"]).
 from torch.utils.checkpoint import CheckpointPolicy  # noqa: F401
+
+
+def copied_graph(source: fx.Graph) -> fx.Graph:
+    """A copy of a graph, as ``Graph.graph_copy`` makes, without its questions about every node.
+
+    What it uses of torch: 2.11.0, 2.13.0. Names are kept.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    copy_of = copies.__getitem__
+    names: dict[object, str] = {}
+    insert = graph._insert
+    for node in source.nodes:
+        args = fx.node.map_arg(node.args, copy_of)
+        kwargs = fx.node.map_arg(node.kwargs, copy_of)
+        copied = fx.Node(graph, node.name, node.op, node.target, args, kwargs, node.type)
+        copied.meta = dict(node.meta)
+        insert(copied)
+        copies[node] = copied
+        names[copied] = node.name
+    graph._len = len(copies)
+    namespace, known = graph._graph_namespace, source._graph_namespace
+    namespace._obj_to_name = names
+    namespace._used_names = set(known._used_names)
+    namespace._base_count = dict(known._base_count)
+    by_target = graph._find_nodes_lookup_table.table
+    for key, nodes in source._find_nodes_lookup_table.table.items():
+        by_target[key] = {copies[node]: None for node in nodes}
+    return graph
+
+
+def called(
+    graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], name: str | None
+) -> fx.Node:
+    """A new node at the insert point, as ``Graph.create_node`` makes; it looks for no symbols.
+
+    What it uses of torch: 2.11.0, 2.13.0.
+    """
+    namespace = graph._graph_namespace
+    name = namespace.create_name(name or graph._target_to_str(target), None)
+    node = fx.Node(graph, name, "call_function", target, args, {})
+    namespace.associate_name_with_obj(name, node)
+    graph._insert(node)
+    graph._find_nodes_lookup_table.insert(node)
+    graph._len += 1
+    return node

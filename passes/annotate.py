@@ -16,13 +16,14 @@ once at debug level.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch import fx
 
 from passes.context import Context
 from passes.flops import flops_of
-from passes.fusion import is_fusible, materialized, regions
+from passes.fusion import is_fusible
 from passes.graph import (
     ALL_REDUCE,
     COLLECTIVES,
@@ -34,11 +35,12 @@ from passes.graph import (
     is_getitem,
     is_marker,
     is_packing,
-    root_of,
-    tensor_inputs,
+    once_for,
 )
 from passes.packing import PICKING
+from passes.regions import NO_REGION, materialized, regions
 from passes.serves import serves
+from passes.wiring import WIRING, Wiring
 from passes.workspace import workspace_bytes
 
 
@@ -142,27 +144,33 @@ def flops_by_dtype(graph: fx.Graph) -> dict[str, int]:
 
 def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Put a :class:`Cost` on every node. See the module's docstring."""
-    graph = gm.graph
-    region = regions(graph)
-    real = materialized(graph, region)
+    wiring = Wiring(gm.graph)
+    gm.meta[WIRING] = wiring
+    region = regions(wiring)
+    real = materialized(wiring, region)
     align = ctx.hardware.allocator_alignment_bytes
+    launch_seconds = ctx.hardware.launch_seconds
+    rate = ctx.hardware.memory_bytes_per_second
     measured_seconds = ctx.hardware.kernel_seconds
-    served = serves(graph)
+    served = serves(wiring)
+    phase = ctx.phase.value
     on_cpu = ctx.hardware.device_type == "cpu"
-    entered: set[tuple[int, fx.Node]] = set()
-    for node in graph.nodes:
-        if node.op == "output":
-            continue
-        node.meta["phase"] = ctx.phase.value
-        node.meta["region"] = region.get(node)
-        value = node.meta.get("val")
-        names = served.get(node, ())
+    entered: set[tuple[int, int]] = set()
+    size_bytes: list[int] = []  # of one tensor; of several results none
+    for index, node in enumerate(wiring.nodes[:-1]):
+        meta, traits, own = node.meta, wiring.traits[index], region[index]
+        meta["phase"] = phase
+        meta["region"] = None if own == NO_REGION else own
+        value = meta.get("val")
+        names = served[index]
         own_bytes = 0 if isinstance(value, list | tuple) else bytes_of(value)
-        memory_bytes = -(-own_bytes // align) * align if node in real else 0
-        if is_collective(node):
+        size_bytes.append(own_bytes)
+        is_real = real[index]
+        memory_bytes = -(-own_bytes // align) * align if is_real else 0
+        if traits.collective:
             network, ranks = ctx.network(group_of(node))
             what = COLLECTIVES[node.target], collective_full_bytes(node), ranks
-            node.meta["cost"] = Cost(
+            meta["cost"] = Cost(
                 memory_bytes=0 if node.target is ALL_REDUCE else memory_bytes,
                 seconds=network.collective_seconds(*what),
                 busy_seconds=network.busy_seconds(*what),
@@ -170,40 +178,70 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
                 serves=names,
             )
             continue
-        if node.op != "call_function" or is_alias(node) or is_marker(node) or is_getitem(node):
-            node.meta["cost"] = Cost(memory_bytes=memory_bytes, serves=names)
+        if not wiring.called[index] or traits.alias or traits.marker or traits.getitem:
+            in_function = on_cpu and own != NO_REGION
+            meta["cost"] = _cost(0, 0, 0, memory_bytes, 0.0, names, 0, in_function)
             continue
-        packs = is_packing(node)
-        read_bytes = _packing_read_bytes(node) if packs else 0
-        for source in () if packs else tensor_inputs(node):
-            root = root_of(source)
-            if node in region:
-                if region.get(root) == region[node] or (region[node], root) in entered:
-                    continue
-                entered.add((region[node], root))
-                # An embedding or a gather reads as much as it gives, not its whole table.
-                read_bytes += min(bytes_of(source.meta["val"]), 4 * max(own_bytes, 1024))
-            else:
-                read_bytes += bytes_of(source.meta["val"])
-        write_bytes = bytes_of(value) if node in real else 0
-        alone = stands_alone(node)
-        flops = flops_of(node) if alone else 0
-        seconds = max(
-            flops / ctx.hardware.flops(_dtype_of(value)),
-            (read_bytes + write_bytes) / ctx.hardware.memory_bytes_per_second,
-        )
-        if node not in region or node in real:
-            seconds += ctx.hardware.launch_seconds
-        if alone and measured_seconds:
-            seconds = measured_seconds.get(kernel_key(node), seconds)
-        node.meta["cost"] = Cost(
+        read_bytes = _packing_read_bytes(node) if traits.packing else 0
+        for source in () if traits.packing else wiring.inputs[index]:
+            if own == NO_REGION:
+                read_bytes += size_bytes[source] or bytes_of(wiring.nodes[source].meta.get("val"))
+                continue
+            root = wiring.root[source]
+            if region[root] == own or (own, root) in entered:
+                continue
+            if not _is_tensor(wiring.nodes[source]):
+                continue
+            entered.add((own, root))
+            # An embedding or a gather reads as much as it gives, not its whole table.
+            source_bytes = size_bytes[source] or bytes_of(wiring.nodes[source].meta["val"])
+            read_bytes += min(source_bytes, 4 * max(own_bytes, 1024))
+        write_bytes = bytes_of(value) if is_real else 0
+        flops, seconds = 0, (read_bytes + write_bytes) / rate
+        if traits.stands_alone:
+            flops = once_for("flops", node, flops_of)
+            seconds = max(flops / ctx.hardware.flops(_dtype_of(value)), seconds)
+        if own == NO_REGION or is_real:
+            seconds += launch_seconds
+        if measured_seconds and traits.stands_alone:
+            seconds = measured_seconds.get(once_for("kernel", node, kernel_key), seconds)
+        meta["cost"] = _cost(
             flops,
             read_bytes,
             write_bytes,
             memory_bytes,
             seconds,
-            serves=names,
-            workspace_bytes=workspace_bytes(node) if on_cpu else 0,
-            in_function=on_cpu and node in region,
+            names,
+            workspace_bytes(node) if on_cpu else 0,
+            on_cpu and own != NO_REGION,
         )
     return gm
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    """Whether a node's value is a tensor, or several."""
+    return isinstance(node.meta.get("val"), torch.Tensor | list | tuple)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _cost(
+    flops: int,
+    read_bytes: int,
+    write_bytes: int,
+    memory_bytes: int,
+    seconds: float,
+    names: tuple[str, ...],
+    workspace: int,
+    in_function: bool,
+) -> Cost:
+    """The price of what computes: layers that are alike share it, and so do plans."""
+    return Cost(
+        flops,
+        read_bytes,
+        write_bytes,
+        memory_bytes,
+        seconds,
+        serves=names,
+        workspace_bytes=workspace,
+        in_function=in_function,
+    )

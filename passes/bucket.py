@@ -36,6 +36,7 @@ from passes.graph import (
     call,
     group_of,
     numel_of,
+    remove_dead,
 )
 from passes.packing import MEAN_RANKS, PACK, PACK_COLUMNS, UNPACK
 from passes.shard import after_wait, gather, scatter, start_collective, unpack
@@ -71,7 +72,7 @@ def bucket(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
             _pack_all_reduces(graph, members)
         else:
             _pack_scatters(graph, members, ctx)
-    graph.eliminate_dead_code()
+    remove_dead(graph)
     return gm
 
 

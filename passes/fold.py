@@ -26,7 +26,7 @@ from passes.capture import Captured
 from passes.context import Context, Parameter, Phase
 from passes.decisions import Decision, Plan
 from passes.flops import flops_of
-from passes.graph import bytes_of, fake_mode_of, group_of, is_collective, output_node, root_of
+from passes.graph import bytes_of, fake_mode_of, group_of, is_collective, once, output_node, root_of
 from passes.markers import LEFT_OUT, UNSHARD
 from passes.memory import STATIC
 from passes.simulate import Simulation
@@ -316,7 +316,9 @@ def _held(
     with graph.inserting_after(before):
         node = graph.call_function(LEFT_OUT, tuple(inputs))
     with fake_mode_of(graph):
-        node.meta["val"] = torch.empty(size_bytes, dtype=torch.uint8)
+        node.meta["val"] = once(
+            ("left out", size_bytes), lambda: torch.empty(size_bytes, dtype=torch.uint8)
+        )
     return node
 
 

@@ -1,25 +1,18 @@
-"""Which nodes Inductor will run as one kernel, and which tensors it will really allocate.
+"""Fusion: which nodes Inductor can run together with others, and which it cannot.
 
 Inductor fuses runs of pointwise operators and reductions; what only lives inside such a
 run never touches memory. A matrix product, a convolution, attention or a collective is a
 *barrier*: a kernel of its own, whose inputs must exist.
-
-The model: a fusible node's *depth* is the number of barriers before it on the longest
-path, raised to that of its consumers where it feeds nothing shallower (Inductor computes
-such a chain inside its consumer). Connected fusible nodes of one depth are one *region*:
-no path between two of them can leave the region and come back, for that would cross a
-barrier and raise the depth.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import networkx as nx
 import torch
 from torch import fx
 
-from passes.graph import COLLECTIVES, by_target, is_alias, is_getitem, output_nodes, root_of
+from passes.graph import COLLECTIVES, by_target, is_alias, is_getitem
 from passes.markers import REDUCE_GRAD, UNSHARD
 from passes.packing import PACKING
 
@@ -72,11 +65,12 @@ def is_fusible(node: fx.Node) -> bool:
     if is_getitem(node):
         source = node.args[0]
         return isinstance(source, fx.Node) and is_fusible(source)
-    return _fuses(node.target)
+    return fuses(node.target)
 
 
 @by_target
-def _fuses(target: Any) -> bool:
+def fuses(target: Any) -> bool:
+    """Whether Inductor may fuse an operator; of ``getitem`` its source says."""
     if target in COLLECTIVES or target in (UNSHARD, REDUCE_GRAD) or target in PACKING:
         return False
     if target in _ALSO_FUSIBLE or str(target).startswith("prims.inductor_"):
@@ -106,73 +100,3 @@ def effective_users(node: fx.Node) -> list[fx.Node]:
             else:
                 found[user] = None
     return list(found)
-
-
-def _writer_of(node: fx.Node) -> fx.Node:
-    """The node that last wrote what this one shows: an all-reduce, though in place, is one."""
-    while is_alias(node) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
-
-
-def _depths(nodes: list[fx.Node]) -> dict[fx.Node, int]:
-    depth: dict[fx.Node, int] = {}
-    for node in nodes:
-        own = 0
-        for source in node.all_input_nodes:
-            root = _writer_of(source)
-            own = max(
-                own, depth.get(root, 0) + (root.op == "call_function" and not is_fusible(root))
-            )
-        depth[node] = own
-    for node in reversed(nodes):  # sink a chain into the consumers that will inline it
-        if is_fusible(node):
-            users = effective_users(node)
-            if users and all(is_fusible(user) for user in users):
-                depth[node] = max(depth[node], min(depth[user] for user in users))
-    return depth
-
-
-def regions(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The region of every fusible node: equal numbers are one kernel.
-
-    Numbers follow the order of the graph, so they are the same on every rank.
-    """
-    nodes = [node for node in graph.nodes if node.op != "output" and not is_alias(node)]
-    depth = _depths(nodes)
-    linked: nx.Graph = nx.Graph()
-    for node in nodes:
-        if not is_fusible(node):
-            continue
-        linked.add_node(node)
-        for source in node.all_input_nodes:
-            root = _writer_of(source)
-            if is_fusible(root) and depth[root] == depth[node]:
-                linked.add_edge(root, node)
-    region: dict[fx.Node, int] = {}
-    count = 0
-    for node in nodes:
-        if node in linked and node not in region:
-            for member in nx.node_connected_component(linked, node):
-                region[member] = count
-            count += 1
-    return region
-
-
-def materialized(graph: fx.Graph, region: dict[fx.Node, int]) -> set[fx.Node]:
-    """The nodes whose output is a buffer in memory, views left out.
-
-    Everything that no kernel fuses, and of a region what someone outside it reads.
-    """
-    returned = {root_of(node) for node in output_nodes(graph)}
-    real: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "output" or is_alias(node):
-            continue
-        if (
-            node not in region
-            or node in returned
-            or any(region.get(user) != region[node] for user in effective_users(node))
-        ):
-            real.add(node)
-    return real

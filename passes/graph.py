@@ -6,12 +6,12 @@ import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
-from passes._torch import FakeTensorMode
+from passes._torch import FakeTensorMode, called, copied_graph
 from passes.exchange import EXCHANGE, GATHER_PARTS
 from passes.markers import LEFT_OUT, REDUCE_GRAD, UNSHARD
 from passes.packing import PACKING
@@ -38,14 +38,17 @@ _aten = torch.ops.aten
 _FREE = {_aten._unsafe_view.default, _aten.reshape.default, _aten.detach.default}
 
 
-def by_target(ask: Callable[[Any], bool]) -> Callable[[Any], bool]:
+_T = TypeVar("_T")
+
+
+def by_target(ask: Callable[[Any], _T]) -> Callable[[Any], _T]:
     """Remember what is asked of an operator.
 
     By identity: passes ask a million times, and the hash of torch's operators is Python code.
     """
-    known: dict[int, tuple[Any, bool]] = {}  # with the operator, so that it keeps its identity
+    known: dict[int, tuple[Any, _T]] = {}  # with the operator, so that it keeps its identity
 
-    def remembered(target: Any) -> bool:
+    def remembered(target: Any) -> _T:
         found = known.get(id(target))
         if found is None:
             found = known[id(target)] = target, ask(target)
@@ -60,7 +63,8 @@ def _views(target: Any) -> bool:
 
 
 @by_target
-def _aliases(target: Any) -> bool:
+def aliases(target: Any) -> bool:
+    """Whether a call to an operator is a view, or a wait."""
     return target is WAIT or _views(target)
 
 
@@ -76,7 +80,7 @@ def is_view(node: fx.Node) -> bool:
 
 def is_alias(node: fx.Node) -> bool:
     """A view, or a wait: the waited tensor is the collective's own output."""
-    return node.op == "call_function" and _aliases(node.target)
+    return node.op == "call_function" and aliases(node.target)
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -131,10 +135,20 @@ def numel_of(value: Any) -> int:
 
 def bytes_of(value: Any) -> int:
     """Bytes of a fake tensor or of a tuple of them; 0 for anything else."""
+    known = _shared.get()
+    if known is not None:
+        found = known.get(id(value))
+        if found is None:  # with the value, so that it keeps its identity
+            found = known[id(value)] = value, _bytes_of(value)
+        return found[1]
+    return _bytes_of(value)
+
+
+def _bytes_of(value: Any) -> int:
     if isinstance(value, torch.Tensor):
         return numel_of(value) * value.element_size()
     if isinstance(value, list | tuple):
-        return sum(bytes_of(item) for item in value)
+        return sum(_bytes_of(item) for item in value)
     return 0
 
 
@@ -172,7 +186,10 @@ def call(
     graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], name: str | None = None
 ) -> fx.Node:
     """A new node at the graph's insert point, with ``meta["val"]`` computed from its inputs."""
-    node = graph.create_node("call_function", target, args, {}, name)
+    if _shared.get() is None:
+        node = graph.create_node("call_function", target, args, {}, name)
+    else:
+        node = called(graph, target, args, name)
     set_value(node)
     return node
 
@@ -187,7 +204,7 @@ def set_value(node: fx.Node) -> None:
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
     key = None if _shared.get() is None else _value_key(node)
-    node.meta["val"] = _once(key, computed)
+    node.meta["val"] = once(key, computed)
 
 
 def empty_value(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -197,11 +214,11 @@ def empty_value(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         with torch.no_grad():
             return like.new_empty(list(shape))
 
-    made: torch.Tensor = _once(("empty", tuple(shape), like.dtype, like.device), computed)
+    made: torch.Tensor = once(("empty", tuple(shape), like.dtype, like.device), computed)
     return made
 
 
-def _once(key: Hashable | None, compute: Callable[[], Any]) -> Any:
+def once(key: Hashable | None, compute: Callable[[], Any]) -> Any:
     """A value, shared with all of the same key where values are shared; None: with nobody."""
     known = _shared.get()
     if known is None or key is None:
@@ -209,6 +226,22 @@ def _once(key: Hashable | None, compute: Callable[[], Any]) -> Any:
     if key not in known:
         known[key] = compute()
     return known[key]
+
+
+def once_for(what: str, node: fx.Node, compute: Callable[[fx.Node], _T]) -> _T:
+    """What follows from an operator, the values it reads and the one it gives.
+
+    It is shared between the graphs that share values (:func:`shared_values`).
+    """
+    known = _shared.get()
+    if known is None:
+        return compute(node)
+    values = [one.meta.get("val") for one in (*node.all_input_nodes, node)]
+    key = what, id(node.target), *map(id, values)
+    found = known.get(key)
+    if found is None:  # with the values, so that they keep their identities
+        found = known[key] = values, compute(node)
+    return found[1]
 
 
 #: Values of nodes by what they are computed from; None: every node gets one of its own.
@@ -237,22 +270,30 @@ def _value_key(node: fx.Node) -> Hashable | None:
     None where that is more than can be compared: symbolic sizes.
     """
 
-    def described(argument: Any) -> Hashable:
-        if isinstance(argument, fx.Node):
-            return described(argument.meta["val"])
-        if isinstance(argument, torch.Tensor):
-            return tuple(argument.shape), argument.stride(), argument.dtype, argument.device
-        if isinstance(argument, list | tuple):
-            return type(argument).__name__, *map(described, argument)
-        return type(argument), argument
-
-    kwargs = tuple((name, described(value)) for name, value in node.kwargs.items())
-    key = id(node.target), described(node.args), kwargs
+    kwargs = node.kwargs and tuple((k, _described(v)) for k, v in node.kwargs.items())
+    key = id(node.target), tuple(map(_described, node.args)), kwargs
     try:
         hash(key)
     except TypeError:
         return None
     return key
+
+
+def _described(argument: Any) -> Hashable:
+    if isinstance(argument, fx.Node):
+        value = argument.meta["val"]
+        known = _shared.get()
+        if known is None:
+            return _described(value)
+        found = known.get(("kind", id(value)))
+        if found is None:  # with the value, so that it keeps its identity
+            found = known["kind", id(value)] = value, _described(value)
+        return found[1]
+    if isinstance(argument, torch.Tensor):
+        return tuple(argument.shape), argument.stride(), argument.dtype, argument.device
+    if isinstance(argument, list | tuple):
+        return type(argument).__name__, *map(_described, argument)
+    return type(argument), argument
 
 
 def compact(graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -284,11 +325,14 @@ def copy_module(gm: fx.GraphModule) -> fx.GraphModule:
 
     Fake tensors and constants are shared.
     """
-    graph = fx.Graph()
-    output = graph.graph_copy(gm.graph, val_map={})
-    graph.output(output)
-    output_node(graph).meta = dict(output_node(gm.graph).meta)
-    return _Uncompiled(gm, graph)
+    return _Uncompiled(gm, copied_graph(gm.graph))
+
+
+def remove_dead(graph: fx.Graph) -> None:
+    """Erase what nobody reads, as torch's own pass does; that one asks a lot of every node."""
+    for node in reversed(graph.nodes):
+        if not node.users and not node.is_impure():
+            graph.erase_node(node)
 
 
 def positions(graph: fx.Graph) -> dict[fx.Node, int]:

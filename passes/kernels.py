@@ -15,22 +15,23 @@ each, is in that kernel or reads that buffer, and not what was reduced.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from passes.annotate import cost_of, region_of
-from passes.fusion import is_fusible, is_reduction
-from passes.graph import WAIT, is_alias, is_getitem, numel_of
+from passes.fusion import is_reduction
+from passes.graph import numel_of, once_for
+from passes.wiring import Wiring
 
 #: Inductor does not fuse across more kernels than this only for what both read
 #: (``torch._inductor.scheduler.Scheduler.are_long_distant_nodes``).
 FAR_KERNELS = 64
 
 
-@dataclasses.dataclass(frozen=True)
-class _Loop:
+class _Loop(NamedTuple):
     """What a kernel runs over: so many elements, row by row or column by column."""
 
     numel: int
@@ -40,135 +41,137 @@ class _Loop:
 _NO_LOOP = _Loop(0, by_column=False)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Kernel:
-    """``place``: of its first result. ``number``: of kernels before it."""
+    """``at``: where its first result is. ``number``: of kernels before it."""
 
-    place: int
+    at: int
     loop: _Loop
     number: int
 
 
-@dataclasses.dataclass(frozen=True)
-class _Fused:
+class _Fused(NamedTuple):
     """What does not depend on the order of a fused node: what it reads, and its loop.
 
     ``inside``: tensors of its own region, and whether each is written to memory or reduced.
     ``outside``: other tensors that it reads itself.
     ``writes``: it is the one or the other itself.
-    ``large``: tensors outside that its region reads on the way to it, of as many elements.
+    ``keys``: its region as a number below zero, and the tensors outside that its region reads on
+    the way to it, of as many elements: what it may share with a kernel that it joins.
     """
 
-    region: int
-    inside: tuple[tuple[fx.Node, bool], ...]
-    outside: tuple[fx.Node, ...]
+    inside: tuple[tuple[int, bool], ...]
+    outside: tuple[int, ...]
     writes: bool
     loop: _Loop
-    large: tuple[fx.Node, ...]
+    keys: tuple[int, ...]
 
 
 class Kernels:
     """The kernels of an annotated graph, for any order that its nodes are put in."""
 
-    def __init__(self, graph: Iterable[fx.Node]) -> None:
-        """``graph``: its nodes, in one of the orders they can run in."""
-        self._fused: dict[fx.Node, _Fused] = {}
-        self._same_kernel: dict[fx.Node, fx.Node] = {}  # one of several results, and the kernel
-        self._alone: dict[fx.Node, bool] = {}  # whether it writes
-        reads: dict[fx.Node, dict[fx.Node, None]] = {}  # outside tensors that its region reads
-        reduced: dict[fx.Node, _Loop] = {}  # of reductions, and of what is computed of one alone
-        for node in graph:
-            source = node.args[0] if is_getitem(node) else None
-            if isinstance(source, fx.Node) and not is_fusible(node):
-                self._same_kernel[node] = source
+    def __init__(self, wiring: Wiring) -> None:
+        nodes = wiring.nodes
+        self._fused: list[_Fused | None] = [None] * len(nodes)
+        self._same_kernel: dict[int, int] = {}  # one of several results, and the kernel
+        self._alone = [False] * len(nodes)  # whether it writes
+        reads: dict[int, dict[int, None]] = {}  # outside tensors that its region reads
+        region = [region_of(node) for node in nodes]
+        numel: dict[int, int] = {}
+        memory = [cost_of(node).memory_bytes > 0 for node in nodes]
+        reduces = [is_reduction(node) for node in nodes]
+        reduced: dict[int, _Loop] = {}  # of reductions, and of what is computed of one alone
+        for index, node in enumerate(nodes):
+            traits = wiring.traits[index]
+            if traits.getitem and not traits.fusible and wiring.inputs[index]:
+                self._same_kernel[index] = wiring.inputs[index][0]
                 continue
-            region = region_of(node)
-            if region is None:
-                self._alone[node] = cost_of(node).memory_bytes > 0
+            own = region[index]
+            if own is None:
+                self._alone[index] = memory[index]
                 continue
-            writes = _writes(node)
+            writes = memory[index] or reduces[index]
             inside, outside = [], []
-            reads[node] = {}
-            for read in map(_written_at, node.all_input_nodes):
-                if region_of(read) == region:
-                    inside.append((read, _writes(read)))
-                    if not is_reduction(read):
-                        reads[node] |= reads[read]
-                    if read in reduced and (is_getitem(node) or _numel(read) == _numel(node)):
-                        reduced[node] = reduced[read]
+            mine = reads[index] = {}
+            for source in wiring.inputs[index]:
+                read = wiring.written[source]
+                if region[read] == own:
+                    inside.append((read, memory[read] or reduces[read]))
+                    if not reduces[read]:
+                        mine.update(reads[read])
+                    if read in reduced and (
+                        traits.getitem or _numel(nodes[read]) == _numel(node)
+                    ):
+                        reduced[index] = reduced[read]
                 else:
                     outside.append(read)
-                    reads[node][read] = None
-            if is_reduction(node):
-                reduced[node] = _loop_of(node)
-            loop = reduced.get(node) or _loop_of(node) if writes else _NO_LOOP
-            large = [read for read in reads[node] if writes and _numel(read) == loop.numel]
-            self._fused[node] = _Fused(
-                region, tuple(inside), tuple(outside), writes, loop, tuple(large)
-            )
+                    mine[read] = None
+            loop, keys = _NO_LOOP, [-1 - own]
+            if reduces[index]:
+                reduced[index] = once_for("loop", node, _loop_of)
+            if writes:
+                loop = reduced.get(index) or once_for("loop", node, _loop_of)
+                for read in mine:
+                    if read not in numel:
+                        numel[read] = _numel(nodes[read])
+                    if numel[read] == loop.numel:
+                        keys.append(read)
+            self._fused[index] = _Fused(tuple(inside), tuple(outside), writes, loop, tuple(keys))
 
-    def places(self, place: dict[fx.Node, int]) -> dict[fx.Node, int]:
-        """For every node, the place of the kernel that writes its result.
+    def places(self, order: Sequence[int]) -> list[int]:
+        """For every node, the place in the order of the kernel that writes its result.
 
-        ``place``: of every node in the order of the graph, in that order. Nodes inside a kernel
+        ``order``: the nodes as they run, by their places in the wiring. Nodes inside a kernel
         that write nothing are at their own.
         """
-        runs: dict[fx.Node, int] = {}
-        needs: dict[fx.Node, int] = {}  # the last place of what a fused node's region reads
-        mates: dict[int | fx.Node, list[_Kernel]] = {}  # kernels by region and what they read
-        number = 0
-        for node, index in place.items():
-            one = self._fused.get(node)
+        runs = [0] * len(order)
+        needs = [0] * len(order)  # the last place of what a fused node's region reads
+        mates: dict[int, list[_Kernel]] = {}  # kernels by region and what they read
+        fused, number = self._fused, 0
+        for place, index in enumerate(order):
+            one = fused[index]
             if one is None:
-                source = self._same_kernel.get(node)  # all its results are there at once
-                runs[node] = index if source is None else runs[source]
-                number += source is None and self._alone[node]
+                source = self._same_kernel.get(index)  # all its results are there at once
+                if source is None:
+                    runs[index] = place
+                    number += self._alone[index]
+                else:
+                    runs[index] = runs[source]
                 continue
             needed = -1
             for read in one.outside:
-                needed = max(needed, runs[read])
+                if runs[read] > needed:
+                    needed = runs[read]
             for read, writes in one.inside:
                 # One that writes may be in the same kernel, not in a later one.
                 needed = max(needed, needs[read], runs[read] - 1 if writes else -1)
-            needs[node] = needed
-            runs[node] = index
+            needs[index] = needed
+            runs[index] = place
             if not one.writes:
                 continue
-            for kernel in _earlier(mates, one.region, one.large, number):
-                if needed < kernel.place and one.loop == kernel.loop:
+            for kernel in _earlier(mates, one.keys, number):
+                if needed < kernel.at and one.loop == kernel.loop:
                     break
             else:
-                kernel = _Kernel(index, one.loop, number)
+                kernel = _Kernel(place, one.loop, number)
                 number += 1
-            runs[node] = kernel.place
-            keys: list[int | fx.Node] = [one.region, *one.large]
-            for key in keys:
-                if kernel not in mates.setdefault(key, []):
-                    mates[key].append(kernel)
+            runs[index] = kernel.at
+            for key in one.keys:
+                known = mates.setdefault(key, [])
+                if kernel not in known:
+                    known.append(kernel)
         return runs
 
 
 def _earlier(
-    mates: dict[int | fx.Node, list[_Kernel]], region: int, read: Sequence[fx.Node], number: int
+    mates: dict[int, list[_Kernel]], keys: Sequence[int], number: int
 ) -> Iterator[_Kernel]:
     """Kernels that a result may join: of its region, then near ones that read the same."""
-    yield from mates.get(region, [])
-    for tensor in read:
-        for kernel in mates.get(tensor, []):
+    yield from mates.get(keys[0], ())
+    for tensor in keys[1:]:
+        for kernel in mates.get(tensor, ()):
             if number - kernel.number <= FAR_KERNELS:
                 yield kernel
-
-
-def _written_at(node: fx.Node) -> fx.Node:
-    """What must have run for a tensor to be there: of a view what it shows, up to a wait."""
-    while is_alias(node) and node.target is not WAIT and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
-
-
-def _writes(node: fx.Node) -> bool:
-    """Whether a fused node's result is what a kernel is for: in memory, or a reduction's."""
-    return cost_of(node).memory_bytes > 0 or is_reduction(node)
 
 
 def _loop_of(node: fx.Node) -> _Loop:

@@ -51,6 +51,7 @@ from passes.graph import (
     call,
     group_of,
     numel_of,
+    remove_dead,
     root_of,
 )
 from passes.packing import FIRST_OF, MEAN_RANKS, PACK_COLUMNS, SUM_RANKS, UNPACK
@@ -79,7 +80,7 @@ def levels(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
             _all_reduce_in_legs(start, *ctx.levels, ctx)
         else:
             _scatter_in_legs(start, *ctx.levels, ctx)
-    graph.eliminate_dead_code()
+    remove_dead(graph)
     return gm
 
 

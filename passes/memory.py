@@ -14,25 +14,28 @@ the last of them, but for what one is written over.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from torch import fx
 
 from passes.annotate import cost_of
-from passes.fusion import effective_users, is_fusible, is_reduction
+from passes.fusion import effective_users, is_reduction
 from passes.graph import (
     WAIT,
-    is_alias,
     is_collective,
-    is_getitem,
     output_nodes,
-    positions,
     root_of,
 )
 from passes.kernels import Kernels
 from passes.packing import UNPACK
+from passes.wiring import Wiring
 
 #: meta key of a placeholder whose memory is not the graph's: a parameter or a buffer.
 STATIC = "static"
+
+#: meta key of a module: the :class:`Memory` of its graph as it is; the next pass takes it away.
+MEMORY = "memory"
 
 KINDS = ("activations", "gathered", "gradients", "communication", "inputs", "workspace")
 
@@ -59,200 +62,244 @@ class Memory:
         return max(self.curve, default=0)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Buffer:
-    """What does not depend on the order of a node's memory.
+class Course(NamedTuple):
+    """How the memory of a graph changes as its nodes run in one order, all in bytes.
 
-    ``size_bytes``: of what it allocates (0: nothing, or not the graph's). ``users``: who reads
-    it, views and waits looked through. ``inlined``: it lives only inside its readers' kernels.
-    ``owns``: it is no view. ``over``: it may be written over what dies. ``own``: others over it.
-    ``part``: its kernel is a part of a function.
+    ``order``: the nodes, by their places in the wiring. ``birth``, ``death``: the places in the
+    order between which a node's memory is there; what owns none does not die. ``at``: where the
+    peak is, the first place of several. ``over``: what is written over there.
     """
 
-    size_bytes: int
-    users: tuple[fx.Node, ...]
-    inlined: bool
-    owns: bool
-    over: bool
-    own: bool
-    part: bool
+    order: list[int]
+    curve: list[int]
+    birth: list[int]
+    death: dict[int, int]
+    at: int
+    over: list[int]
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.curve[self.at]
 
 
 class MemoryModel:
-    """The memory of an annotated graph, for any order that its nodes are put in."""
+    """The memory of an annotated graph, for any order that its nodes are put in.
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self._graph = graph
-        self._kernels = Kernels(graph.nodes)
-        self._buffers: dict[fx.Node, _Buffer] = {}
-        self._held: list[tuple[fx.Node, fx.Node]] = []  # and the wait until which
-        self._ends_functions: set[fx.Node] = set()
-        self._needed: dict[tuple[fx.Node, fx.Node], bool] = {}
-        self._returned = returned_roots(graph)
-        for node in graph.nodes:
-            if node.op == "output":
-                continue
-            size_bytes = 0 if node.meta.get(STATIC) else cost_of(node).memory_bytes
-            users, fusible = tuple(effective_users(node)), is_fusible(node)
-            self._buffers[node] = _Buffer(
-                size_bytes,
-                users,
-                inlined=fusible and size_bytes == 0 and bool(users) and not is_reduction(node),
-                owns=not is_alias(node),
-                over=fusible and size_bytes > 0,
-                own=node.op == "call_function" or bool(node.meta.get("saved", False)),
-                part=cost_of(node).in_function and cost_of(node).memory_bytes > 0,
+    What does not depend on the order is found once, by the nodes' places in the wiring:
+    ``_size``: what a node allocates (0: nothing, or not the graph's). ``_inlined``: whether it
+    lives only inside its readers' kernels. ``_over``: whether it may be written over what dies.
+    ``_own``: whether others may be written over it. ``_held``: inputs and outputs of collectives,
+    and the wait until which they are there. ``_part``: whether its kernel is a part of a function;
+    ``_ends``: whether it is called from outside of functions. ``_reading``: who reads a node,
+    those who live only inside others' kernels looked through.
+    """
+
+    def __init__(self, wiring: Wiring) -> None:
+        self._wiring = wiring
+        self._kernels = Kernels(wiring)
+        self._returned = [*wiring.returned()]
+        self._size: list[int] = []
+        self._inlined: list[bool] = []
+        self._over: list[bool] = []
+        self._own: list[bool] = []
+        self._workspace: list[int] = []
+        self._held: list[tuple[int, int]] = []
+        self._part: list[bool] = []
+        self._ends: list[bool] = []
+        self._needed: dict[tuple[int, int], bool] = {}
+        for index, node in enumerate(wiring.nodes):
+            meta, traits, cost = node.meta, wiring.traits[index], cost_of(node)
+            size_bytes = 0 if meta.get(STATIC) else cost.memory_bytes
+            self._size.append(size_bytes)
+            readers = bool(wiring.readers[index])
+            inlined = traits.fusible and cost.memory_bytes == 0 and readers
+            self._inlined.append(inlined and not is_reduction(node))
+            self._part.append(cost.in_function and cost.memory_bytes > 0)
+            is_view = traits.alias and node.target is not WAIT and not traits.collective
+            self._ends.append(
+                wiring.called[index] and not (traits.fusible or traits.getitem or is_view)
             )
-            if _ends_functions(node):
-                self._ends_functions.add(node)
+            self._over.append(traits.fusible and size_bytes > 0)
+            self._own.append(wiring.called[index] or bool(meta.get("saved", False)))
+            self._workspace.append(cost.workspace_bytes)
             if node.target is WAIT and isinstance(node.args[0], fx.Node):
-                start = node.args[0]
-                if is_collective(start):
-                    source = root_of(start.args[0])  # type: ignore[arg-type]
-                    self._held += [(source, node), (start, node)]
-        self._number = {node: index for index, node in enumerate(graph.nodes)}
-        # Who reads a tensor, those who live only inside others' kernels looked through.
-        self._readers: dict[fx.Node, dict[fx.Node, None]] = {}
-        for node in reversed(self._buffers):
-            found: dict[fx.Node, None] = {}
-            for user in self._buffers[node].users:
-                inside = user in self._buffers and self._buffers[user].inlined
-                found.update(self._readers[user] if inside else {user: None})
-            self._readers[node] = found
+                start = wiring.place[node.args[0]]
+                if wiring.traits[start].collective:
+                    source = wiring.root[wiring.place[node.args[0].args[0]]]
+                    self._held += [(source, index), (start, index)]
+        self._reading: list[list[int]] = list(wiring.readers)
+        for index in reversed(range(len(wiring.nodes))):
+            own = wiring.readers[index]
+            if any(map(self._inlined.__getitem__, own)):
+                seen: dict[int, None] = {}
+                for user in own:
+                    inside = self._inlined[user]
+                    seen.update(dict.fromkeys(self._reading[user] if inside else [user]))
+                self._reading[index] = list(seen)
 
-    def run(self) -> Memory:
-        """Memory in the order that the nodes have now. See the module's docstring."""
-        place = positions(self._graph)
-        nodes = list(place)
-        birth = self._kernels.places(place)
-        death = self._deaths(place, birth)
-        freed = self._function_ends(nodes, birth)
-        dying: list[list[fx.Node]] = [[] for _ in nodes]
-        born: list[list[fx.Node]] = [[] for _ in nodes]
-        freed_at: list[list[fx.Node]] = [[] for _ in nodes]
-        for node, last in death.items():
-            if self._buffers[node].size_bytes:
-                dying[last].append(node)
-                born[birth[node]].append(node)
-        alive_bytes = 0
+    def course(self, nodes: Iterable[fx.Node] | None = None) -> Course:
+        """How memory changes, with the nodes in this order (None: that of the wiring)."""
+        place_of = self._wiring.place
+        count = len(place_of)
+        order = list(range(count) if nodes is None else [place_of[node] for node in nodes])
+        birth = self._kernels.places(order)
+        death = self._deaths(order, birth)
+        size, workspace = self._size, self._workspace
+        dying: list[list[int] | None] = [None] * count
+        born: list[list[int] | None] = [None] * count
+        for index, last in death.items():
+            if size[index]:
+                dies = dying[last]
+                if dies is None:
+                    dying[last] = [index]
+                else:
+                    dies.append(index)
+                first = birth[index]
+                comes = born[first]
+                if comes is None:
+                    born[first] = [index]
+                else:
+                    comes.append(index)
+        ends = self._function_ends(order, birth)
+        freed: list[list[int]] = [[] for _ in order]
+        alive_bytes, most_bytes, at = 0, -1, 0
         curve: list[int] = []
-        best = 0
-        over: list[fx.Node] = []  # what is written over at the peak
-        for index, node in enumerate(nodes):
-            replaced = self._written_over(born[index], dying[index], birth)
-            alive_bytes += self._sum(born[index]) - self._sum(replaced)
-            curve.append(alive_bytes + cost_of(node).workspace_bytes)
-            for dead in dying[index]:
-                if dead not in replaced:
-                    death[dead] = freed[index]
-                    freed_at[freed[index]].append(dead)
-            alive_bytes -= self._sum(freed_at[index])
-            if curve[-1] > curve[best]:
-                best = index
-            if best == index:
-                over = replaced
+        over: list[int] = []
+        for place, index in enumerate(order):
+            comes, dies = born[place], dying[place]
+            here = workspace[index]
+            replaced: list[int] = []
+            if comes is not None:
+                for one in comes:
+                    alive_bytes += size[one]
+                if dies is not None:
+                    replaced = self._written_over(comes, dies, birth)
+                    for one in replaced:
+                        alive_bytes -= size[one]
+            here += alive_bytes
+            curve.append(here)
+            if here > most_bytes:
+                most_bytes, at, over = here, place, replaced
+            if dies is not None:
+                for one in dies:
+                    if one not in replaced:
+                        death[one] = ends[place]
+                        freed[ends[place]].append(one)
+            for one in freed[place]:
+                alive_bytes -= size[one]
+        return Course(order, curve, birth, death, at, over)
+
+    def described(self, course: Course) -> Memory:
+        """What there is at the peak, and at the end."""
+        nodes, size, at = self._wiring.nodes, self._size, course.at
         alive = [
-            node
-            for node, last in death.items()
-            if birth[node] <= best <= last and self._buffers[node].size_bytes and node not in over
+            index
+            for index, last in course.death.items()
+            if course.birth[index] <= at <= last and size[index] and index not in course.over
         ]
         peak = dict.fromkeys(KINDS, 0)
-        for node in alive:
-            peak[kind_of(node, node in self._returned)] += self._buffers[node].size_bytes
-        peak["workspace"] = cost_of(nodes[best]).workspace_bytes
+        returned = set(self._returned)
+        for index in alive:
+            peak[kind_of(nodes[index], index in returned)] += size[index]
+        peak["workspace"] = self._workspace[course.order[at]]
         end = len(nodes) - 1
-        kept = self._sum([node for node, last in death.items() if last == end])
-        return Memory(curve, nodes[best], alive, {k: v for k, v in peak.items() if v}, kept)
+        kept_bytes = sum([size[index] for index, last in course.death.items() if last == end])
+        return Memory(
+            course.curve,
+            nodes[course.order[at]],
+            [nodes[index] for index in alive],
+            {kind: size_bytes for kind, size_bytes in peak.items() if size_bytes},
+            kept_bytes,
+        )
 
-    def _function_ends(self, nodes: list[fx.Node], birth: dict[fx.Node, int]) -> list[int]:
-        """For every place the last one of its function; its own if it is in none."""
-        parts = {birth[node] for node, buffer in self._buffers.items() if buffer.part}
-        ends = list(range(len(nodes)))
-        last: int | None = None
-        for index in reversed(range(len(nodes))):
-            if nodes[index] in self._ends_functions:
-                last = None
-            elif index in parts:
-                last = index if last is None else last
-                ends[index] = last
+    def _function_ends(self, order: list[int], birth: list[int]) -> list[int]:
+        """For every place in the order the last one of its function; its own if it is in none."""
+        parts = [False] * len(order)
+        for index, is_part in enumerate(self._part):
+            if is_part:
+                parts[birth[index]] = True
+        ends = list(range(len(order)))
+        last = -1
+        for place in range(len(order) - 1, -1, -1):
+            if self._ends[order[place]]:
+                last = -1
+            elif parts[place]:
+                last = max(last, place)
+                ends[place] = last
         return ends
 
-    def _sum(self, nodes: list[fx.Node]) -> int:
-        return sum([self._buffers[node].size_bytes for node in nodes])
-
-    def _written_over(
-        self, born: list[fx.Node], dying: list[fx.Node], birth: dict[fx.Node, int]
-    ) -> list[fx.Node]:
+    def _written_over(self, born: list[int], dying: list[int], birth: list[int]) -> list[int]:
         """What Inductor puts a pointwise result in the place of: inputs of its size that die.
 
         Of the graph's own inputs only what the forward saved, which AOTAutograd donates. Nothing
         that the kernel reads for another result, unless that one is needed for this result
         (``torch._inductor.scheduler.BaseSchedulerNode.decide_inplace_update``).
         """
-        found: list[fx.Node] = []
-        for node in born if dying else ():
-            new = self._buffers[node]
-            if not new.over:
+        found: list[int] = []
+        size = self._size
+        for index in born:
+            if not self._over[index]:
                 continue
+            new_bytes = size[index]
             for dead in dying:
-                old = self._buffers[dead]
-                same = old.own and old.size_bytes == new.size_bytes
+                same = size[dead] == new_bytes and self._own[dead]
                 if not same or dead in found or dead in born:
                     continue
-                others = [r for r in self._readers[dead] if birth.get(r) == birth[node]]
-                if node in others and all(r is node or self._needs(node, r) for r in others):
+                others = [r for r in self._reading[dead] if birth[r] == birth[index]]
+                if index in others and all(
+                    other == index or self._needs(index, other) for other in others
+                ):
                     found.append(dead)
                     break
         return found
 
-    def _needs(self, node: fx.Node, other: fx.Node) -> bool:
+    def _needs(self, index: int, other: int) -> bool:
         """Whether a node is computed of another, directly or not."""
-        key = (node, other)
+        key = (index, other)
         if key not in self._needed:
-            first, stack, seen = self._number[other], [node], {node}
+            stack, seen = [index], {index}
             while stack and other not in seen:
-                for source in stack.pop().all_input_nodes:
-                    if self._number[source] >= first and source not in seen:
+                for source in self._wiring.inputs[stack.pop()]:
+                    if source >= other and source not in seen:
                         seen.add(source)
                         stack.append(source)
             self._needed[key] = other in seen
         return self._needed[key]
 
-    def _deaths(
-        self, place: dict[fx.Node, int], birth: dict[fx.Node, int]
-    ) -> dict[fx.Node, int]:
+    def _deaths(self, order: list[int], birth: list[int]) -> dict[int, int]:
         """For every node that owns memory or feeds a kernel: the place of its last reader."""
-        last = len(place) - 1
-        runs: dict[fx.Node, int] = {}  # where the kernel of a node really runs
-        death: dict[fx.Node, int] = {}
-        held: dict[fx.Node, int] = {}  # inputs and outputs of collectives, until the wait
-        for node, wait in self._held:
-            held[node] = max(held.get(node, 0), place[wait])
-        for node in reversed(place):
-            if node.op == "output":
+        place = [0] * len(order)
+        for where, index in enumerate(order):
+            place[index] = where
+        last = len(order) - 1
+        wiring = self._wiring
+        alias, readers, inlined = wiring.alias, wiring.readers, self._inlined
+        runs = [last] * len(order)  # where the kernel of a node really runs
+        death: dict[int, int] = {}
+        held = [0] * len(order)
+        for index, wait in self._held:
+            if place[wait] > held[index]:
+                held[index] = place[wait]
+        for index in reversed(order):
+            if index == last:
                 continue
-            buffer = self._buffers[node]
-            ends = [runs.get(user, last) for user in buffer.users]
-            runs[node] = max(ends) if buffer.inlined else birth[node]
-            if buffer.owns:
-                death[node] = max(birth[node], held.get(node, 0), *ends)
-        for node in self._returned:
-            death[node] = last
+            end = runs[index] = birth[index]
+            for user in readers[index]:
+                if runs[user] > end:
+                    end = runs[user]
+            if inlined[index]:
+                runs[index] = max([runs[user] for user in readers[index]])
+            if not alias[index]:
+                death[index] = max(end, held[index])
+        for index in self._returned:
+            death[index] = last
         return death
-
-
-def _ends_functions(node: fx.Node) -> bool:
-    """Whether a node is called from outside of C++ functions: it is neither fused nor a view."""
-    return (
-        node.op == "call_function"
-        and not (is_fusible(node) or is_getitem(node))
-        and (node.target is WAIT or is_collective(node) or not is_alias(node))
-    )
 
 
 def memory_of(graph: fx.Graph) -> Memory:
     """Memory of an annotated graph in its order. See the module's docstring."""
-    return MemoryModel(graph).run()
+    model = MemoryModel(Wiring(graph))
+    return model.described(model.course())
 
 
 def returned_roots(graph: fx.Graph) -> set[fx.Node]:

@@ -37,8 +37,10 @@ class Network:
 
     def free_seconds(self, group: str) -> float:
         """When all that a group has to do will have ended, if this rank computes till then."""
-        flights = self._queues.get(group, ())
-        return self.now + sum(flight.wake_seconds + flight.seconds for flight in flights)
+        flights = self._queues.get(group)
+        if not flights:
+            return self.now
+        return self.now + sum([flight.wake_seconds + flight.seconds for flight in flights])
 
     def start(self, node: fx.Node, group: str, seconds: float, wake_seconds: float = 0.0) -> None:
         """Put a collective at the end of its group's queue."""
@@ -75,6 +77,8 @@ class Network:
 
     def _pass(self, until: float, computing: bool) -> None:
         for group, queue in self._queues.items():
+            if not queue:
+                continue
             now = self.now
             while queue:
                 flight = queue[0]

@@ -24,9 +24,11 @@ from passes.context import Context
 from passes.dedupe import dedupe
 from passes.hoist import hoist
 from passes.levels import levels
+from passes.memory import MEMORY
 from passes.reorder import reorder
 from passes.shard import shard
 from passes.tag import tag
+from passes.wiring import WIRING
 
 
 class Stage(str, enum.Enum):
@@ -110,6 +112,9 @@ def _index(passes: Sequence[Pass], name: str) -> int:
     raise PipelineError(f"no pass is named {name!r}; there are {[p.name for p in passes]}")
 
 
+#: What a pass finds out of a whole graph, for the next one only, which may change the graph.
+_OF_ONE_PASS = (WIRING, MEMORY)
+
 Observer = Callable[[Pass, fx.GraphModule, Context], None]
 
 
@@ -128,9 +133,15 @@ def run(
     """
     for one in passes:
         if one.stage is stage:
+            known = {key: gm.meta.get(key) for key in _OF_ONE_PASS}
             gm = one.function(gm, ctx)
+            for key, value in known.items():  # it held for the graph before this pass
+                if value is not None and gm.meta.get(key) is value:
+                    del gm.meta[key]
             if observe is not None:
                 observe(one, gm, ctx)
     if recompile:
+        for key in _OF_ONE_PASS:
+            gm.meta.pop(key, None)
         gm.recompile()
     return gm

@@ -12,6 +12,7 @@ from passes.context import Context, Phase
 from passes.decisions import Plan, Prediction
 from passes.fold import Folded, Seconds, put_in, seconds_of
 from passes.graph import bytes_of, output_node, shared_values
+from passes.memory import MEMORY
 from passes.pipeline import Pass, Stage, run
 from passes.recompute import recomputed
 from passes.simulate import Simulation, simulate
@@ -100,7 +101,7 @@ def _predict(
         local = ctx.replace(plan=plan, phase=phase, base_bytes=held + extra)
         gm = run(passes, Stage.PARTS, gm, local, recompile=False)
         lowered.append(gm)
-        simulations.append(simulate(gm.graph))
+        simulations.append(simulate(gm.graph, gm.meta.pop(MEMORY, None)))
     forward, backward = simulations
     unseen = Seconds(0.0, 0.0)
     if folded is not None:

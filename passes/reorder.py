@@ -41,8 +41,9 @@ from passes.decisions import Collective
 from passes.exposure import DRAINED, HELD_BACK, Reason
 from passes.fusion import is_fusible
 from passes.graph import ALL_REDUCE, COLLECTIVES, output_node, positions, root_of
-from passes.memory import MemoryModel
-from passes.schedule import Job, Room, Scheduler, is_compute, moved
+from passes.memory import MEMORY, Course, MemoryModel
+from passes.schedule import Frame, Job, Room, Scheduler, is_compute, moved
+from passes.wiring import WIRING, Wiring
 
 #: How often less room is tried before nothing is in flight at all.
 _ROOM_TRIES = 6
@@ -59,28 +60,37 @@ def reorder(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     total = _total_bytes(jobs)
     bound = ctx.plan.in_flight_bytes
     cap = allowed = total if bound is None else bound
-    memory = MemoryModel(graph)
+    memory = MemoryModel(gm.meta.get(WIRING) or Wiring(graph))
     free_bytes = _free_bytes(graph, jobs, memory, ctx)
+    frame = Frame(original, jobs, _seconds)
     spare_bytes = 0  # of the room, to be on the safe side
-    tried: list[tuple[int, Scheduler]] = []
+    output = output_node(graph)
+    tried: list[tuple[Course, Scheduler]] = []
+    course: Course | None = None
     while True:
         room = None if free_bytes is None else Room([free - spare_bytes for free in free_bytes])
-        scheduler = Scheduler(original, jobs, cap, _seconds, sequence, room)
-        _apply(graph, scheduler.run())
+        scheduler = Scheduler(frame, cap, sequence, room)
+        order = scheduler.run()
         if ctx.limit_bytes is None:
             break
-        tried.append((memory.run().peak_bytes, scheduler))
-        above_bytes = ctx.base_bytes + tried[-1][0] - ctx.limit_bytes
+        course = memory.course([*order, output])
+        tried.append((course, scheduler))
+        above_bytes = ctx.base_bytes + course.peak_bytes - ctx.limit_bytes
         if above_bytes <= 0:
             break
         if cap == 0:
-            _, scheduler = min(tried, key=lambda one: one[0])
-            _apply(graph, scheduler.result)
+            course, scheduler = min(tried, key=lambda one: one[0].peak_bytes)
             break
         spare_bytes += above_bytes
-        if len(tried) >= _ROOM_TRIES:
-            cap = 0
-    graph.lint()
+        if len(tried) >= _ROOM_TRIES or (room is not None and not room.any_at_first):
+            cap = 0  # where there was no room at all, less of it gives the same schedule
+    _apply(graph, scheduler.result)
+    if ctx.deciding and course is None:
+        course = memory.course([*scheduler.result, output])
+    if course is not None:
+        gm.meta[MEMORY] = memory.described(course)
+    if not ctx.deciding:
+        graph.lint()
     for job in jobs:
         job.start.meta[HELD_BACK] = _held_back(job, scheduler, allowed)
         job.start.meta[DRAINED] = job in scheduler.drained
@@ -104,7 +114,7 @@ def _free_bytes(
         return None
     mine = moved(jobs)
     free_bytes: list[int] = []
-    for node, alive_bytes in zip(graph.nodes, memory.run().curve, strict=True):
+    for node, alive_bytes in zip(graph.nodes, memory.course().curve, strict=True):
         left = ctx.limit_bytes - ctx.base_bytes - alive_bytes
         if is_compute(node, mine):
             free_bytes.append(left)
@@ -135,12 +145,8 @@ def _sequence(original: list[fx.Node], jobs: list[Job], ctx: Context) -> list[Jo
     each = sum(cost_of(job.start).seconds for job in jobs) / max(1, len(kernels))
     total = _total_bytes(jobs)
     bound = ctx.plan.in_flight_bytes
-    order = Scheduler(
-        original,
-        jobs,
-        total if bound is None else bound,
-        lambda node: each if node in kernels else 0.0,
-    ).run()
+    frame = Frame(original, jobs, lambda node: each if node in kernels else 0.0)
+    order = Scheduler(frame, total if bound is None else bound).run()
     by_start = {job.start: job for job in jobs}
     return [by_start[node] for node in order if node in by_start]
 

@@ -6,12 +6,13 @@ See ``passes/reorder.py``, which decides under what cap.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from torch import fx
 
-from passes.annotate import cost_of
+from passes.annotate import Cost, cost_of
 from passes.check import InvalidGraph
 from passes.decisions import Collective
 from passes.exposure import Reason
@@ -46,10 +47,20 @@ class Job:
     follows: Job | None = None
     then: Job | None = None
 
-    @property
+    @functools.cached_property
     def group(self) -> str:
         """The process group it runs on, and so its queue."""
         return group_of(self.start)
+
+    @functools.cached_property
+    def cost(self) -> Cost:
+        """What the collective itself takes."""
+        return cost_of(self.start)
+
+    @functools.cached_property
+    def seconds_left(self) -> float:
+        """Of a collective's legs, from this one to the last."""
+        return self.cost.seconds + (0.0 if self.then is None else self.then.seconds_left)
 
     @property
     def purpose(self) -> Collective:
@@ -63,6 +74,8 @@ class Room:
 
     def __init__(self, free_bytes: Sequence[int]) -> None:
         self._free = np.array(free_bytes, dtype=np.int64)
+        #: Whether there was room for anything, if for nothing, at any node.
+        self.any_at_first = max(free_bytes, default=-1) >= 0
 
     def at(self, place: int) -> int:
         """What is left at one node."""
@@ -77,6 +90,52 @@ class Room:
         self._free[start:end] -= size_bytes
 
 
+class Frame:
+    """What does not depend on room or cap of a graph whose collectives are to be scheduled.
+
+    ``compute``: the nodes that stay in their order, and what each takes (``seconds``).
+    ``stall_free``: when each would start if nothing ever stalled.
+    ``used``, ``ready``: for each of them the collectives that it is the first to use, and the
+    reductions whose gradients are there after it. ``ready_at_once``: those that need none.
+    """
+
+    def __init__(
+        self, original: Sequence[fx.Node], jobs: Sequence[Job], seconds: Callable[[fx.Node], float]
+    ) -> None:
+        """
+        Args:
+            original: all nodes, in the order they have.
+            seconds: what a compute node takes.
+        """
+        mine = moved(jobs)
+        self.inputs = [node for node in original if node.op == "placeholder"]
+        self.compute = [node for node in original if is_compute(node, mine)]
+        self.seconds = [seconds(node) for node in self.compute]
+        self.place = {node: index for index, node in enumerate(self.compute)}
+        order = {node: index for index, node in enumerate(original)}
+        self.gathers = sorted(
+            (job for job in jobs if job.gathers and job.follows is None),
+            key=lambda job: (order[job.first_use], order[job.start]),
+        )
+        self.used: list[list[Job]] = [[] for _ in self.compute]
+        reductions = [job for job in jobs if not job.gathers and job.follows is None]
+        for job in [*self.gathers, *reductions]:
+            if job.first_use in self.place:
+                self.used[self.place[job.first_use]].append(job)
+        self.ready: list[list[Job]] = [[] for _ in self.compute]
+        self.ready_at_once: list[Job] = []
+        for job in reductions:
+            after = _ready_after(job, mine, order)
+            (self.ready_at_once if after is None else self.ready[self.place[after]]).append(job)
+        self.stall_free: dict[fx.Node, float] = {}
+        self.finish_seconds = 0.0
+        for node, took in zip(self.compute, self.seconds, strict=True):
+            self.stall_free[node] = self.finish_seconds
+            self.finish_seconds += took
+        self.total_bytes = sum(job.bytes for job in jobs if job.follows is None)
+        self.has_legs = any(job.then is not None for job in jobs)
+
+
 class Scheduler:
     """Walks the compute nodes with two clocks, of the compute and of the network.
 
@@ -86,49 +145,24 @@ class Scheduler:
 
     def __init__(
         self,
-        original: list[fx.Node],
-        jobs: list[Job],
+        frame: Frame,
         cap_bytes: int,
-        seconds: Callable[[fx.Node], float],
         sequence: list[Job] | None = None,
         room: Room | None = None,
     ) -> None:
         """
         Args:
-            original: all nodes, in the order they have.
             cap_bytes: the most that may be gathered ahead of its use, and the most of gradients
                 that may wait for their reduction.
-            seconds: what a compute node takes.
             sequence: the order in which the collectives must start (None: the best found).
             room: what may be alive besides, at each compute node (None: whatever it takes).
         """
-        mine = moved(jobs)
-        self.compute = [node for node in original if is_compute(node, mine)]
-        self.cap_bytes, self.seconds, self.sequence = cap_bytes, seconds, sequence
+        self.frame, self.gathers, self.compute = frame, frame.gathers, frame.compute
+        self.cap_bytes, self.sequence = cap_bytes, sequence
         self.room = room
-        self.place = {node: index for index, node in enumerate(self.compute)}
         self.at = 0  # the place of the compute node that runs next
         self.horizon_seconds = 0.0  # how far ahead queues must have something to do
-        order = {node: index for index, node in enumerate(original)}
-        self.gathers = sorted(
-            (job for job in jobs if job.gathers and job.follows is None),
-            key=lambda job: (order[job.first_use], order[job.start]),
-        )
-        self.used_at: dict[fx.Node, list[Job]] = {}
-        reductions = [job for job in jobs if not job.gathers and job.follows is None]
-        for job in [*self.gathers, *reductions]:
-            self.used_at.setdefault(job.first_use, []).append(job)
-        self.ready_at: dict[fx.Node | None, list[Job]] = {}
-        for job in reductions:
-            self.ready_at.setdefault(_ready_after(job, mine, order), []).append(job)
-        # When each compute node would start if nothing ever stalled.
-        self.stall_free: dict[fx.Node, float] = {}
-        self.finish_seconds = 0.0
-        for node in self.compute:
-            self.stall_free[node] = self.finish_seconds
-            self.finish_seconds += seconds(node)
-
-        self.result = [n for n in original if n.op == "placeholder"]
+        self.result = list(frame.inputs)
         self.placed: set[fx.Node] = set()
         self.network = Network()
         self.started: set[Job] = set()
@@ -139,8 +173,10 @@ class Scheduler:
         self.drained: dict[Job, None] = {}
         self.ahead: dict[Job, None] = {}  # gathers started and not waited for
         self.flying: list[Job] = []  # reductions started and not waited for
-        self.pending = list(self.ready_at.get(None, ()))  # reductions that may start
+        self.pending = list(frame.ready_at_once)  # reductions that may start
         self.later: list[Job] = []  # legs that may start: the former one was waited for
+        #: What the gradients on their way, or in line, keep alive for longer than on the spot.
+        self.held_bytes = sum(job.extra_bytes for job in self.pending)
         self.next_gather = 0
         self.in_line = iter(sequence or ())
         self.head = next(self.in_line, None)
@@ -151,15 +187,18 @@ class Scheduler:
         Raises:
             InvalidGraph: if the graph cannot follow the given sequence.
         """
-        for place, node in enumerate(self.compute):
+        frame, has_legs = self.frame, self.frame.has_legs
+        for place, node in enumerate(frame.compute):
             self.at = place
-            for job in self.used_at.get(node, ()):
+            for job in frame.used[place]:
                 self.finish(job)
-            self.advance()
-            self.keep_busy(self.seconds(node))
+            if has_legs:
+                self.advance()
+            seconds = frame.seconds[place]
+            self.keep_busy(seconds)
             self.result.append(node)
-            self.network.compute(self.seconds(node))
-            self.after(node)
+            self.network.compute(seconds)
+            self.after(place)
         for job in self.sequence or [*self.gathers, *self.pending]:
             self.start_now(job)
         for job in self.gathers:
@@ -176,10 +215,11 @@ class Scheduler:
         while self.start_best() if self.sequence is None else self.start_next():
             pass
 
-    def after(self, node: fx.Node) -> None:
+    def after(self, place: int) -> None:
         """What a node's end brings: gradients to reduce, and reductions that have ended."""
-        for job in self.ready_at.get(node, ()):
+        for job in self.frame.ready[place]:
             self.pending.append(job)
+            self.held_bytes += job.extra_bytes
             if self.cap_bytes == 0 and self.sequence is None:
                 self.finish(job)
         while self.cap_bytes == 0 and self.head in (*self.pending, *self.later):
@@ -187,14 +227,16 @@ class Scheduler:
             job, self.head = self.head, next(self.in_line, None)
             self.begin(job)
             self.wait_for(job)
-        for job in [job for job in self.flying if job.start in self.network.ends]:
-            self.wait_for(job)
+        if self.flying:
+            for job in [job for job in self.flying if job.start in self.network.ends]:
+                self.wait_for(job)
         self.advance()
         # Gradients that wait in line take memory too: above the cap, stall for the oldest.
-        while self.flying and _bytes(self.reductions()) > self.cap_bytes:
+        capped = self.cap_bytes < self.frame.total_bytes
+        while capped and self.flying and _bytes(self.reductions()) > self.cap_bytes:
             self.wait_for(self.flying[0])
             self.advance()
-        while self.is_short(self.at + 1):
+        while self.room is not None and self.is_short(self.room, self.at + 1):
             oldest = next((one for one in self.flying if one.extra_bytes), None)
             if oldest is not None:
                 self.drained[oldest] = None
@@ -203,16 +245,11 @@ class Scheduler:
             elif not self.start_pending():
                 break
 
-    def is_short(self, place: int) -> bool:
+    def is_short(self, room: Room, place: int) -> bool:
         """Whether the gradients on their way take more than there is room for at a node."""
-        if self.room is None or place >= len(self.compute):
+        if place >= len(self.compute) or not self.held_bytes:
             return False
-        return self.held_bytes() > max(0, self.room.at(place))
-
-    def held_bytes(self) -> int:
-        """What the gradients on their way, or in line, keep alive for longer than on the spot."""
-        received_bytes = sum(job.flying_bytes for job in self.flying)
-        return received_bytes + sum(job.extra_bytes for job in self.reductions())
+        return self.held_bytes > max(0, room.at(place))
 
     def reductions(self) -> list[Job]:
         """Gradients on their way, or in line: of each the leg that it is at."""
@@ -232,21 +269,24 @@ class Scheduler:
         self.placed.update(job.before)
         self.result.append(job.start)
         self.started.add(job)
-        cost = cost_of(job.start)
+        cost = job.cost
         self.network.start(job.start, job.group, cost.seconds, cost.wake_seconds)
         self.network.compute(cost.busy_seconds)
         if job.follows is not None:
             self.later.remove(job)
+            self.held_bytes -= 0 if job.gathers else job.extra_bytes
         elif job.gathers:
             self.next_gather += 1
         else:
             self.pending.remove(job)
+            self.held_bytes -= job.extra_bytes
         if job.gathers:
             self.ahead[job] = None
             if self.room is not None:
                 self.room.take(job.extra_bytes, self.at, self.used(job))
         else:
             self.flying.append(job)
+            self.held_bytes += job.flying_bytes + job.extra_bytes
 
     def wait_for(self, job: Job) -> None:
         """Wait for a collective, unless that was done already. The leg after it may then start."""
@@ -259,11 +299,15 @@ class Scheduler:
             del self.ahead[job]
         else:
             self.flying.remove(job)
+            self.held_bytes -= job.flying_bytes + job.extra_bytes
         if job.then is not None:
             self.later.append(job.then)
+            self.held_bytes += 0 if job.then.gathers else job.then.extra_bytes
 
     def advance(self) -> None:
         """Wait for legs that have ended, which costs nothing, and start those after them."""
+        if not self.frame.has_legs:
+            return
         for job in [*self.ahead, *self.flying]:
             if job.then is not None and job.start in self.network.ends:
                 self.wait_for(job)
@@ -282,7 +326,7 @@ class Scheduler:
             self.start_now(leg)
             self.advance()
             left = self.network.free_seconds(leg.group) - self.network.now
-            self.keep_busy(left + _seconds_of(leg.then))
+            self.keep_busy(left + (0.0 if leg.then is None else leg.then.seconds_left))
             self.wait_for(leg)
             leg = leg.then
 
@@ -292,14 +336,14 @@ class Scheduler:
         For the cap, one alone always can, and a later leg: its first one was counted whole.
         """
         beside: list[Job] = []
-        if job.follows is None:
+        if job.follows is None and self.cap_bytes < self.frame.total_bytes:
             beside = [*(self.ahead if job.gathers else self.flying)]
             beside += [leg for leg in self.later if leg.gathers == job.gathers]
         if self.room is not None:
             least, more = self.room.at(self.at), job.flying_bytes
             if job.gathers:
                 least, more = self.room.least(self.at, self.used(job)), job.extra_bytes
-            if more + self.held_bytes() > least:
+            if more + self.held_bytes > least:
                 self.held_back[job] = Reason.MEMORY
                 return False
         if beside and _bytes(beside) + job.bytes > self.cap_bytes:
@@ -309,7 +353,7 @@ class Scheduler:
 
     def used(self, job: Job) -> int:
         """The place of the compute node that first uses what is gathered."""
-        return self.place.get(job.first_use, len(self.compute))
+        return self.frame.place.get(job.first_use, len(self.compute))
 
     def is_due(self, job: Job) -> bool:
         """Whether a collective may start by now, as far as its queue goes.
@@ -321,7 +365,7 @@ class Scheduler:
         """
         if not job.gathers and self.next_gather == len(self.gathers):
             return True
-        due = self.network.now + self.horizon_seconds + cost_of(job.start).seconds
+        due = self.network.now + self.horizon_seconds + job.cost.seconds
         return self.network.free_seconds(job.group) <= due
 
     def start_best(self) -> bool:
@@ -331,9 +375,10 @@ class Scheduler:
             gather = None
         room = gather is not None and self.has_room(gather)
         if gather is not None and room:
-            used = self.stall_free.get(gather.first_use, self.finish_seconds) + self.stalled
+            used = self.frame.stall_free.get(gather.first_use, self.frame.finish_seconds)
+            used += self.stalled
             free = self.network.free_seconds(gather.group)
-            if used - free <= _URGENT * _seconds_of(gather):
+            if used - free <= _URGENT * gather.seconds_left:
                 self.begin(gather)
                 return True
         first = self.pending[0] if self.pending else None
@@ -403,11 +448,6 @@ def moved(jobs: Iterable[Job]) -> set[fx.Node]:
 def is_compute(node: fx.Node, mine: set[fx.Node]) -> bool:
     """Whether a node stays in its place: neither moved nor part of the graph's frame."""
     return node not in mine and node.op not in _FRAME
-
-
-def _seconds_of(job: Job | None) -> float:
-    """Of a collective's legs, from this one to the last."""
-    return 0.0 if job is None else cost_of(job.start).seconds + _seconds_of(job.then)
 
 
 def _bytes(jobs: Iterable[Job]) -> int:

@@ -10,37 +10,50 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from passes.graph import is_alias, is_collective, is_getitem, is_packing
+from passes.graph import is_collective
 from passes.markers import REDUCE_GRAD, UNSHARD
 from passes.packing import UNPACK
+from passes.wiring import Traits, Wiring
 
 _CONVERSIONS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
 
 
-def serves(graph: fx.Graph) -> dict[fx.Node, tuple[str, ...]]:
-    """Names of parameters by node, in the graph's order; nodes that serve none are left out."""
-    found: dict[fx.Node, tuple[str, ...]] = {}
-    weights: set[fx.Node] = set()  # parameters in whatever form: whole, cut, in a bucket
-    for node in graph.nodes:
-        names, is_weight = _own(node)
-        if not names and node.op == "call_function":
-            sources = [n for n in node.all_input_nodes if n in weights or _passes_on(node)]
-            names = tuple(dict.fromkeys(name for n in sources for name in found.get(n, ())))
+def serves(wiring: Wiring) -> list[tuple[str, ...]]:
+    """Names of parameters, for every node by its place; empty for those that serve none."""
+    found: list[tuple[str, ...]] = [()] * len(wiring.nodes)
+    weight = [False] * len(wiring.nodes)  # parameters in whatever form: whole, cut, in a bucket
+    for index, node in enumerate(wiring.nodes):
+        traits = wiring.traits[index]
+        called = wiring.called[index]
+        names: tuple[str, ...] = ()
+        if traits.collective or traits.marker or node.op == "placeholder":
+            names, weight[index] = _own(node)
+        if not names and called:
+            sources = wiring.inputs[index]
+            passes_on = _passes_on(traits)
+            if not passes_on:
+                sources = [source for source in sources if weight[source]]
+            if not sources:
+                continue
+            names = found[sources[0]]
+            if len(sources) > 1:
+                names = tuple(dict.fromkeys(name for one in sources for name in found[one]))
             if node.target is UNPACK and len(names) > 1:
                 names = _member(node, names)
-            is_weight = any(n in weights for n in sources) and (
-                _passes_on(node) or node.target in _CONVERSIONS
+            weight[index] = (passes_on or node.target in _CONVERSIONS) and any(
+                map(weight.__getitem__, sources)
             )
-        if names:
-            found[node] = names
-        if is_weight:
-            weights.add(node)
-    leads: set[fx.Node] = set()  # to a reduction: from there back to the kernel that it follows
-    for node in reversed(graph.nodes):
-        if _reduces(node) or (node in leads and (_passes_on(node) or _has_one_input(node))):
-            for source in node.all_input_nodes:
-                if source not in weights and source.op == "call_function" and source not in found:
-                    found[source] = found[node]
+        found[index] = names
+    leads: set[int] = set()  # to a reduction: from there back to the kernel that it follows
+    for index in range(len(wiring.nodes) - 1, -1, -1):
+        if index in leads:
+            goes_on = _passes_on(wiring.traits[index]) or len(wiring.inputs[index]) == 1
+        else:
+            goes_on = False
+        if goes_on or _reduces(wiring.nodes[index], wiring.traits[index]):
+            for source in wiring.inputs[index]:
+                if not weight[source] and wiring.called[source] and not found[source]:
+                    found[source] = found[index]
                     leads.add(source)
     return found
 
@@ -60,19 +73,16 @@ def _own(node: fx.Node) -> tuple[tuple[str, ...], bool]:
     return (), False
 
 
-def _reduces(node: fx.Node) -> bool:
+def _reduces(node: fx.Node, traits: Traits) -> bool:
+    if not traits.collective:
+        return node.target is REDUCE_GRAD
     purpose = node.meta.get("collective")
-    gathers = purpose is None or purpose.gathers
-    return node.target is REDUCE_GRAD or (is_collective(node) and not gathers)
+    return purpose is not None and not purpose.gathers
 
 
-def _passes_on(node: fx.Node) -> bool:
+def _passes_on(traits: Traits) -> bool:
     """Whether a node only lays out anew what goes in."""
-    return is_alias(node) or is_packing(node) or is_getitem(node)
-
-
-def _has_one_input(node: fx.Node) -> bool:
-    return len(node.all_input_nodes) == 1
+    return traits.alias or traits.packing or traits.getitem
 
 
 def _member(node: fx.Node, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import fx
 
-from passes.fusion import effective_users, is_fusible, materialized, regions
+from passes.fusion import effective_users, is_fusible
 from passes.graph import ALL_REDUCE, WAIT
 from passes.markers import UNSHARD
+from passes.regions import NO_REGION, materialized, regions
+from passes.wiring import Wiring
 from tests.passes.graphs import GROUP, GraphBuilder
 
 aten = torch.ops.aten
@@ -34,8 +36,13 @@ class Model(GraphBuilder):
 
     def analysed(self, *outputs: fx.Node) -> tuple[dict[fx.Node, int], set[fx.Node]]:
         graph = self.finish(*outputs).graph
-        region = regions(graph)
-        return region, materialized(graph, region)
+        wiring = Wiring(graph)
+        region = regions(wiring)
+        real = materialized(wiring, region)
+        return (
+            {n: r for n, r in zip(wiring.nodes, region, strict=True) if r != NO_REGION},
+            {n for n, there in zip(wiring.nodes, real, strict=True) if there},
+        )
 
 
 def test_a_chain_of_pointwise_operators_is_one_kernel_that_writes_its_end():

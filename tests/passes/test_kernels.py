@@ -10,6 +10,7 @@ from torch import fx
 
 from passes.graph import positions
 from passes.kernels import FAR_KERNELS, Kernels
+from passes.wiring import Wiring
 from tests.passes.graphs import price
 from tests.passes.test_simulate import Priced
 
@@ -27,8 +28,9 @@ def fused(
 
 def places(b: Priced, *outputs: fx.Node) -> dict[fx.Node, int]:
     """Where each kernel runs, in a graph that returns these."""
-    place = positions(b.finish(*outputs).graph)
-    return Kernels(place).places(place)
+    wiring = Wiring(b.finish(*outputs).graph)
+    found = Kernels(wiring).places(range(len(wiring.nodes)))
+    return dict(zip(wiring.nodes, found, strict=True))
 
 
 def test_results_that_share_what_they_read_are_written_by_the_first_ones_kernel():
@@ -40,7 +42,7 @@ def test_results_that_share_what_they_read_are_written_by_the_first_ones_kernel(
     second = fused(b, aten.mul.Tensor, source, inside, memory_bytes=10)
     found = b.simulated(product, b.kernel(second, memory_bytes=1))
     place = positions(b.graph)
-    runs = Kernels(place).places(place)
+    runs = dict(zip(place, Kernels(Wiring(b.graph)).places(range(len(place))), strict=True))
     assert runs[second] == runs[first] == place[first]
     assert runs[product] == place[product]
     # Both results are there as the kernel runs, and none in the source's place: both read it.
@@ -128,7 +130,7 @@ def test_what_is_computed_of_a_sum_alone_reads_the_sum_and_not_what_was_summed()
     last = fused(b, aten.rsqrt.default, total, memory_bytes=1)
     found = b.simulated(product, last)
     place = positions(b.graph)
-    runs = Kernels(place).places(place)
+    runs = dict(zip(place, Kernels(Wiring(b.graph)).places(range(len(place))), strict=True))
     assert runs[last] == runs[first] == runs[total] == place[total]
     # Once the first result is in its place, the source is no more.
     assert found.memory.curve == [0, 10, 11, 11, 12, 2, 2]
