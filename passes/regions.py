@@ -9,6 +9,8 @@ barrier and raise the depth.
 
 from __future__ import annotations
 
+from networkx.utils import UnionFind
+
 from passes.wiring import Wiring
 
 #: Of a node that is in no region.
@@ -52,23 +54,15 @@ def regions(wiring: Wiring) -> list[int]:
         fusible and not alias
         for fusible, alias in zip(wiring.fusible, wiring.alias, strict=True)
     ]
-    linked = list(range(len(wiring.nodes)))  # towards the first node of a region
-
-    def first_of(index: int) -> int:
-        while linked[index] != index:
-            linked[index] = linked[linked[index]]
-            index = linked[index]
-        return index
-
+    linked = UnionFind()
     for index, own in enumerate(fused):
         for source in wiring.inputs[index] if own else ():
             root = wiring.writer[source]
             if fused[root] and depth[root] == depth[index]:
-                one, other = first_of(root), first_of(index)
-                linked[max(one, other)] = min(one, other)
+                linked.union(root, index)
     number: dict[int, int] = {}
     return [
-        number.setdefault(first_of(index), len(number)) if own else NO_REGION
+        number.setdefault(linked[index], len(number)) if own else NO_REGION
         for index, own in enumerate(fused)
     ]
 
