@@ -38,7 +38,7 @@ from passes.context import Context, Phase
 from passes.decisions import Collective, Decision, ParameterPlan, Plan, Prediction
 from passes.explain import explained
 from passes.fold import Folded
-from passes.knapsack import Table, choices_of, together
+from passes.knapsack import Choice, Table, choices_of, together
 from passes.pipeline import Pass
 from passes.predict import Step, predict, state_bytes
 from passes.recompute_sets import RecomputeSet, recompute_sets
@@ -50,6 +50,8 @@ _WEIGHTS = ((1.0, 1.0), (0.0, 1.0), (1.0, 0.0), (0.3, 1.0))
 _MOST_TRIES, _CLOSER_TRIES = 6, 2
 #: How many of the fastest plans get buckets of their own size.
 _SIZED_PLANS = 4
+#: How many of the fastest are lowered as they would run: then they take a little more or less.
+_LOWERED = 4
 #: How near a plan is to the fastest if it is tried with that one's buckets.
 _NEAR = 1.1
 #: Bucket sizes that are tried: by what factors from one to the next, and how many in a row that
@@ -60,9 +62,11 @@ _MOST_LOOKS = 48
 #: Sets of activations to recompute that there are to choose from.
 _RECOMPUTE_SETS = 8
 #: How many plans refining may look at, and how many nodes it may simulate in all: a second or two.
-_MOST_REFINED, _REFINED_NODES = 200, 10_000
-#: How many plans of a folded step may be, whatever its size.
-_LEAST_REFINED = 6
+_MOST_REFINED, _REFINED_NODES = 300, 20_000
+#: What share of them before buckets have their sizes.
+_REFINED_FIRST = 2 / 3
+#: How many plans of a folded step may be.
+_FOLDED_REFINED = 6
 #: How many pairs of plans are mixed over the layers of a folded step, and tried how often to fit.
 _MOST_MIXED, _MIXED_TRIES = 3, 4
 
@@ -98,15 +102,18 @@ def _searched(captured: Captured | Folded, ctx: Context, passes: Sequence[Pass])
     search.alike()
     seconds = {weights: search.propose(weights) for weights in _WEIGHTS}
     search.recompute_some(min(seconds, key=seconds.__getitem__))
-    if search.feasible() is None and ctx.limit_bytes is not None:
+    if search.feasible(1) is None and ctx.limit_bytes is not None:
         least = search.least_memory()
         if least.peak_bytes > ctx.limit_bytes:
             raise Infeasible(ctx.limit_bytes, least, ctx.world_size)
     search.size_buckets(1)
-    search.refine()
-    search.size_buckets(_SIZED_PLANS)
-    search.share_sizes()
-    search.refine()  # from the plan that is the fastest with the buckets it now has
+    search.refine(_REFINED_FIRST)
+    best = None
+    while best != (best := search.fastest()):
+        search.size_buckets(_SIZED_PLANS)
+        search.share_sizes()
+        search.refine()  # from the plan that is the fastest with the buckets it now has
+    search.look_at_all()
     search.share_sizes()
     search.mix_layers()
     found = search.feasible()
@@ -229,14 +236,25 @@ class _Search:
         """What was looked at and fits."""
         return [key for key, (_, said) in self.seen.items() if self.fits(said)]
 
-    def feasible(self) -> tuple[Plan, Step] | None:
-        """The fastest plan that fits, with what the simulator says of it as it will be lowered."""
-        found = [pair for pair in self.seen.values() if self.fits(pair[1])]
-        for plan, _ in sorted(found, key=lambda pair: pair[1].step_seconds):
+    def fastest(self) -> tuple[_Key, float]:
+        """Of what fits, and its seconds."""
+        best = min(self.fitting(), key=self._seconds)
+        return best, self._seconds(best)
+
+    def feasible(self, most: int = _LOWERED) -> tuple[Plan, Step] | None:
+        """The fastest plan that fits, with what the simulator says of it as it will be lowered.
+
+        ``most``: so many of the fastest are compared as they will be.
+        """
+        found: list[tuple[Plan, Step]] = []
+        for key in sorted(self.fitting(), key=self._seconds):
+            plan = self.seen[key][0]
             step = predict(self.captured, plan, self.ctx, self.passes)
             if self.fits(step.prediction):
-                return plan, step
-        return None
+                found.append((plan, step))
+            if len(found) == (1 if isinstance(self.captured, Folded) else most):
+                break
+        return min(found, key=lambda pair: pair[1].prediction.step_seconds, default=None)
 
     def alike(self) -> None:
         """Look at replicating all; of a folded step also at sharding all, which proposals may miss.
@@ -301,6 +319,9 @@ class _Search:
             near = [i for i in (best, best - step, best + step) if 0 <= i < len(self.sets)]
             best = min(near, key=seconds)
             step //= 2
+        for other in _WEIGHTS:
+            if other != weights:
+                self.propose(other, self.sets[best])
 
     @functools.cached_property
     def sets(self) -> list[RecomputeSet]:
@@ -318,12 +339,18 @@ class _Search:
         }
         return _Key(tuple(by_index[index] for index in range(len(self.choices))))
 
-    def refine(self) -> None:
+    def refine(self, share: float = 1.0) -> None:
         """Change a group of parameters, one, or two, until no such change is faster and fits.
 
-        Or until what may be looked at is used up. The additive model sees no overlap: what hides
-        behind what only the simulator knows.
+        Or until such a share of what may still be looked at is used up. The additive model sees
+        no overlap: what hides behind what only the simulator knows.
         """
+        kept = self.left - math.ceil(share * self.left)
+        self.left -= kept
+        self._refine()
+        self.left += kept
+
+    def _refine(self) -> None:
         single = [[own] for own in self.tied]
         pairs = [[one, other] for one, other in itertools.combinations(self.tied, 2)]
         groups = [[members] for members in self._alike() if len(members) > 1]
@@ -339,6 +366,23 @@ class _Search:
             if found == best:
                 return
             best = found
+
+    def look_at_all(self) -> None:
+        """Where there are few plans: at every one, as far as as many looks as refining has go.
+
+        First at those that recompute what the fastest does, then the others.
+        """
+        best, _ = self.fastest()
+        self.left = self._affordable_looks()
+        options = [[choice.decision for choice in own] for own in self.tied_choices]
+        keys = [best, *(best.recomputing(one) for one in (None, *self.sets))]
+        for key in dict.fromkeys((one.recompute, one.also_save) for one in keys):
+            if math.prod(map(len, options)) > self.left:
+                return
+            for decisions in itertools.product(*options):
+                recompute, also_save = key
+                tried = _Key(self._spread(decisions).decisions, recompute, also_save)
+                best = self._faster(best, tried)
 
     def _recomputing_other(self, best: _Key) -> _Key:
         """The same with the next smaller or larger set, or less a group of like tensors.
@@ -363,11 +407,19 @@ class _Search:
         return best
 
     def _faster(self, best: _Key, tried: _Key) -> _Key:
-        """The one that fits and is faster, if refining may still look at it."""
-        if tried in self.seen or self.left <= 0 or not self._may_fit(tried.decisions):
+        """The one that fits and is faster, if refining may still look at it.
+
+        What was looked at before is again, with the buckets that the best has by now.
+        """
+        size_bytes = self.seen[best][0].bucket_bytes
+        known = size_bytes in self.sizes.get(tried, ())
+        if known or self.left <= 0 or not self._may_fit(tried.decisions):
             return best
         self.left -= 1
-        faster = self.fits(self.look(tried)) and self._seconds(tried) < self._seconds(best)
+        if tried in self.seen:
+            self._with_buckets(tried, size_bytes)
+        said = self.look(tried)
+        faster = self.fits(said) and said.step_seconds < self._seconds(best)
         return tried if faster else best
 
     def _better(
@@ -444,10 +496,10 @@ class _Search:
 
     def _affordable_looks(self) -> int:
         """How many plans may be looked at: fewer of a large graph, which takes long to simulate."""
-        graphs = self.captured.captured if isinstance(self.captured, Folded) else self.captured
-        nodes = len(graphs.forward.graph.nodes) + len(graphs.backward.graph.nodes)
-        least = _LEAST_REFINED if isinstance(self.captured, Folded) else 0
-        return max(least, min(_MOST_REFINED, _REFINED_NODES // nodes))
+        if isinstance(self.captured, Folded):
+            return _FOLDED_REFINED
+        graphs = self.captured.forward.graph, self.captured.backward.graph
+        return min(_MOST_REFINED, _REFINED_NODES // sum(len(graph.nodes) for graph in graphs))
 
     def size_buckets(self, plans: int) -> None:
         """Larger and smaller buckets for the fastest plans that fit, while that helps.
@@ -482,7 +534,9 @@ class _Search:
         """
         left = self._affordable_looks() // 2
         fitting = sorted(self.fitting(), key=self._seconds)
-        near = [key for key in fitting if self._seconds(key) <= _NEAR * self._seconds(fitting[0])]
+        # Also those that did not fit: with smaller buckets they may.
+        near = [key for key in self.seen if self._seconds(key) <= _NEAR * self._seconds(fitting[0])]
+        near.sort(key=self._seconds)
         sizes = dict.fromkeys(self.seen[key][0].bucket_bytes for key in fitting[:_SIZED_PLANS])
         sizes[bucket_bytes_for(self.ctx)] = None
         for key, size_bytes in itertools.product(near, sizes):
@@ -494,7 +548,7 @@ class _Search:
         """Whether a plan fits and is faster with buckets of another size; it then has them."""
         self.sizes[key].add(size_bytes)
         found = self._price(key, self.ctx, size_bytes)
-        faster = found[1].step_seconds < self._seconds(key)
+        faster = found[1].step_seconds < self._seconds(key) or not self.fits(self.seen[key][1])
         if self.fits(found[1]) and faster:
             self.seen[key] = found
             return True
@@ -513,28 +567,29 @@ class _Search:
         error names is one that works.
         """
         ctx = self.ctx.replace(limit_bytes=0)
-        # What is cut within hosts takes more than what is cut over all ranks, where both can be.
-        choices = [
+        # What is cut within hosts mostly takes more than what is cut over all ranks, where both
+        # can be: it is tried last.
+        flat = [
             [one for one in options if not (one.decision.within_host and len(options) > 3)]
             for options in self.choices
         ]
         starts = [
-            [options[-1].decision for options in choices],
-            [options[min(1, len(options) - 1)].decision for options in choices],
-            [options[0].decision for options in choices],
+            _Key(tuple(options[min(place, len(options) - 1)].decision for options in flat))
+            for place in (2, 1, 0)
         ]
+        size_bytes = bucket_bytes_for(ctx)
         looks: dict[_Key, tuple[Plan, Prediction]] = {}
 
-        def priced(key: _Key, bucket_bytes: int | None = None) -> tuple[Plan, Prediction]:
+        def priced(key: _Key, bucket_bytes: int) -> tuple[Plan, Prediction]:
             plan, _ = self._price(key, ctx, bucket_bytes)
             return plan, predict(self.captured, plan, ctx, self.passes).prediction
 
         def peak(key: _Key) -> int:
             if key not in looks:
-                looks[key] = priced(key)
+                looks[key] = priced(key, size_bytes)
             return looks[key][1].peak_bytes
 
-        def descended(best: _Key) -> _Key:
+        def descended(best: _Key, choices: list[list[Choice]]) -> _Key:
             most, improved = len(looks) + _MOST_LOOKS, True
             while improved and len(looks) < most and not self.fits(looks[best][1]):
                 improved = False
@@ -550,27 +605,38 @@ class _Search:
                                 break
             return best
 
-        best = descended(min((_Key(tuple(decisions)) for decisions in starts), key=peak))
+        # Where all weights of a step fit into one bucket, smaller ones decide what is best.
+        best = min(starts, key=peak)
+        if not self.fits(looks[best][1]):
+            smaller = [(size_bytes // factor, key) for factor in (4, 16) for key in starts]
+            found = {one: priced(one[1], one[0]) for one in smaller if one[0]}
+            least = min(found, key=lambda one: found[one][1].peak_bytes)
+            if found[least][1].peak_bytes < peak(best):
+                size_bytes, best = least
+                looks = {best: found[least]}
+        best = descended(best, flat)
+        if flat != self.choices:
+            best = descended(best, self.choices)
         without = best
         for one in [] if self.fits(looks[best][1]) else self.sets:
             best = min(best, without.recomputing(one), key=peak)
             if self.fits(looks[best][1]):
                 break
         if best is not without:
-            best = descended(best)
-        found = looks[best]
-        size_bytes, misses = found[0].bucket_bytes // 4, 0
+            best = descended(best, self.choices)
+        chosen, misses = looks[best], 0
+        size_bytes //= 4
         while size_bytes >= _LEAST_BUCKET_BYTES and misses < _BUCKET_MISSES:
-            if self.fits(found[1]):
+            if self.fits(chosen[1]):
                 break
-            smaller = priced(best, size_bytes)
+            tried = priced(best, size_bytes)
             misses += 1
-            if smaller[1].peak_bytes < found[1].peak_bytes:
-                found, misses = smaller, 0
+            if tried[1].peak_bytes < chosen[1].peak_bytes:
+                chosen, misses = tried, 0
             size_bytes //= 4
-        self.seen[best] = found
+        self.seen[best] = chosen
         self.sizes[best] = set()  # this was priced on schedules without overlap
-        return found[1]
+        return chosen[1]
 
     def _alike(self) -> list[list[int]]:
         """Indices of parameters that differ in a layer's number only, the largest group first."""
