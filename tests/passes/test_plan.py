@@ -240,7 +240,7 @@ def test_a_bucket_size_that_is_no_better_does_not_end_the_search_for_one(monkeyp
         prediction = dataclasses.replace(step.prediction, step_seconds=seconds)
         return dataclasses.replace(step, prediction=prediction)
 
-    monkeypatch.setattr("passes.plan.predict", priced)
+    monkeypatch.setattr("passes.looks.predict", priced)
     assert make_plan(captured_step, ctx, PASSES).bucket_bytes == 16 * start
     assert max(looked_at) == 16 * 16  # two in a row that are no better end it
 
@@ -256,9 +256,9 @@ def test_a_peak_that_hardly_falls_with_the_budget_does_not_end_the_search(monkey
         found = SimpleNamespace(peak_bytes=peak_bytes, step_seconds=1.0 + again, peak={})
         return SimpleNamespace(prediction=found, forward=empty, backward=empty, simulations=())
 
-    monkeypatch.setattr("passes.plan.predict", predicted)
-    monkeypatch.setattr("passes.plan.recompute_sets", lambda *_: [])
-    many = SimpleNamespace(graph=SimpleNamespace(nodes=range(10_000)))  # refining would take long
+    monkeypatch.setattr("passes.looks.predict", predicted)
+    monkeypatch.setattr("passes.looks.recompute_sets", lambda *_: [])
+    many = SimpleNamespace(graph=SimpleNamespace(nodes=range(20_000)))  # refining would take long
     parameters = [parameter(f"layer{i}.weight", (128, 64)) for i in range(12)]
     ctx = context(parameters, limit_bytes=limit_bytes, hardware=network(NETWORKS["slow"]))
     plan = make_plan(SimpleNamespace(forward=many, backward=many), ctx, PASSES)

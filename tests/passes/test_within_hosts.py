@@ -259,6 +259,6 @@ def test_the_planner_shards_within_hosts_where_memory_is_short_and_only_the_outs
     def over_all_ranks(one: Parameter, given: Context) -> list[Choice]:
         return [c for c in choices_of(one, given) if not c.decision.within_host]
 
-    with mock.patch("passes.plan.choices_of", over_all_ranks):
+    with mock.patch("passes.looks.choices_of", over_all_ranks):
         without = planned(step, ctx, limit)
     assert found.prediction.step_seconds < 0.95 * without.prediction.step_seconds

@@ -1,0 +1,219 @@
+"""Looks: the plans that a search looked at, and what the simulator said of each."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import re
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+from passes.bucket import bucket_bytes_for
+from passes.capture import Captured
+from passes.context import Context, Phase
+from passes.decisions import Collective, Decision, ParameterPlan, Plan, Prediction
+from passes.fold import Folded
+from passes.knapsack import choices_of, together
+from passes.pipeline import Pass
+from passes.predict import Step, predict, state_bytes
+from passes.recompute_sets import RecomputeSet, recompute_sets
+from passes.reorder import order_of
+
+#: The size of a bucket is between these.
+LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 1 << 10, 1 << 28
+#: How many of the fastest are lowered as they would run: then they take a little more or less.
+_LOWERED = 4
+#: Sets of activations to recompute that there are to choose from.
+_RECOMPUTE_SETS = 8
+#: How many plans refining may look at, and how many nodes it may simulate in all: a second or two.
+_MOST_REFINED, _REFINED_NODES = 300, 20_000
+#: How many plans of a folded step may be.
+_FOLDED_REFINED = 6
+
+
+class Key(NamedTuple):
+    """What a plan decides: of every parameter, and what is recomputed."""
+
+    decisions: tuple[Decision, ...]
+    recompute: tuple[str, ...] = ()
+    also_save: tuple[str, ...] = ()
+
+    def recomputing(self, one: RecomputeSet | None) -> Key:
+        """The same decisions with a set of activations recomputed."""
+        return self._replace(
+            recompute=one.recompute if one else (), also_save=one.also_save if one else ()
+        )
+
+
+class Looks:
+    """The plans that were looked at, and what the simulator said of each."""
+
+    def __init__(
+        self, captured: Captured | Folded, ctx: Context, passes: Sequence[Pass]
+    ) -> None:
+        self.captured, self.ctx, self.passes = captured, ctx, passes
+        self.choices = [choices_of(parameter, ctx) for parameter in ctx.parameters]
+        #: Indices of parameters that are decided on together: alike ones of a folded step's layers.
+        self.tied = _tied(captured, ctx)
+        self.tied_choices = [together([self.choices[i] for i in own]) for own in self.tied]
+        self.empty = Plan(
+            (),
+            world_size=ctx.world_size,
+            memory_limit_bytes=ctx.limit_bytes,
+            bucket_bytes=bucket_bytes_for(ctx),
+            ranks_of_a_host=ctx.ranks_of_a_host,
+        )
+        self.most_bucket_bytes = MOST_BUCKET_BYTES
+        if isinstance(captured, Folded):  # a bucket of several layers is not seen in it
+            self.most_bucket_bytes = min(MOST_BUCKET_BYTES, captured.layer_bytes(ctx))
+        self.seen: dict[Key, tuple[Plan, Prediction]] = {}
+        self.left = self.affordable()  # that refining may still take
+        #: Bucket sizes that were priced under the limit: what was seen is the best of them.
+        self.sizes: dict[Key, set[int]] = {}
+
+    def look(self, key: Key) -> Prediction:
+        """Lower and simulate a plan, once; the order of its collectives becomes its own."""
+        if key not in self.seen:
+            self.seen[key] = self.price(key, self.ctx)
+            self.sizes[key] = {self.seen[key][0].bucket_bytes}
+        return self.seen[key][1]
+
+    def price(
+        self, key: Key, ctx: Context, bucket_bytes: int | None = None
+    ) -> tuple[Plan, Prediction]:
+        """Lower and simulate a plan, whatever was seen; it gets the order that was found."""
+        _collect()
+        plan = self.empty.replace(
+            parameters=_rows(ctx, key.decisions),
+            recompute=key.recompute,
+            also_save=key.also_save,
+        )
+        if bucket_bytes is not None:
+            plan = plan.replace(bucket_bytes=bucket_bytes)
+        step = predict(self.captured, plan, ctx.replace(deciding=True), self.passes)
+        return plan.replace(order=orders(step)), step.prediction
+
+    def fits(self, said: Prediction) -> bool:
+        """Whether a peak is within the limit."""
+        limit_bytes = self.ctx.limit_bytes
+        return limit_bytes is None or said.peak_bytes <= limit_bytes
+
+    def fitting(self) -> list[Key]:
+        """What was looked at and fits."""
+        return [key for key, (_, said) in self.seen.items() if self.fits(said)]
+
+    def fastest(self) -> tuple[Key, float]:
+        """Of what fits, and its seconds."""
+        best = min(self.fitting(), key=self.seconds)
+        return best, self.seconds(best)
+
+    def feasible(self, most: int = _LOWERED) -> tuple[Plan, Step] | None:
+        """The fastest plan that fits, with what the simulator says of it as it will be lowered.
+
+        ``most``: so many of the fastest are compared as they will be.
+        """
+        found: list[tuple[Plan, Step]] = []
+        for key in sorted(self.fitting(), key=self.seconds):
+            plan = self.seen[key][0]
+            step = predict(self.captured, plan, self.ctx, self.passes)
+            if self.fits(step.prediction):
+                found.append((plan, step))
+            if len(found) == (1 if isinstance(self.captured, Folded) else most):
+                break
+        return min(found, key=lambda pair: pair[1].prediction.step_seconds, default=None)
+
+    @functools.cached_property
+    def sets(self) -> list[RecomputeSet]:
+        """What may be recomputed, from a little to as much as helps; of a folded step nothing."""
+        if isinstance(self.captured, Folded):
+            return []
+        return recompute_sets(self.captured, self.ctx, _RECOMPUTE_SETS)
+
+    def spread(self, decisions: Sequence[Decision]) -> Key:
+        """Decisions for every parameter, from those for what is decided on together."""
+        by_index = {
+            index: decision
+            for members, decision in zip(self.tied, decisions, strict=True)
+            for index in members
+        }
+        return Key(tuple(by_index[index] for index in range(len(self.choices))))
+
+    def may_fit(self, decisions: tuple[Decision, ...]) -> bool:
+        """Whether what is held between steps leaves anything of the limit."""
+        if self.ctx.limit_bytes is None:
+            return True
+        plan = self.empty.replace(parameters=_rows(self.ctx, decisions))
+        return sum(state_bytes(self.ctx, plan).values()) <= self.ctx.limit_bytes
+
+    def affordable(self) -> int:
+        """How many plans may be looked at: fewer of a large graph, which takes long to simulate."""
+        if isinstance(self.captured, Folded):
+            return _FOLDED_REFINED
+        graphs = self.captured.forward.graph, self.captured.backward.graph
+        return min(_MOST_REFINED, _REFINED_NODES // sum(len(graph.nodes) for graph in graphs))
+
+    def seconds(self, key: Key) -> float:
+        """Of a step, by a plan that was looked at."""
+        return self.seen[key][1].step_seconds
+
+    def alike(self) -> list[list[int]]:
+        """Indices of parameters that differ in a layer's number only, the largest group first."""
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for index, parameter in enumerate(self.ctx.parameters):
+            pattern = re.sub(r"\d+", "*", parameter.name)
+            key = (pattern, parameter.shape, parameter.dtype, parameter.requires_grad)
+            groups.setdefault(key, []).append(index)
+        return sorted(groups.values(), key=self.size_bytes, reverse=True)
+
+    def size_bytes(self, members: list[int]) -> int:
+        """Of some parameters, whole."""
+        return sum(self.ctx.parameters[index].full_bytes for index in members)
+
+    def with_buckets(self, key: Key, size_bytes: int) -> bool:
+        """Whether a plan fits and is faster with buckets of another size; it then has them."""
+        self.sizes[key].add(size_bytes)
+        found = self.price(key, self.ctx, size_bytes)
+        faster = found[1].step_seconds < self.seconds(key) or not self.fits(self.seen[key][1])
+        if self.fits(found[1]) and faster:
+            self.seen[key] = found
+            return True
+        return False
+
+
+def _collect() -> None:
+    """Free the graphs of the plan that was looked at last."""
+    if not gc.isenabled():
+        gc.collect(0)
+
+
+def _tied(captured: Captured | Folded, ctx: Context) -> list[list[int]]:
+    """Indices of parameters by what is decided on together, in the parameters' order."""
+    place: dict[str, Hashable] = {}
+    if isinstance(captured, Folded):
+        place = {name: i for names in captured.layers for i, name in enumerate(names)}
+    found: dict[Hashable, list[int]] = {}
+    for index, parameter in enumerate(ctx.parameters):
+        found.setdefault(place.get(parameter.name, parameter.name), []).append(index)
+    return list(found.values())
+
+
+def _rows(ctx: Context, decisions: Sequence[Decision]) -> tuple[ParameterPlan, ...]:
+    """A plan's rows, with what each decision saves of what is held between steps."""
+    return tuple(
+        ParameterPlan(
+            p.name,
+            p.shape,
+            p.dtype,
+            decision,
+            p.state_bytes(1) - p.state_bytes(ctx.cut(decision).ranks),
+        )
+        for p, decision in zip(ctx.parameters, decisions, strict=True)
+    )
+
+
+def orders(step: Step) -> dict[str, tuple[Collective, ...]]:
+    """In what order the collectives of a lowered step start, by phase."""
+    return {
+        phase.value: order_of(gm.graph)
+        for phase, gm in ((Phase.FORWARD, step.forward), (Phase.BACKWARD, step.backward))
+    }

@@ -1,0 +1,87 @@
+"""Propose: plans of the dynamic programme (``passes/knapsack.py``) that are looked at first."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from passes.decisions import Decision
+from passes.fold import Folded
+from passes.knapsack import Table
+from passes.looks import Key, Looks
+from passes.recompute_sets import RecomputeSet
+
+#: Of the forward's and the backward's communication.
+WEIGHTS = ((1.0, 1.0), (0.0, 1.0), (1.0, 0.0), (0.3, 1.0))
+#: How many plans are looked at for each weighting until one fits, and then to fit more closely.
+_MOST_TRIES, _CLOSER_TRIES = 6, 2
+
+
+def look_at_uniform(looks: Looks) -> None:
+    """Look at replicating all; of a folded step also at sharding all, which proposals may miss.
+
+    There are few proposals where there is little to decide on, and little refining is paid for.
+    """
+    options = len(Decision) if isinstance(looks.captured, Folded) else 1
+    for option in range(options):
+        looks.look(Key(tuple(o[min(option, len(o) - 1)].decision for o in looks.choices)))
+
+
+def propose(looks: Looks, weights: tuple[float, float], one: RecomputeSet | None = None) -> float:
+    """Look at the dynamic programme's plans for ever smaller budgets until one fits.
+
+    Then for budgets between that one and the last that did not.
+
+    Returns the seconds of the fastest that fits, infinity if none does.
+    """
+    table = Table(looks.tied_choices, weights, looks.ctx)
+    limit_bytes = looks.ctx.limit_bytes
+    budget = table.most_bytes if limit_bytes is None else min(table.most_bytes, limit_bytes)
+    too_much, shrink_bytes, known = budget, table.unit_bytes, len(looks.seen)
+    while len(looks.seen) < known + _MOST_TRIES:
+        decisions = table.best(budget)
+        if decisions is None:
+            return math.inf
+        said = looks.look(looks.spread(decisions).recomputing(one))
+        if limit_bytes is None or looks.fits(said):
+            break
+        # Where a plan is just above the limit, a budget that is just smaller need not help:
+        # the peak may be somewhere else than what the budget is of.
+        over = said.peak_bytes - limit_bytes
+        too_much = min(budget, table.memory_bytes(decisions))
+        budget = too_much - max(over, shrink_bytes)
+        shrink_bytes *= 2
+    else:
+        return math.inf
+    seconds = said.step_seconds
+    for _ in range(_CLOSER_TRIES if limit_bytes is not None else 0):
+        between = (budget + too_much) // 2
+        decisions = table.best(between)
+        if decisions is not None:
+            said = looks.look(looks.spread(decisions).recomputing(one))
+        if decisions is not None and looks.fits(said):
+            budget = between
+            seconds = min(seconds, said.step_seconds)
+        else:
+            too_much = between
+    return seconds
+
+
+def recompute_some(looks: Looks, weights: tuple[float, float]) -> None:
+    """Where the limit keeps the fastest plan out: plans that recompute, more or less."""
+    if looks.fits(looks.seen[min(looks.seen, key=looks.seconds)][1]) or not looks.sets:
+        return
+
+    @functools.cache
+    def seconds(index: int) -> tuple[float, int]:
+        found = propose(looks, weights, looks.sets[index])
+        return found, -index if found == math.inf else index  # more, where nothing fits
+
+    best, step = (len(looks.sets) - 1) // 2, 2
+    while step:
+        near = [i for i in (best, best - step, best + step) if 0 <= i < len(looks.sets)]
+        best = min(near, key=seconds)
+        step //= 2
+    for other in WEIGHTS:
+        if other != weights:
+            propose(looks, other, looks.sets[best])

@@ -1,0 +1,121 @@
+"""Refine: plans beside the fastest one that fits, which the simulator may find faster."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+
+from passes.looks import Key, Looks
+
+
+def refine(looks: Looks, share: float = 1.0) -> None:
+    """Change a group of parameters, one, or two, until no such change is faster and fits.
+
+    Or until such a share of what may still be looked at is used up. The additive model sees
+    no overlap: what hides behind what only the simulator knows.
+    """
+    kept = looks.left - math.ceil(share * looks.left)
+    looks.left -= kept
+    _refine(looks)
+    looks.left += kept
+
+
+def _refine(looks: Looks) -> None:
+    """Until nothing is faster, or nothing is left of the looks."""
+    single = [[own] for own in looks.tied]
+    pairs = [[one, other] for one, other in itertools.combinations(looks.tied, 2)]
+    groups = [[members] for members in looks.alike() if len(members) > 1]
+    best = min(looks.fitting(), key=looks.seconds)
+    by_size = functools.partial(
+        sorted, key=lambda move: sum(map(looks.size_bytes, move)), reverse=True
+    )
+    while looks.left > 0:
+        found = _recomputing_other(looks, best)
+        found = _better(looks, found, by_size([*groups, *single]))
+        if found == best:
+            found = _better(looks, best, by_size(pairs), together=True)
+        if found == best:
+            return
+        best = found
+
+
+def look_at_all(looks: Looks) -> None:
+    """Where there are few plans: all of them, with as many looks as refining had.
+
+    First at those that recompute what the fastest does, then the others.
+    """
+    best, _ = looks.fastest()
+    looks.left = looks.affordable()
+    options = [[choice.decision for choice in own] for own in looks.tied_choices]
+    keys = [best, *(best.recomputing(one) for one in (None, *looks.sets))]
+    for key in dict.fromkeys((one.recompute, one.also_save) for one in keys):
+        if math.prod(map(len, options)) > looks.left:
+            return
+        for decisions in itertools.product(*options):
+            recompute, also_save = key
+            tried = Key(looks.spread(decisions).decisions, recompute, also_save)
+            best = _faster(looks, best, tried)
+
+
+def _recomputing_other(looks: Looks, best: Key) -> Key:
+    """The same with the next smaller or larger set, or less a group of like tensors.
+
+    Of a plan that recomputes nothing: itself.
+    """
+    if not best.recompute:
+        return best
+    alike: dict[str, list[str]] = {}
+    for name in best.recompute:
+        alike.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+    for group in alike.values():
+        left = tuple(name for name in best.recompute if name not in group)
+        best = _faster(
+            looks, best, best._replace(recompute=left, also_save=best.also_save if left else ())
+        )
+    sets = [best.recomputing(one) for one in looks.sets]
+    if best in sets:
+        index = sets.index(best)
+        for key in (*sets[max(0, index - 1) : index], *sets[index + 1 : index + 2]):
+            best = _faster(looks, best, key)
+    return best
+
+
+def _faster(looks: Looks, best: Key, tried: Key) -> Key:
+    """The one that fits and is faster, if refining may still look at it.
+
+    What was looked at before is again, with the buckets that the best has by now.
+    """
+    size_bytes = looks.seen[best][0].bucket_bytes
+    known = size_bytes in looks.sizes.get(tried, ())
+    if known or looks.left <= 0 or not looks.may_fit(tried.decisions):
+        return best
+    looks.left -= 1
+    if tried in looks.seen:
+        looks.with_buckets(tried, size_bytes)
+    said = looks.look(tried)
+    faster = looks.fits(said) and said.step_seconds < looks.seconds(best)
+    return tried if faster else best
+
+
+def _better(
+    looks: Looks, best: Key, moves: list[list[list[int]]], together: bool = False
+) -> Key:
+    """The fastest plan that fits, after each of these moves in turn where it is an improvement.
+
+    ``moves``: of each, sets of indices of parameters; those of a set get one decision, all the
+    same. ``together``: all sets get others than what they have.
+    """
+    for move in moves:
+        options = [[choice.decision for choice in looks.choices[own[0]]] for own in move]
+        for decisions in itertools.product(*options):
+            tried = list(best.decisions)
+            for own, decision in zip(move, decisions, strict=True):
+                for index in own:
+                    tried[index] = decision
+            if not (together and any(best.decisions[o[0]] is tried[o[0]] for o in move)):
+                best = _faster(looks, best, best._replace(decisions=tuple(tried)))
+            if looks.left <= 0:
+                return best
+    return best
