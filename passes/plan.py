@@ -88,6 +88,8 @@ def _searched(captured: Captured | Folded, ctx: Context, passes: Sequence[Pass])
         size_buckets(looks, SIZED_PLANS)
         share_sizes(looks)
         refine(looks)  # from the plan that is the fastest with the buckets it now has
+        if isinstance(captured, Folded):
+            break  # a look takes long
     look_at_all(looks)
     share_sizes(looks)
     mix_layers(looks)
