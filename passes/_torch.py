@@ -32,7 +32,7 @@ from torch.utils.checkpoint import CheckpointPolicy  # noqa: F401
 def copied_graph(source: fx.Graph) -> fx.Graph:
     """A copy of a graph, as ``Graph.graph_copy`` makes, without its questions about every node.
 
-    What it uses of torch: 2.11.0, 2.13.0. Names are kept.
+    What it uses of torch: 2.13.0. Names are kept.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -63,7 +63,7 @@ def called(
 ) -> fx.Node:
     """A new node at the insert point, as ``Graph.create_node`` makes; it looks for no symbols.
 
-    What it uses of torch: 2.11.0, 2.13.0.
+    What it uses of torch: 2.13.0.
     """
     namespace = graph._graph_namespace
     name = namespace.create_name(name or graph._target_to_str(target), None)
