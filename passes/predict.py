@@ -61,7 +61,11 @@ def optimizer_temporary_bytes(ctx: Context, plan: Plan) -> int:
 
 
 def optimizer_seconds(ctx: Context, plan: Plan) -> float:
-    """Seconds of an optimizer's step on what one rank holds."""
+    """Seconds of an optimizer's step on what one rank holds.
+
+    Of a plan that shards nothing on plain tensors, as the backend leaves them; after
+    ``osdp_compile.shard`` they are DTensors all the same.
+    """
     trained = sum(parameter.requires_grad for parameter in ctx.parameters)
     held_bytes = sum(state_bytes(ctx, plan).values())
     return ctx.hardware.update_seconds(held_bytes, trained, plain=not plan.shards)
