@@ -24,12 +24,11 @@ from osdp_compile.traced_step import TracedStep, predicted, trace
 from passes.context import Context
 from passes.decisions import Decision, ParameterPlan, Plan, shardable
 from passes.hardware import Hardware, LinkRate
+from passes.looks import RECOMPUTE_SETS
 from passes.predict import predict, state_bytes
 from passes.recompute_sets import recompute_sets
 
 KINDS = ("flat", "levels", "recompute")
-#: Sets of activations that there are to choose from, as many as the planner has.
-RECOMPUTE_SETS = 8
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 _ACTIVATIONS = (torch.relu, nn.functional.gelu, torch.tanh)
 

@@ -1,6 +1,6 @@
 """How near the planner's plan is to the best of all there are, priced by the same simulator.
 
-    python -m benchmarks.optimality                 # 300 instances, three quarters of an hour
+    python -m benchmarks.optimality                 # 300 instances; 150 took seven minutes
     python -m benchmarks.optimality --instances 20
 
 An instance is a random chain of layers, a random network, a number of ranks on one or two levels,

@@ -9,12 +9,11 @@ from osdp_compile.traced_step import TracedStep, predicted
 from passes.bucket import bucket_bytes_for
 from passes.context import Context
 from passes.decisions import FLAT_DECISIONS, Decision, ParameterPlan, Plan, shardable
+from passes.looks import RECOMPUTE_SETS
 from passes.plan import complete
 from passes.predict import state_bytes
 from passes.recompute_sets import recompute_sets
 
-#: Sets of activations that there are to choose from, as many as the planner has.
-_RECOMPUTE_SETS = 8
 #: Of the size that latency asks for.
 _BUCKETS = (0.25, 1.0, 4.0)
 #: How many plans are drawn, and how many of these are lowered, for each that is wanted.
@@ -51,7 +50,7 @@ def _may_fit(ctx: Context, plan: Plan) -> bool:
 
 
 def _drawn(step: TracedStep, ctx: Context, draw: random.Random, most: int) -> Iterator[Plan]:
-    sets = recompute_sets(step.captured, ctx, _RECOMPUTE_SETS)
+    sets = recompute_sets(step.captured, ctx, RECOMPUTE_SETS)
     bucket_bytes = bucket_bytes_for(ctx)
     for _ in range(most):
         odds = [draw.expovariate(1.0) for _ in FLAT_DECISIONS]  # even over all odds

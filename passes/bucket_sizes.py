@@ -39,7 +39,7 @@ def size_buckets(looks: Looks, plans: int) -> None:
                     left -= 1
                     if looks.with_buckets(key, size_bytes):
                         misses = 0
-    best = min(fitting, key=looks.seconds)
+    best, _ = looks.fastest()
     looks.empty = looks.empty.replace(bucket_bytes=looks.seen[best][0].bucket_bytes)
 
 

@@ -24,7 +24,7 @@ LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 1 << 10, 1 << 28
 #: How many of the fastest are lowered as they would run: then they take a little more or less.
 _LOWERED = 4
 #: Sets of activations to recompute that there are to choose from.
-_RECOMPUTE_SETS = 8
+RECOMPUTE_SETS = 8
 #: How many plans refining may look at, and how many nodes it may simulate in all: a second or two.
 _MOST_REFINED, _REFINED_NODES = 300, 20_000
 #: How many plans of a folded step may be.
@@ -127,7 +127,7 @@ class Looks:
         """What may be recomputed, from a little to as much as helps; of a folded step nothing."""
         if isinstance(self.captured, Folded):
             return []
-        return recompute_sets(self.captured, self.ctx, _RECOMPUTE_SETS)
+        return recompute_sets(self.captured, self.ctx, RECOMPUTE_SETS)
 
     def spread(self, decisions: Sequence[Decision]) -> Key:
         """Decisions for every parameter, from those for what is decided on together."""

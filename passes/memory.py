@@ -115,7 +115,7 @@ class MemoryModel:
             inlined = traits.fusible and cost.memory_bytes == 0 and readers
             self._inlined.append(inlined and not is_reduction(node))
             self._part.append(cost.in_function and cost.memory_bytes > 0)
-            is_view = traits.alias and node.target is not WAIT and not traits.collective
+            is_view = traits.alias and node.target is not WAIT
             self._ends.append(
                 wiring.called[index] and not (traits.fusible or traits.getitem or is_view)
             )

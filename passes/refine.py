@@ -27,7 +27,7 @@ def _refine(looks: Looks) -> None:
     single = [[own] for own in looks.tied]
     pairs = [[one, other] for one, other in itertools.combinations(looks.tied, 2)]
     groups = [[members] for members in looks.alike() if len(members) > 1]
-    best = min(looks.fitting(), key=looks.seconds)
+    best, _ = looks.fastest()
     by_size = functools.partial(
         sorted, key=lambda move: sum(map(looks.size_bytes, move)), reverse=True
     )
