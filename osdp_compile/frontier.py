@@ -56,13 +56,24 @@ def frontier(
     say: Callable[[str], None] = lambda text: None,
     points: int = _POINTS,
 ) -> Frontier:
-    """Plan for limits from the least that works to what is taken without one, evenly spaced."""
+    """Plan for limits from the least that works to what is taken without one, evenly spaced.
+
+    A plan counts wherever it fits: where the search under a higher limit finds none that is as
+    fast, the one found under a lower limit stands, so that more memory is never slower.
+    """
     free = step.plan(ranks, hardware)
     most = predicted(free).peak_bytes
     least = step.least_bytes(ranks, hardware)
     found: list[tuple[int, Plan]] = []
-    for index in range(points - 1):
+    for index in range(points):
         limit = least + (most - least) * index // (points - 1)
         say(f"limit {format_bytes(limit)}")
-        found.append((limit, step.plan(ranks, hardware, limit)))
-    return Frontier((*found, (most, free)))
+        plan = step.plan(ranks, hardware, limit) if index < points - 1 else free
+        if found and _seconds(found[-1][1]) < _seconds(plan):
+            plan = found[-1][1].replace(memory_limit_bytes=plan.memory_limit_bytes)
+        found.append((limit, plan))
+    return Frontier(tuple(found))
+
+
+def _seconds(plan: Plan) -> float:
+    return predicted(plan).step_seconds

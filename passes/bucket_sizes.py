@@ -43,6 +43,24 @@ def size_buckets(looks: Looks, plans: int) -> None:
     looks.empty = looks.empty.replace(bucket_bytes=looks.seen[best][0].bucket_bytes)
 
 
+def size_buckets_of_sets(looks: Looks) -> None:
+    """Much smaller and larger buckets for the fastest plan of every set that is recomputed.
+
+    Which set is the best depends on it: with smaller buckets less need be recomputed to fit.
+    """
+    fitting = sorted(looks.fitting(), key=looks.seconds, reverse=True)
+    of_sets = {key.recompute: key for key in fitting}
+    if len(of_sets) == 1:
+        return
+    for key in sorted(of_sets.values(), key=looks.seconds)[:SIZED_PLANS]:
+        size_bytes = looks.seen[key][0].bucket_bytes
+        for factor in _BUCKET_FACTORS[:2]:
+            other = round(size_bytes * factor)
+            allowed = LEAST_BUCKET_BYTES <= other <= looks.most_bucket_bytes
+            if allowed and other not in looks.sizes[key]:
+                looks.with_buckets(key, other)
+
+
 def share_sizes(looks: Looks) -> None:
     """Try the bucket sizes of the fastest plans on those that are nearly as fast.
 

@@ -16,9 +16,9 @@ The method, in two levels:
    that fits is then refined: one group of like parameters, or one parameter, at a time; at last
    the size of its buckets is.
 
-R is empty where the fastest plan fits without. Otherwise a few sets, from a little to as much as
-helps (``passes/recompute_sets.py``), are each given the first level's best plans, the middle one
-first and then towards where the step is faster.
+R is empty where the fastest plan fits with all the overlap that it could have. Otherwise a few
+sets, from a little to as much as helps (``passes/recompute_sets.py``), are each given the first
+level's best plans, the middle one first and then towards where the step is faster.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from passes.bucket_sizes import SIZED_PLANS, share_sizes, size_buckets
+from passes.bucket_sizes import SIZED_PLANS, share_sizes, size_buckets, size_buckets_of_sets
 from passes.capture import Captured
 from passes.context import Context
 from passes.decisions import Plan, Prediction
@@ -81,6 +81,7 @@ def _searched(captured: Captured | Folded, ctx: Context, passes: Sequence[Pass])
         least = least_memory(looks)
         if least.peak_bytes > ctx.limit_bytes:
             raise Infeasible(ctx.limit_bytes, least, ctx.world_size)
+    size_buckets_of_sets(looks)
     size_buckets(looks, 1)
     refine(looks, _REFINED_FIRST)
     best = None

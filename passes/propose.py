@@ -68,8 +68,16 @@ def propose(looks: Looks, weights: tuple[float, float], one: RecomputeSet | None
 
 
 def recompute_some(looks: Looks, weights: tuple[float, float]) -> None:
-    """Where the limit keeps the fastest plan out: plans that recompute, more or less."""
-    if looks.fits(looks.seen[min(looks.seen, key=looks.seconds)][1]) or not looks.sets:
+    """Where the limit takes anything from the fastest plan: plans that recompute, more or less.
+
+    It may keep it out, or leave its schedule less room than it could use.
+    """
+    if looks.ctx.limit_bytes is None or not looks.sets:
+        return
+    fastest = min(looks.seen, key=looks.seconds)
+    size_bytes = looks.seen[fastest][0].bucket_bytes
+    _, free = looks.price(fastest, looks.ctx.replace(limit_bytes=None), size_bytes)
+    if looks.fits(free):
         return
 
     @functools.cache

@@ -62,10 +62,12 @@ def look_at_all(looks: Looks) -> None:
 def _recomputing_other(looks: Looks, best: Key) -> Key:
     """The same with the next smaller or larger set, or less a group of like tensors.
 
-    Of a plan that recomputes nothing: itself.
+    Of a plan that recomputes nothing: the smallest set, where a plan with one was looked at.
     """
     if not best.recompute:
-        return best
+        if not any(key.recompute for key in looks.seen):
+            return best
+        return _faster(looks, best, best.recomputing(looks.sets[0]))
     alike: dict[str, list[str]] = {}
     for name in best.recompute:
         alike.setdefault(re.sub(r"\d+", "*", name), []).append(name)
