@@ -15,7 +15,7 @@ RANKS ?= 2
 LIMIT ?= 112MiB
 DEMO_FLAGS ?=
 
-.PHONY: demo test test-slow lint types clean
+.PHONY: demo test lint types clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -27,9 +27,6 @@ WORKERS ?= 3
 
 test: lint types
 	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
-
-test-slow: $(VENV)/installed-dev
-	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadgroup -m slow
 
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check

@@ -16,7 +16,6 @@ ROOT = Path(__file__).parent.parent
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
-@pytest.mark.slow
 def test_two_ranks_write_one_profile_and_print_one_table(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "osdp_compile", "calibrate"]

@@ -108,7 +108,7 @@ def train_compiled(rank, world_size, compile_it, plan):
 @pytest.mark.parametrize(
     "compile_it",
     [
-        pytest.param(closure, marks=pytest.mark.slow),
+        closure,
         closure_with_backward,
         bound_method,
         global_model,

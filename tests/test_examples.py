@@ -25,7 +25,6 @@ def torchrun(folder: Path, cache: Path, ranks: int, script: str, *arguments: str
     return done.stdout + done.stderr
 
 
-@pytest.mark.slow
 def test_a_pass_of_your_own(tmp_path, inductor_cache):
     lines = (EXAMPLES / "custom_pass.py").read_text().splitlines()
     assert len(lines) < 40
@@ -40,7 +39,7 @@ def test_a_pass_of_your_own(tmp_path, inductor_cache):
     assert sent and all(": bf16[" in line for line in sent)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_training_a_gpt(tmp_path, inductor_cache, ranks):
     small = ["--layers", "1", "--width", "64", "--steps", "3"]
     limit = ["--memory-limit", "8MiB", "--save-plan", "plan.json"] if ranks > 1 else []

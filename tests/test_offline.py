@@ -42,7 +42,7 @@ def first_call_plan(model: nn.Module, args, world_size: int, **options) -> Plan:
     return found
 
 
-@pytest.mark.parametrize("limit", [None, pytest.param("600KiB", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("limit", [None, "600KiB"])
 def test_the_plan_is_that_of_the_first_call(limit):
     options = {} if limit is None else {"memory_limit": limit}
     offline = osdp_compile.plan(on_meta(), batch(), world_size=8, hardware=SLOW, **options)
@@ -106,7 +106,6 @@ def test_a_mesh_of_two_levels_goes_leg_by_leg():
     assert not any(one.leg for order in flat.order.values() for one in order)
 
 
-@pytest.mark.slow
 def test_a_limit_that_is_too_low_names_the_least_that_works():
     with pytest.raises(InfeasibleLimit, match="least possible") as refused:
         osdp_compile.plan(on_meta(), batch(), world_size=8, hardware=SLOW, memory_limit="100KiB")

@@ -69,8 +69,8 @@ def planned_and_lowered(world_size, limit, hosts=1):
     [
         (2, "15MiB", 1),
         (2, None, 1),
-        pytest.param(3, "12.5MiB", 1, marks=pytest.mark.slow),
-        pytest.param(8, "10MiB", 1, marks=pytest.mark.slow),
+        (3, "12.5MiB", 1),
+        (8, "10MiB", 1),
         (8, None, 2),
         (8, "11MiB", 2),
     ],

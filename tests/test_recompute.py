@@ -87,9 +87,9 @@ def compiled_with(model, args, **given):
     ("make", "decision"),
     [
         (gpt, "shard_keep"),
-        pytest.param(convolutions, "replicate", marks=pytest.mark.slow),
+        (convolutions, "replicate"),
         (layers, "shard_again"),
-        pytest.param(llama, "shard_keep", marks=pytest.mark.slow),
+        (llama, "shard_keep"),
     ],
 )
 def test_what_is_saved_has_the_same_keys_in_the_graph_that_is_planned_on_and_in_the_lowered_one(

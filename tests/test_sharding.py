@@ -262,7 +262,6 @@ def evaluate_then_train(rank, world_size):
     return first, provisional, apart, type(read) is not DTensor and read.shape == (8, 8)
 
 
-@pytest.mark.slow
 def test_a_model_with_values_gets_rank_zeros_and_may_be_evaluated_first(two_ranks):
     for first, provisional, apart, eager in two_ranks.run(evaluate_then_train):
         assert first and provisional and eager
@@ -320,7 +319,6 @@ class Recurrent(nn.Module):
         return self.rnn(self.first(x))[0].square().mean()
 
 
-@pytest.mark.slow
 def test_a_model_that_dynamo_cannot_trace_as_a_whole():
     torch._dynamo.reset()
     with fake_world(8):

@@ -166,7 +166,6 @@ def least_bytes(ctx: Context) -> int:
     return error.value.least_bytes
 
 
-@pytest.mark.slow
 def test_a_plan_of_a_folded_step_is_near_that_of_the_whole(monkeypatch):
     """And between plans for all layers alike there are some for which others fit."""
     # Of a folded step nothing is recomputed.
@@ -177,7 +176,7 @@ def test_a_plan_of_a_folded_step_is_near_that_of_the_whole(monkeypatch):
     assert free.order == {}
     least = least_bytes(ctx)
     mixed = 0
-    for share in (0.3, 0.6):
+    for share in (0.3, 0.8):
         limit_bytes = int(least + share * (free.prediction.peak_bytes - least))
         limited = ctx.replace(limit_bytes=limit_bytes)
         few = make_plan(folded(), limited, PASSES)
