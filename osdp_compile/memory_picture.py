@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 _SHADES = {"forward": "#e8f0fb", "backward": "#fdf1e3", "optimizer": "#ecf6ec"}
 _LINE, _LIMIT, _MEASURED, _QUIET = "#1f5fa8", "#c0392b", "#2e7d32", "#666666"
+#: Times the peak; a limit above that is only named, or there would be nothing else to see.
+_FAR = 2
 
 
 def draw_memory(
@@ -27,18 +29,22 @@ def draw_memory(
     figure = new_figure("save_memory_picture", 9, 4.5)
     axes = figure.add_subplot()
     second, time_unit = time_unit_of(step.step_seconds)
-    byte, byte_unit = byte_unit_of(max(step.peak.peak_bytes, limit_bytes or 0))
+    most_bytes = max(step.peak.peak_bytes, measured_bytes or 0)
+    far = limit_bytes is not None and limit_bytes > _FAR * most_bytes
+    if limit_bytes is not None and not far:
+        most_bytes = max(most_bytes, limit_bytes)
+    byte, byte_unit = byte_unit_of(most_bytes)
     seconds, sizes = _curve(step)
     x, y = [s * second for s in seconds], [size * byte for size in sizes]
     axes.fill_between(x, y, step="post", color=_LINE, alpha=0.18, linewidth=0)
     axes.step(x, y, where="post", color=_LINE, linewidth=1.3)
-    top = max(step.peak.peak_bytes, limit_bytes or 0, measured_bytes or 0) * byte
     axes.set_xlim(0, max(step.step_seconds * second, 1e-9))
-    axes.set_ylim(0, top * 1.22)
+    axes.set_ylim(0, most_bytes * byte * 1.22)
     _shade(axes, step, second)
     _mark_peak(axes, step, second, byte)
     if limit_bytes is not None:
-        _level(axes, limit_bytes * byte, f"limit {format_bytes(limit_bytes)}", _LIMIT, "--")
+        said = f"limit {format_bytes(limit_bytes)}" + (", far above" if far else "")
+        _level(axes, limit_bytes * byte, said, _LIMIT, "--")
     if measured_bytes is not None:
         said = f"measured peak {format_bytes(measured_bytes)}"
         _level(axes, measured_bytes * byte, said, _MEASURED, ":")

@@ -237,6 +237,16 @@ def test_the_picture_is_drawn(tmp_path, ending, limit_bytes):
     assert written.startswith(PNG) if ending == "png" else b"<svg" in written
 
 
+@pytest.mark.parametrize(("limit_bytes", "far"), [(12 * MIB, False), (8 << 30, True)])
+def test_a_limit_far_above_does_not_press_the_picture_flat(tmp_path, limit_bytes, far):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "memory.svg"
+    made_by_hand(memory_limit_bytes=limit_bytes).save_memory_picture(path)
+    written = path.read_text()
+    assert "memory of one rank (MiB)" in written
+    assert (", far above" in written) == far
+
+
 def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):
     found = builtins.__import__
 
