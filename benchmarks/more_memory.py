@@ -24,6 +24,7 @@ from torch import nn
 
 from benchmarks.tasks import TASKS, words
 from examples.gpt import GPT, GPTConfig
+from osdp_compile.frontier import each_by_itself
 from osdp_compile.traced_step import TracedStep, predicted, trace
 from passes.presets import PRESETS
 from passes.units import format_bytes, format_seconds
@@ -72,14 +73,11 @@ def planned(given: tuple[str, int, str, int]) -> Found:
     name, points, hardware_name, world = given
     torch.set_num_threads(1)
     step = _step(name)
-    ranks, hardware = {"ranks": world}, PRESETS[hardware_name]
-    free = predicted(step.plan(ranks, hardware))
-    least = step.least_bytes(ranks, hardware)
-    limits = [least + (free.peak_bytes - least) * i // (points - 1) for i in range(points - 1)]
     began = time.perf_counter()
-    steps = [predicted(step.plan(ranks, hardware, limit)).step_seconds for limit in limits]
-    each_seconds = (time.perf_counter() - began) / len(limits)
-    return Found(name, (*limits, free.peak_bytes), (*steps, free.step_seconds), each_seconds)
+    found = each_by_itself(step, {"ranks": world}, PRESETS[hardware_name], points=points)
+    each_seconds = (time.perf_counter() - began) / points
+    steps = tuple(predicted(plan).step_seconds for _, plan in found)
+    return Found(name, tuple(limit for limit, _ in found), steps, each_seconds)
 
 
 def main() -> None:

@@ -56,24 +56,34 @@ def frontier(
     say: Callable[[str], None] = lambda text: None,
     points: int = _POINTS,
 ) -> Frontier:
-    """Plan for limits from the least that works to what is taken without one, evenly spaced.
+    """Plans for limits as in :func:`each_by_itself`, and each counts wherever it fits.
 
-    A plan counts wherever it fits: where the search under a higher limit finds none that is as
-    fast, the one found under a lower limit stands, so that more memory is never slower.
+    Where the search under a higher limit finds none that is as fast, the one found under a lower
+    limit stands, so that more memory is never slower.
     """
-    free = step.plan(ranks, hardware)
-    most = predicted(free).peak_bytes
-    least = step.least_bytes(ranks, hardware)
     found: list[tuple[int, Plan]] = []
-    for index in range(points):
-        limit = least + (most - least) * index // (points - 1)
-        say(f"limit {format_bytes(limit)}")
-        plan = step.plan(ranks, hardware, limit) if index < points - 1 else free
-        if found and _seconds(found[-1][1]) < _seconds(plan):
-            plan = found[-1][1].replace(memory_limit_bytes=plan.memory_limit_bytes)
+    for limit, plan in each_by_itself(step, ranks, hardware, say, points):
+        before = found[-1][1] if found else plan
+        if predicted(before).step_seconds < predicted(plan).step_seconds:
+            plan = before.replace(memory_limit_bytes=plan.memory_limit_bytes)
         found.append((limit, plan))
     return Frontier(tuple(found))
 
 
-def _seconds(plan: Plan) -> float:
-    return predicted(plan).step_seconds
+def each_by_itself(
+    step: TracedStep,
+    ranks: Mapping[str, int],
+    hardware: Hardware,
+    say: Callable[[str], None] = lambda text: None,
+    points: int = _POINTS,
+) -> list[tuple[int, Plan]]:
+    """Plan for limits from the least that works to what is taken without one, evenly spaced."""
+    free = step.plan(ranks, hardware)
+    most = predicted(free).peak_bytes
+    least = step.least_bytes(ranks, hardware)
+    found: list[tuple[int, Plan]] = []
+    for index in range(points - 1):
+        limit = least + (most - least) * index // (points - 1)
+        say(f"limit {format_bytes(limit)}")
+        found.append((limit, step.plan(ranks, hardware, limit)))
+    return [*found, (most, free)]

@@ -75,10 +75,11 @@ def recompute_some(looks: Looks, weights: tuple[float, float]) -> None:
     if looks.ctx.limit_bytes is None or not looks.sets:
         return
     fastest = min(looks.seen, key=looks.seconds)
-    size_bytes = looks.seen[fastest][0].bucket_bytes
-    _, free = looks.price(fastest, looks.ctx.replace(limit_bytes=None), size_bytes)
-    if looks.fits(free):
-        return
+    plan, said = looks.seen[fastest]
+    if looks.fits(said):
+        _, free = looks.price(fastest, looks.ctx.replace(limit_bytes=None), plan.bucket_bytes)
+        if looks.fits(free):
+            return
 
     @functools.cache
     def seconds(index: int) -> tuple[float, int]:

@@ -16,8 +16,6 @@ from passes.decisions import Prediction
 from passes.hardware import Hardware
 from passes.presets import PRESETS
 
-MIB = 1 << 20
-
 
 @dataclasses.dataclass
 class Steps:
