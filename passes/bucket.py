@@ -20,8 +20,8 @@ it: nothing is copied back.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -42,6 +42,16 @@ from passes.packing import MEAN_RANKS, PACK, PACK_COLUMNS, UNPACK
 from passes.shard import after_wait, gather, scatter, start_collective, unpack
 
 _aten = torch.ops.aten
+#: Of a graph module, in its meta: what its collectives were before they were packed.
+PACKABLE = "packable"
+
+
+class Packable(NamedTuple):
+    """A collective that may be packed: with others of its kind, if it is small enough."""
+
+    kind: Hashable
+    size_bytes: int
+    is_first_leg: bool
 
 
 def bucket_bytes_for(ctx: Context) -> int:
@@ -61,8 +71,10 @@ def bucket(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     graph = gm.graph
     starts = [node for node in graph.nodes if "collective" in node.meta]
     planned = ctx.plan.order_for(ctx.phase.value, [node.meta["collective"] for node in starts])
+    gm.meta[PACKABLE] = packable = [_packable(node) for node in starts]
     if planned is None:
-        buckets = _by_size(starts, ctx.plan.bucket_bytes)
+        together = packed(packable, ctx.plan.bucket_bytes)
+        buckets = [[starts[index] for index in members] for members in together]
     else:
         buckets = _as_planned(starts, planned)
     for members in buckets:
@@ -86,23 +98,27 @@ def _as_planned(starts: list[fx.Node], planned: Sequence[Collective]) -> list[li
     ]
 
 
-def _by_size(starts: list[fx.Node], limit_bytes: int) -> list[list[fx.Node]]:
-    """Collectives to pack together: lists of two or more, in the order of the graph."""
-    open_buckets: dict[tuple[object, ...], list[fx.Node]] = {}
-    filled: dict[tuple[object, ...], int] = {}
-    done: list[list[fx.Node]] = []
-    for node in starts:
-        size_bytes = collective_full_bytes(node)
-        purpose = node.meta["collective"]
-        if size_bytes >= limit_bytes or purpose.leg:  # a later leg goes with the first one
+def _packable(start: fx.Node) -> Packable:
+    purpose = start.meta["collective"]
+    kind = start.target, group_of(start), purpose.gathers, start.meta["val"].dtype
+    # A later leg goes with the first one.
+    return Packable(kind, collective_full_bytes(start), not purpose.leg)
+
+
+def packed(starts: Sequence[Packable], most_bytes: int) -> list[list[int]]:
+    """Which collectives are packed together: lists of two indices or more, in their order."""
+    open_buckets: dict[Hashable, list[int]] = {}
+    filled: dict[Hashable, int] = {}
+    done: list[list[int]] = []
+    for index, (kind, size_bytes, is_first_leg) in enumerate(starts):
+        if size_bytes >= most_bytes or not is_first_leg:
             continue
-        key = (node.target, group_of(node), purpose.gathers, node.meta["val"].dtype)
-        if key in open_buckets and filled[key] + size_bytes > limit_bytes:
-            done.append(open_buckets.pop(key))
-        if key not in open_buckets:
-            open_buckets[key], filled[key] = [], 0
-        open_buckets[key].append(node)
-        filled[key] += size_bytes
+        if kind in open_buckets and filled[kind] + size_bytes > most_bytes:
+            done.append(open_buckets.pop(kind))
+        if kind not in open_buckets:
+            open_buckets[kind], filled[kind] = [], 0
+        open_buckets[kind].append(index)
+        filled[kind] += size_bytes
     done.extend(open_buckets.values())
     return [members for members in done if len(members) > 1]
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from passes.bucket import bucket_bytes_for
+from passes.bucket import PACKABLE, Packable, bucket_bytes_for, packed
 from passes.capture import Captured
 from passes.context import Context, Phase
 from passes.decisions import Collective, Decision, ParameterPlan, Plan, Prediction
@@ -67,9 +67,13 @@ class Looks:
         if isinstance(captured, Folded):  # a bucket of several layers is not seen in it
             self.most_bucket_bytes = min(MOST_BUCKET_BYTES, captured.layer_bytes(ctx))
         self.seen: dict[Key, tuple[Plan, Prediction]] = {}
+        #: Of a folded step: what the last proposal that fits may take (``passes/propose.py``).
+        self.budget_bytes: int | None = None
         self.left = self.affordable()  # that refining may still take
         #: Bucket sizes that were priced under the limit: what was seen is the best of them.
         self.sizes: dict[Key, set[int]] = {}
+        #: The collectives of a forward and a backward before they were packed.
+        self.packable: dict[Key, list[list[Packable] | None]] = {}
 
     def look(self, key: Key) -> Prediction:
         """Lower and simulate a plan, once; the order of its collectives becomes its own."""
@@ -91,6 +95,8 @@ class Looks:
         if bucket_bytes is not None:
             plan = plan.replace(bucket_bytes=bucket_bytes)
         step = predict(self.captured, plan, ctx.replace(deciding=True), self.passes)
+        # A pass of the user's own in the place of ours may leave nothing.
+        self.packable[key] = [gm.meta.get(PACKABLE) for gm in (step.forward, step.backward)]
         return plan.replace(order=orders(step)), step.prediction
 
     def fits(self, said: Prediction) -> bool:
@@ -172,12 +178,21 @@ class Looks:
     def with_buckets(self, key: Key, size_bytes: int) -> bool:
         """Whether a plan fits and is faster with buckets of another size; it then has them."""
         self.sizes[key].add(size_bytes)
+        if self.packs_alike(key, self.seen[key][0].bucket_bytes, size_bytes):
+            return False
         found = self.price(key, self.ctx, size_bytes)
         faster = found[1].step_seconds < self.seconds(key) or not self.fits(self.seen[key][1])
         if self.fits(found[1]) and faster:
             self.seen[key] = found
             return True
         return False
+
+    def packs_alike(self, key: Key, one_bytes: int, other_bytes: int) -> bool:
+        """Whether a plan that was priced has the same buckets by both sizes."""
+        return all(
+            starts is not None and packed(starts, one_bytes) == packed(starts, other_bytes)
+            for starts in self.packable[key]
+        )
 
 
 def _collect() -> None:

@@ -77,23 +77,24 @@ def _searched(captured: Captured | Folded, ctx: Context, passes: Sequence[Pass])
     look_at_uniform(looks)
     seconds = {weights: propose(looks, weights) for weights in WEIGHTS}
     recompute_some(looks, min(seconds, key=seconds.__getitem__))
-    if looks.feasible(1) is None and ctx.limit_bytes is not None:
+    if ctx.limit_bytes is not None and looks.feasible(1) is None:
         least = least_memory(looks)
         if least.peak_bytes > ctx.limit_bytes:
             raise Infeasible(ctx.limit_bytes, least, ctx.world_size)
     size_buckets_of_sets(looks)
     size_buckets(looks, 1)
-    refine(looks, _REFINED_FIRST)
-    best = None
-    while best != (best := looks.fastest()):
-        size_buckets(looks, SIZED_PLANS)
+    if isinstance(captured, Folded):  # a large model: few looks
+        refine(looks)
+        mix_layers(looks)
+    else:
+        refine(looks, _REFINED_FIRST)
+        best = None
+        while best != (best := looks.fastest()):
+            size_buckets(looks, SIZED_PLANS)
+            share_sizes(looks)
+            refine(looks)  # from the plan that is the fastest with the buckets it now has
+        look_at_all(looks)
         share_sizes(looks)
-        refine(looks)  # from the plan that is the fastest with the buckets it now has
-        if isinstance(captured, Folded):
-            break  # a look takes long
-    look_at_all(looks)
-    share_sizes(looks)
-    mix_layers(looks)
     found = looks.feasible()
     assert found is not None
     if not isinstance(captured, Folded):

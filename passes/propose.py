@@ -36,7 +36,8 @@ def propose(looks: Looks, weights: tuple[float, float], one: RecomputeSet | None
     """
     table = Table(looks.tied_choices, weights, looks.ctx)
     limit_bytes = looks.ctx.limit_bytes
-    budget = table.most_bytes if limit_bytes is None else min(table.most_bytes, limit_bytes)
+    bounds = (table.most_bytes, limit_bytes, looks.budget_bytes)
+    budget = min(bound for bound in bounds if bound is not None)
     too_much, shrink_bytes, known = budget, table.unit_bytes, len(looks.seen)
     while len(looks.seen) < known + _MOST_TRIES:
         decisions = table.best(budget)
@@ -54,6 +55,9 @@ def propose(looks: Looks, weights: tuple[float, float], one: RecomputeSet | None
     else:
         return math.inf
     seconds = said.step_seconds
+    if isinstance(looks.captured, Folded):  # few looks: ``passes/mix_layers.py`` fits more closely
+        looks.budget_bytes = budget
+        return seconds
     for _ in range(_CLOSER_TRIES if limit_bytes is not None else 0):
         between = (budget + too_much) // 2
         decisions = table.best(between)
