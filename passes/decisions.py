@@ -59,6 +59,9 @@ class ParameterPlan:
     ``saved_bytes``: what the decision saves on each rank against replicating it
     (state only: parameter, gradient and optimizer state).
     ``reason``: why, in one line for people.
+    ``slices``: in how many its operators run, one after the other (``passes/split.py``); 1: whole.
+    ``along``: the dimension that is sliced. ``like``: the parameter whose rows are sliced as its
+    dimension ``along`` is, where one operator's slices go into the other's.
     """
 
     name: str
@@ -67,6 +70,9 @@ class ParameterPlan:
     decision: Decision
     saved_bytes: int = 0
     reason: str = ""
+    slices: int = 1
+    along: int = 0
+    like: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,6 +298,9 @@ class Plan:
                     decision=Decision(row["decision"]),
                     saved_bytes=row["saved_bytes"],
                     reason=row["reason"],
+                    slices=row.get("slices", 1),  # older plans have none
+                    along=row.get("along", 0),
+                    like=row.get("like"),
                 )
                 for row in data["parameters"]
             )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from passes.context import Context
 from passes.decisions import Decision, Plan, shardable
 from passes.predict import Step
+from passes.slices import parameter_of
 from passes.units import format_seconds
 
 
@@ -23,7 +24,7 @@ def explained(plan: Plan, step: Step, ctx: Context, stand_ins: Mapping[str, str]
             purpose = node.meta["collective"]
             seconds = simulation.end[node] - simulation.start[node]
             kind = gathers if purpose.gathers else reductions
-            for name in purpose.names:
+            for name in map(parameter_of, purpose.names):
                 before = kind.get(name, (0.0, 0.0))
                 kind[name] = (before[0] + seconds, before[1] + late)
     rows = []

@@ -33,6 +33,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from passes.slices import SLICING, TAKE_PART, TAKE_SLICE
+
 _LIBRARY = torch.library.Library("osdp", "FRAGMENT")
 _LIBRARY.define("pack(Tensor[] tensors) -> Tensor")
 _LIBRARY.define("pack_columns(Tensor[] tensors, int ranks, int inner=1, int hosts=1) -> Tensor")
@@ -233,8 +235,15 @@ SUM_RANKS = torch.ops.osdp.sum_ranks.default
 FIRST_OF = torch.ops.osdp.first_of.default
 PAD_ROWS = torch.ops.osdp.pad_rows.default
 TRIM_ROWS = torch.ops.osdp.trim_rows.default
-PACKING = frozenset(
-    {PACK, PACK_COLUMNS, UNPACK, MEAN_RANKS, SUM_RANKS, FIRST_OF, PAD_ROWS, TRIM_ROWS}
-)
+PACKING = SLICING | {
+    PACK,
+    PACK_COLUMNS,
+    UNPACK,
+    MEAN_RANKS,
+    SUM_RANKS,
+    FIRST_OF,
+    PAD_ROWS,
+    TRIM_ROWS,
+}
 #: Of them, those that read only as much of their first argument as they write.
-PICKING = frozenset({UNPACK, FIRST_OF, TRIM_ROWS})
+PICKING = frozenset({UNPACK, FIRST_OF, TRIM_ROWS, TAKE_SLICE, TAKE_PART})

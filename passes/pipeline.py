@@ -27,6 +27,7 @@ from passes.levels import levels
 from passes.memory import MEMORY
 from passes.reorder import reorder
 from passes.shard import shard
+from passes.split import split
 from passes.tag import tag
 from passes.wiring import WIRING
 
@@ -58,6 +59,7 @@ def default_passes() -> list[Pass]:
     return [
         Pass("dedupe", dedupe, Stage.JOINT, leaves=("one marker each",)),
         Pass("tag", tag, Stage.JOINT, needs=("one marker each",), leaves=("tags",)),
+        Pass("split", split, needs=("one marker each",), leaves=("slices",)),
         Pass("hoist", hoist, needs=("one marker each",), leaves=("gradients first",)),
         Pass("shard", shard, needs=("one marker each",), leaves=("collectives",)),
         Pass("bucket", bucket, needs=("collectives",), leaves=("buckets",)),

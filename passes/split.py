@@ -1,0 +1,230 @@
+"""Split: operators whose weight is large run as slices, one after the other.
+
+Needs: a graph with one ``unshard`` and one ``reduce_grad`` a parameter.
+Leaves: of a parameter that the plan splits, one of each for every slice (named ``weight#0`` and so
+on), and what is computed of them slice by slice.
+
+Before::                              After (two slices)::
+
+    w = unshard(p)                        w0 = unshard(part(p, 0), 'w#0')
+    h = mm(x, w.t())                      h0 = mm(x, w0.t())
+    y = mm(gelu(h), v.t())                y0 = mm(gelu(h0), v0.t())
+                                          w1 = unshard(part(p, 1), 'w#1')
+                                          h1 = mm(x, w1.t())
+                                          y = addmm(y0, gelu(h1), v1.t())
+
+A node is computed by slices if what it reads is, along one of its dimensions, and there is a rule
+for it (``passes/split_rules.py``): what is pointwise moves into the slices, a product that
+contracts the dimension adds up, and for everything else the slices are joined again. Of a gradient
+the slices are asked for from its end: where it is a product of two whole tensors, one is cut.
+
+All of a slice stands before anything of the next one, so that no more than it needs is there at
+once; ``reorder`` then starts the gathers of the next while one computes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.context import Context
+from passes.graph import call, remove_dead, set_value
+from passes.markers import REDUCE_GRAD, UNSHARD
+from passes.packing import TRIM_ROWS
+from passes.slices import JOIN_SLICES, TAKE_PART, TAKE_SLICE, Slices, slice_name
+from passes.split_rules import Sliced, rule_of, wanted_of
+
+_aten = torch.ops.aten
+
+
+def split(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+    """Compute by slices what the plan splits. See the module's docstring."""
+    if any(row.slices > 1 for row in ctx.plan.parameters):
+        Splitter(gm.graph, ctx).run()
+    return gm
+
+
+def slices_of(name: str, ctx: Context) -> tuple[int, Slices] | None:
+    """Along which dimension a parameter is split, and how; None if it is not."""
+    row = ctx.plan[name]
+    if row.slices == 1:
+        return None
+    cut = ctx.cut(row.decision)
+    if row.along == 0:
+        return 0, Slices(row.shape[0], row.slices, cut.ranks, cut.hosts)
+    if row.like is not None:
+        other = slices_of(row.like, ctx)
+        assert other is not None
+        return row.along, other[1]
+    return row.along, Slices(row.shape[row.along], row.slices)
+
+
+class Splitter:
+    """One graph while it is rewritten.
+
+    ``sliced``: by node, what it was replaced by. ``wanted``: what a gradient leads to and is wanted
+    in slices, by node: along which dimension, and how.
+    """
+
+    def __init__(self, graph: fx.Graph, ctx: Context) -> None:
+        self.graph, self.ctx = graph, ctx
+        self.sliced: dict[fx.Node, Sliced] = {}
+        self.wanted: dict[fx.Node, tuple[int, Slices]] = {}
+        self.joined: dict[fx.Node, fx.Node] = {}
+        #: Of every new node the slice that it belongs to.
+        self.index: dict[fx.Node, int] = {}
+
+    def run(self) -> None:
+        self._ask_for_gradients()
+        for node in list(self.graph.nodes):
+            if node.op == "placeholder":
+                continue
+            with self.graph.inserting_before(node):
+                if not self._done(node):
+                    for source in node.all_input_nodes:
+                        if source in self.sliced:
+                            node.replace_input_with(source, self.whole(source))
+        for node in reversed(self.sliced):
+            if not node.users:
+                self.graph.erase_node(node)
+        remove_dead(self.graph)
+        self._one_slice_after_the_other()
+
+    def _ask_for_gradients(self) -> None:
+        """Find what must be computed by slices for a gradient to come in slices."""
+        for node in reversed(self.graph.nodes):
+            if node.target is REDUCE_GRAD:
+                found = slices_of(node.args[2], self.ctx)
+                if found is not None:
+                    self.wanted[node.args[0]] = found
+            elif node in self.wanted and len(node.users) == 1:
+                self.wanted.update(wanted_of(node, *self.wanted[node]))
+
+    def _done(self, node: fx.Node) -> bool:
+        """Whether a node is computed by slices from now on."""
+        if node.target is UNSHARD:
+            found = self._gathered(node)
+        elif node.target is REDUCE_GRAD:
+            return self._reduced(node)
+        else:
+            found = rule_of(node)(self, node) if rule_of(node) is not None else None
+        if isinstance(found, Sliced):
+            self.sliced[node] = found
+        elif isinstance(found, fx.Node):  # a sum over the slices
+            found.meta.update({k: v for k, v in node.meta.items() if k not in found.meta})
+            node.replace_all_uses_with(found)
+            self.graph.erase_node(node)
+        return found is not None
+
+    def emit(
+        self, index: int, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] = {}
+    ) -> fx.Node:
+        """A new node of a slice."""
+        if kwargs:
+            node = self.graph.call_function(target, args, dict(kwargs))
+            set_value(node)
+        else:
+            node = call(self.graph, target, args)
+        self.index[node] = index
+        return node
+
+    def taken(self, node: fx.Node, dim: int, slices: Slices) -> list[fx.Node]:
+        """The slices of a node along a dimension: those it has, or cut out of the whole."""
+        found = self.sliced.get(node)
+        if found is not None and (found.dim, found.slices) == (dim, slices):
+            return list(found.nodes)
+        source = self.whole(node) if found is not None else node
+        return [self._take(source, dim, slices, index) for index in range(slices.count)]
+
+    def _take(self, node: fx.Node, dim: int, slices: Slices, index: int) -> fx.Node:
+        if slices.ranks == 1 and slices.even:
+            start = index * slices.strip
+            args = (node, dim, start, start + slices.strip)
+            return self.emit(index, _aten.slice.Tensor, args)
+        args = (node, dim, slices.count, index, slices.ranks, slices.hosts)
+        return self.emit(index, TAKE_SLICE, args)
+
+    def whole(self, node: fx.Node) -> fx.Node:
+        """A node's value in one tensor."""
+        found = self.sliced.get(node)
+        if found is None:
+            return node
+        if node not in self.joined:
+            cut = found.slices
+            args = (list(found.nodes), found.dim, cut.size, cut.ranks, cut.hosts)
+            self.joined[node] = call(self.graph, JOIN_SLICES, args)
+        return self.joined[node]
+
+    def _gathered(self, node: fx.Node) -> Sliced | None:
+        """A parameter's slices, each gathered by itself."""
+        shard, name, shape, sharded, *marks = node.args
+        found = slices_of(name, self.ctx)
+        if found is None:
+            return None
+        dim, slices = found
+        own = list(shape)
+        own[dim] = slices.part
+        nodes = []
+        for index in range(slices.count):
+            part = self._part(shard, dim, slices, index)
+            args = (part, slice_name(name, index), own, sharded, *marks)
+            nodes.append(self.emit(index, UNSHARD, args))
+        return Sliced(dim, slices, nodes)
+
+    def _part(self, shard: fx.Node, dim: int, slices: Slices, index: int) -> fx.Node:
+        """What this rank has of a parameter's slice."""
+        if dim:  # a collective takes no view of strips
+            args = (shard, dim, slices.count, index, slices.ranks, slices.hosts)
+            return self.emit(index, TAKE_SLICE, args)
+        start = index * slices.strip
+        if slices.even:
+            return self.emit(index, _aten.slice.Tensor, (shard, 0, start, start + slices.strip))
+        return self.emit(index, TAKE_PART, (shard, 0, start, slices.strip))
+
+    def _reduced(self, node: fx.Node) -> bool:
+        """A gradient's slices, each reduced by itself, and this rank's parts of them joined."""
+        gradient, shard, name, sharded, *marks = node.args
+        found = slices_of(name, self.ctx)
+        if found is None:
+            return False
+        dim, slices = found
+        parts = []
+        for index, one in enumerate(self.taken(gradient, dim, slices)):
+            like = self._part(shard, dim, slices, index)
+            args = (one, like, slice_name(name, index), sharded, *marks)
+            parts.append(self.emit(index, REDUCE_GRAD, args))
+        if dim:
+            args = (parts, dim, slices.size, slices.ranks, slices.hosts)
+            joined = call(self.graph, JOIN_SLICES, args)
+        else:
+            joined = call(self.graph, _aten.cat.default, (parts,))
+            if not slices.even:
+                joined = call(self.graph, TRIM_ROWS, (joined, shard))
+        joined.meta["gradient_of"] = name
+        node.replace_all_uses_with(joined)
+        self.graph.erase_node(node)
+        return True
+
+    def _one_slice_after_the_other(self) -> None:
+        """Bring the nodes of a slice together, as far as nothing whole is needed in between."""
+        order: list[fx.Node] = []
+        waiting: dict[fx.Node, None] = {}
+
+        def flush() -> None:
+            order.extend(sorted(waiting, key=self.index.__getitem__))  # stable
+            waiting.clear()
+
+        for node in self.graph.nodes:
+            if node in self.index:
+                waiting[node] = None
+                continue
+            if node.op == "output" or any(source in waiting for source in node.all_input_nodes):
+                flush()
+            order.append(node)
+        for before, node in itertools.pairwise(order):
+            if before.next is not node:
+                before.append(node)

@@ -1,0 +1,322 @@
+"""Split rules: what becomes of an operator if one of its inputs comes in slices.
+
+A rule gives the operator's own slices, or the sum over all slices where the operator contracts
+the dimension, or None: then it is given its inputs whole. (``passes/split.py``)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from passes.fusion import is_fusible
+from passes.graph import concrete, is_getitem
+from passes.slices import Slices
+
+if TYPE_CHECKING:
+    from passes.split import Splitter
+
+_aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Sliced:
+    """A value in slices along one dimension."""
+
+    dim: int
+    slices: Slices
+    nodes: Sequence[fx.Node]
+
+
+Found = Sliced | fx.Node | None
+Rule = Callable[["Splitter", fx.Node], Found]
+
+
+def rule_of(node: fx.Node) -> Rule | None:
+    """The rule for an operator, if there is one."""
+    if node.op != "call_function" or is_getitem(node):
+        return None
+    if node.target in RULES:
+        return RULES[node.target]
+    if is_fusible(node) and torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        return _pointwise
+    return None
+
+
+def wanted_of(node: fx.Node, dim: int, slices: Slices) -> dict[fx.Node, tuple[int, Slices]]:
+    """Of which inputs slices are wanted, where the node's are: of those that are passed through."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return {}
+    if node.target is _aten.permute.default:
+        return {source: (_dims(node)[dim], slices)}
+    if node.target in _VIEWS:
+        own = _same_dim(_shape(node), _shape(source), dim)
+        return {} if own is None else {source: (own, slices)}
+    if node.target in _PUTS:
+        table, _values = _table_and_values(node)
+        return {table: (dim, slices)} if dim == len(_shape(node)) - 1 else {}
+    if rule_of(node) is _pointwise:
+        return {
+            one: (dim - len(_shape(node)) + len(_shape(one)), slices)
+            for one in node.all_input_nodes
+            if _size_along(one, dim, node) == slices.size
+        }
+    return {}
+
+
+def _shape(node: fx.Node) -> list[int]:
+    value = node.meta.get("val")
+    return concrete(value.shape) if isinstance(value, torch.Tensor) else []
+
+
+def _dims(node: fx.Node) -> list[int]:
+    """Of a permutation: which dimension of its input every one of its own is."""
+    dims: Any = node.args[1]
+    return [dim % len(dims) for dim in dims]
+
+
+def _size_along(source: fx.Node, dim: int, node: fx.Node) -> int | None:
+    """How large a broadcast input is along a dimension of the result; None if it has none."""
+    shape = _shape(source)
+    own = dim - len(_shape(node)) + len(shape)
+    return shape[own] if own >= 0 else None
+
+
+def _same_dim(old: Sequence[int], new: Sequence[int], dim: int) -> int | None:
+    """Where a dimension is after a reshape that leaves it as it is; None if it does not."""
+    before = _product(old[:dim])
+    for place, size in enumerate(new):
+        if size == old[dim] and _product(new[:place]) == before:
+            return place
+    return None
+
+
+def _product(sizes: Sequence[int]) -> int:
+    total = 1
+    for size in sizes:
+        total *= size
+    return total
+
+
+def _pointwise(splitter: Splitter, node: fx.Node) -> Found:
+    """Slice by slice: inputs that have the dimension are cut, others are read by all."""
+    along: tuple[int, Slices] | None = None
+    for source in node.all_input_nodes:
+        one = splitter.sliced.get(source)
+        if one is not None:
+            along = one.dim - len(_shape(source)) + len(_shape(node)), one.slices
+            break
+    if along is None:
+        return None
+    dim, slices = along
+    parts: dict[fx.Node, list[fx.Node]] = {}
+    for source in node.all_input_nodes:
+        if _size_along(source, dim, node) == slices.size:
+            own = dim - len(_shape(node)) + len(_shape(source))
+            parts[source] = splitter.taken(source, own, slices)
+        else:
+            parts[source] = [splitter.whole(source)] * slices.count
+    nodes = []
+    for index in range(slices.count):
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n, i=index: parts[n][i])
+        nodes.append(splitter.emit(index, node.target, args, kwargs))
+    return Sliced(dim, slices, nodes)
+
+
+def _permuted(splitter: Splitter, node: fx.Node) -> Found:
+    source: Any = node.args[0]
+    found = splitter.sliced.get(source)
+    if found is None:
+        return None
+    nodes = [
+        splitter.emit(index, node.target, (one, *node.args[1:]))
+        for index, one in enumerate(found.nodes)
+    ]
+    return Sliced(_dims(node).index(found.dim), found.slices, nodes)
+
+
+def _viewed(splitter: Splitter, node: fx.Node) -> Found:
+    source: Any = node.args[0]
+    sizes: Any = node.args[1]
+    found = splitter.sliced.get(source)
+    if found is None:
+        return None
+    dim = _same_dim(_shape(source), _shape(node), found.dim)
+    if dim is None:
+        return None
+    own = list(sizes)
+    own[dim] = found.slices.part
+    nodes = [
+        splitter.emit(index, node.target, (one, own)) for index, one in enumerate(found.nodes)
+    ]
+    return Sliced(dim, found.slices, nodes)
+
+
+def _summed(splitter: Splitter, node: fx.Node) -> Found:
+    """A sum over other dimensions is sliced too; one over the slices' is added up."""
+    source: Any = node.args[0]
+    dims: Any = node.args[1]
+    keeps = len(node.args) > 2 and bool(node.args[2])
+    found = splitter.sliced.get(source)
+    if found is None or not dims:
+        return None
+    over = {dim % len(_shape(source)) for dim in dims}
+    nodes = [
+        splitter.emit(index, node.target, (one, *node.args[1:]), node.kwargs)
+        for index, one in enumerate(found.nodes)
+    ]
+    if found.dim not in over:
+        before = 0 if keeps else sum(dim < found.dim for dim in over)
+        return Sliced(found.dim - before, found.slices, nodes)
+    total = nodes[0]
+    for index, one in enumerate(nodes[1:], start=1):
+        total = splitter.emit(index, _aten.add.Tensor, (total, one))
+    return total
+
+
+def _product_of(splitter: Splitter, node: fx.Node) -> Found:
+    """``mm``, ``addmm`` and ``bmm``: along rows, columns, the batch, or adding up."""
+    *bias, one, other = _operands(node)
+    batched = node.target is _aten.bmm.default
+    rows, inner, columns = (1, 2, 2) if batched else (0, 1, 1)
+    left, right = splitter.sliced.get(one), splitter.sliced.get(other)
+    wanted = splitter.wanted.get(node)
+    if left is not None and left.dim == inner:
+        return _added_up(splitter, node, left.slices, inner - 1)
+    if right is not None and right.dim == inner - 1 and (left is None or left.dim != rows):
+        return _added_up(splitter, node, right.slices, inner - 1)
+    along = None
+    if wanted is not None:
+        along = wanted
+    elif left is not None:
+        along = left.dim, left.slices
+    elif right is not None:
+        along = right.dim, right.slices
+    if along is None:
+        return None
+    dim, slices = along
+    count = slices.count
+    lefts, rights = [splitter.whole(one)] * count, [splitter.whole(other)] * count
+    if dim == rows or (batched and dim == 0):
+        lefts = splitter.taken(one, dim, slices)
+    if dim == columns or (batched and dim == 0):
+        rights = splitter.taken(other, dim, slices)
+    biases = [_bias(splitter, source, dim, slices, node) for source in bias]
+    nodes = [
+        splitter.emit(i, node.target, (*(b[i] for b in biases), lefts[i], rights[i]), node.kwargs)
+        for i in range(count)
+    ]
+    return Sliced(dim, slices, nodes)
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    return [one for one in node.args if isinstance(one, fx.Node)]
+
+
+def _bias(
+    splitter: Splitter, source: fx.Node, dim: int, slices: Slices, node: fx.Node
+) -> list[fx.Node]:
+    """What is added to each slice of a product."""
+    if _size_along(source, dim, node) == slices.size:
+        own = dim - len(_shape(node)) + len(_shape(source))
+        return splitter.taken(source, own, slices)
+    return [splitter.whole(source)] * slices.count
+
+
+def _added_up(splitter: Splitter, node: fx.Node, slices: Slices, row: int) -> Found:
+    """A product that contracts the dimension: the first slice's, and the others' added to it.
+
+    ``row``: the contracted dimension of the second operand.
+    """
+    *bias, one, other = _operands(node)
+    lefts = splitter.taken(one, row + 1, slices)
+    rights = splitter.taken(other, row, slices)
+    add = _aten.baddbmm.default if node.target is _aten.bmm.default else _aten.addmm.default
+    total = [splitter.whole(source) for source in bias]
+    for index, (left, right) in enumerate(zip(lefts, rights, strict=True)):
+        if index == 0:
+            made = splitter.emit(index, node.target, (*total, left, right), node.kwargs)
+        else:
+            made = splitter.emit(index, add, (*total, left, right))
+        total = [made]
+    return total[0]
+
+
+def _embedded(splitter: Splitter, node: fx.Node) -> Found:
+    """Columns of an embedding's table are columns of what is looked up in it."""
+    table: Any = node.args[0]
+    found = splitter.sliced.get(table)
+    if found is None or found.dim != 1:
+        return None
+    nodes = [
+        splitter.emit(index, node.target, (one, *node.args[1:]), node.kwargs)
+        for index, one in enumerate(found.nodes)
+    ]
+    return Sliced(len(_shape(node)) - 1, found.slices, nodes)
+
+
+def _filled(splitter: Splitter, node: fx.Node) -> Found:
+    """A constant that a gradient is added into."""
+    wanted = splitter.wanted.get(node)
+    if wanted is None:
+        return None
+    dim, slices = wanted
+    sizes: Any = list(node.args[0])  # type: ignore[arg-type]
+    sizes[dim] = slices.part
+    nodes = [
+        splitter.emit(index, node.target, (sizes, *node.args[1:]), node.kwargs)
+        for index in range(slices.count)
+    ]
+    return Sliced(dim, slices, nodes)
+
+
+def _put(splitter: Splitter, node: fx.Node) -> Found:
+    """Rows added into a table at some indices, as an embedding's backward does: by columns.
+
+    What is said of the last dimension holds of the table and of the rows.
+    """
+    table, values = _table_and_values(node)
+    wanted = splitter.wanted.get(node)
+    found = splitter.sliced.get(table)
+    if wanted is None or found is None or wanted[0] != len(_shape(node)) - 1:
+        return None
+    _, slices = wanted
+    rows = splitter.taken(values, len(_shape(values)) - 1, slices)
+    others = [one for one in node.all_input_nodes if one not in (table, values)]
+    nodes = []
+    for index in range(slices.count):
+        parts = {table: found.nodes[index], values: rows[index]}
+        parts.update((one, splitter.whole(one)) for one in others)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), parts.__getitem__)
+        nodes.append(splitter.emit(index, node.target, args, kwargs))
+    return Sliced(wanted[0], slices, nodes)
+
+
+def _table_and_values(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    masked = node.target is not _aten.index_put.default
+    table, values = node.args[0], node.args[3 if masked else 2]
+    assert isinstance(table, fx.Node) and isinstance(values, fx.Node)
+    return table, values
+
+
+_PUTS = {_aten.index_put.default, _aten._unsafe_masked_index_put_accumulate.default}
+_VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
+
+RULES: dict[Any, Rule] = {
+    _aten.permute.default: _permuted,
+    _aten.sum.dim_IntList: _summed,
+    _aten.mm.default: _product_of,
+    _aten.addmm.default: _product_of,
+    _aten.bmm.default: _product_of,
+    _aten.embedding.default: _embedded,
+    _aten.full.default: _filled,
+    **dict.fromkeys(_PUTS, _put),
+    torch.ops.prims.convert_element_type.default: _pointwise,
+    _aten.clone.default: _pointwise,
+    **dict.fromkeys(_VIEWS, _viewed),
+}

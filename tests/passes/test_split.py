@@ -1,0 +1,178 @@
+"""Split: slices of operators compute what the whole ones do, on any number of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from passes.decisions import Decision, Plan
+from passes.graph import is_collective
+from passes.slices import JOIN_SLICES, TAKE_SLICE, Slices
+from tests.passes.captures import capture_step
+from tests.passes.graphs import local_rows
+from tests.passes.test_capture import Training, decided
+
+AGAIN = Decision.SHARD_AGAIN
+
+
+class Mlp(nn.Module):
+    """Two linears with an activation between them; x: [batch, 6]."""
+
+    def __init__(self, hidden: int, bias: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.up = nn.Linear(6, hidden, bias=bias)
+        self.down = nn.Linear(hidden, 5, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(torch.tanh(self.first(x)))))
+
+
+class Gated(nn.Module):
+    """A gated MLP with a residual; x: [batch, tokens, 6]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.up = nn.Linear(6, 16, bias=False)
+        self.gate = nn.Linear(6, 16, bias=False)
+        self.down = nn.Linear(16, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Words(nn.Module):
+    """An embedding and a head; tokens: [batch, tokens]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 8)
+        self.mix = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.mix(self.words(tokens))))
+
+
+def sliced(plan: Plan, rows: Mapping[str, tuple[int, int, str | None]]) -> Plan:
+    """The plan with some parameters in slices: how many, along what, like whose rows."""
+    found = []
+    for row in plan.parameters:
+        if row.name in rows:
+            slices, along, like = rows[row.name]
+            row = dataclasses.replace(row, slices=slices, along=along, like=like)
+        found.append(row)
+    return plan.replace(parameters=tuple(found))
+
+
+def trained(model: nn.Module, batches: list[Tensor]) -> Training:
+    return Training(model, batches, [torch.randn_like(model(batch)) for batch in batches])
+
+
+def check_step(
+    training: Training,
+    rows: Mapping[str, tuple[int, int, str | None]],
+    decision: Decision = AGAIN,
+    **changes: object,
+) -> None:
+    """Every rank's output, and its part of the mean gradients, are those of eager PyTorch."""
+    world_size = len(training.batches)
+    captured, ctx = capture_step(
+        training.model, training.batches[0], world_size=world_size, **changes
+    )
+    plan = sliced(decided(ctx, decision, bucket_bytes=0), rows)
+    contexts = [ctx.replace(rank=rank) for rank in range(world_size)]
+    outputs, gradients = training.found(captured, contexts, plan)
+    wanted_outputs, wanted_gradients = training.wanted()
+    torch.testing.assert_close(outputs, wanted_outputs)
+    for rank, found in enumerate(gradients):
+        assert set(found) == set(wanted_gradients)
+        for name, gradient in wanted_gradients.items():
+            if plan.decision(name).sharded:
+                first, last = local_rows(gradient.shape[0], world_size, rank)
+                gradient = gradient[first:last]
+            torch.testing.assert_close(found[name], gradient, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("by_exchange", [False, True], ids=["gather", "exchange"])
+@pytest.mark.parametrize("hidden", [48, 23], ids=["even", "uneven"])
+@pytest.mark.parametrize("slices", [2, 3, 4, 8])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_two_linears_of_an_mlp(world_size: int, slices: int, hidden: int, by_exchange: bool):
+    torch.manual_seed(0)
+    model = Mlp(hidden, bias=True)
+    batches = [torch.randn(3, 6) for _ in range(world_size)]
+    rows = {"up.weight": (slices, 0, None), "down.weight": (slices, 1, "up.weight")}
+    check_step(trained(model, batches), rows, by_exchange=by_exchange)
+
+
+@pytest.mark.parametrize("along", [0, 1])
+@pytest.mark.parametrize("slices", [2, 3, 8])
+@pytest.mark.parametrize("name", ["up.weight", "down.weight", "first.weight"])
+def test_a_linear_by_itself(name: str, slices: int, along: int):
+    torch.manual_seed(0)
+    batches = [torch.randn(3, 6) for _ in range(2)]
+    check_step(trained(Mlp(23, bias=True), batches), {name: (slices, along, None)})
+
+
+@pytest.mark.parametrize("slices", [2, 3])
+def test_a_gated_mlp(slices: int):
+    torch.manual_seed(0)
+    batches = [torch.randn(2, 3, 6) for _ in range(2)]
+    rows = {
+        "up.weight": (slices, 0, None),
+        "gate.weight": (slices, 0, None),
+        "down.weight": (slices, 1, "up.weight"),
+    }
+    check_step(trained(Gated(), batches), rows)
+
+
+@pytest.mark.parametrize("slices", [2, 3])
+@pytest.mark.parametrize("name", ["words.weight", "mix.weight", "head.weight"])
+def test_words_and_their_head(name: str, slices: int):
+    torch.manual_seed(0)
+    batches = [torch.randint(0, 11, (2, 5)) for _ in range(2)]
+    along = 1 if name == "words.weight" else 0
+    check_step(trained(Words(), batches), {name: (slices, along, None)})
+
+
+def test_slices_of_a_dimension_are_put_together_again():
+    for size in (1, 5, 12, 16):
+        for count in (1, 2, 3, 5):
+            for ranks, hosts in ((1, 1), (2, 1), (4, 2), (3, 1)):
+                whole = torch.randn(2, size, 3)
+                cut = Slices(size, count, ranks, hosts)
+                parts = [TAKE_SLICE(whole, 1, count, i, ranks, hosts) for i in range(count)]
+                assert all(part.shape[1] == cut.part for part in parts)
+                assert torch.equal(JOIN_SLICES(parts, 1, size, ranks, hosts), whole)
+
+
+def test_no_more_than_one_slice_of_an_mlp_is_there_at_once():
+    from passes.capture import lay_out
+    from passes.context import Phase
+    from passes.pipeline import Stage, default_passes, run
+
+    captured, ctx = capture_step(Mlp(48, bias=False), torch.randn(3, 6), world_size=2)
+    rows = {"up.weight": (4, 0, None), "down.weight": (4, 1, "up.weight")}
+    plan = sliced(decided(ctx, AGAIN, bucket_bytes=0), rows)
+    laid = lay_out(captured, plan, ctx)
+    for gm, phase in ((laid.forward, Phase.FORWARD), (laid.backward, Phase.BACKWARD)):
+        local = ctx.replace(plan=plan, phase=phase)
+        lowered = run(default_passes(), Stage.PARTS, gm, local)
+        names = [n for node in lowered.graph.nodes if is_collective(node)
+                 for n in node.meta["collective"].names if "#" in n]
+        assert len(names) == (8 if phase is Phase.FORWARD else 16)
+        largest = max(
+            node.meta["val"].numel()
+            for node in lowered.graph.nodes
+            if node.op == "call_function" and isinstance(node.meta.get("val"), Tensor)
+            and node.meta["val"].dim() == 2 and 6 in node.meta["val"].shape
+        )
+        assert largest <= 48 // 4 * 6 or phase is Phase.BACKWARD
