@@ -25,6 +25,7 @@ from passes.markers import UNSHARD
 from passes.pipeline import Observer, Pass, Stage, run
 from passes.recompute import recompute
 from passes.simulate import simulate
+from passes.split_saved import split_saved
 from passes.text import graph_text
 from passes.timeline import timeline_of
 from passes.units import format_bytes
@@ -112,6 +113,7 @@ def lower(
         joint = run(session.passes, Stage.JOINT, joint, session.context, watch)
         forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
         _recompute(forward, backward, session)
+        split_saved(forward, backward, session.context)
         step.returned_bytes = _returned_bytes(forward, kwargs["num_fwd_outputs"])
         _mark_kept(forward, backward)
         return forward, backward

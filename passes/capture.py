@@ -19,6 +19,7 @@ from passes.graph import copy_module, empty_value, fake_mode_of, output_node
 from passes.markers import REDUCE_GRAD, UNSHARD
 from passes.memory import STATIC
 from passes.recompute import recompute
+from passes.split_saved import split_saved
 
 
 class NothingSaved(ValueError):
@@ -115,6 +116,7 @@ def lay_out(captured: Captured, plan: Plan, ctx: Context) -> Captured:
         raise NothingSaved(missing)
     for gm in (forward, backward):
         _set_shards(gm, plan, ctx)
+    split_saved(forward, backward, ctx.replace(plan=plan))
     kept = {
         node.args[1]: node
         for node in forward.graph.find_nodes(op="call_function", target=UNSHARD)

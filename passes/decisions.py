@@ -222,6 +222,28 @@ class Plan:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
+    def split(self, name: str, slices: int, along: int = 0, like: str | None = None) -> Plan:
+        """A copy in which a parameter's operators run in slices (:class:`ParameterPlan`).
+
+        What was decided of the order of collectives, and the prediction, no longer hold.
+
+        Raises:
+            ValueError: if the parameter cannot be split so.
+        """
+        row = self[name]
+        if not 0 <= along < len(row.shape) or not 1 <= slices <= row.shape[along]:
+            raise ValueError(
+                f"parameter {name!r} of shape {row.shape} has no {slices} slices along {along}"
+            )
+        if row.decision.keeps:
+            raise ValueError(
+                f"parameter {name!r} is {row.decision.value}: what is kept whole for the backward "
+                "is not split; gather it again"
+            )
+        own = dataclasses.replace(row, slices=slices, along=along, like=like)
+        rows = tuple(own if one.name == name else one for one in self.parameters)
+        return self.replace(parameters=rows, order={}, prediction=None)
+
     def mismatch(
         self,
         parameters: Iterable[tuple[str, tuple[int, ...], str]],

@@ -32,27 +32,33 @@ import torch
 from torch import fx
 
 from passes.context import Context
-from passes.graph import call, remove_dead, set_value
+from passes.decisions import Plan
+from passes.graph import call, output_node, remove_dead, set_value
 from passes.markers import REDUCE_GRAD, UNSHARD
 from passes.packing import TRIM_ROWS
 from passes.slices import JOIN_SLICES, TAKE_PART, TAKE_SLICE, Slices, slice_name
-from passes.split_rules import Sliced, rule_of, wanted_of
+from passes.split_rules import Found, Sliced, rule_of, wanted_of
 
 _aten = torch.ops.aten
 
 
 def split(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Compute by slices what the plan splits. See the module's docstring."""
-    if any(row.slices > 1 for row in ctx.plan.parameters):
+    if splits(ctx.plan):
         Splitter(gm.graph, ctx).run()
     return gm
 
 
+def splits(plan: Plan) -> bool:
+    """Whether any parameter is split."""
+    return any(row.slices > 1 for row in plan.parameters)
+
+
 def slices_of(name: str, ctx: Context) -> tuple[int, Slices] | None:
     """Along which dimension a parameter is split, and how; None if it is not."""
-    row = ctx.plan[name]
-    if row.slices == 1:
+    if name not in ctx.plan or ctx.plan[name].slices == 1:  # a slice is not sliced again
         return None
+    row = ctx.plan[name]
     cut = ctx.cut(row.decision)
     if row.along == 0:
         return 0, Slices(row.shape[0], row.slices, cut.ranks, cut.hosts)
@@ -98,23 +104,29 @@ class Splitter:
         """Find what must be computed by slices for a gradient to come in slices."""
         for node in reversed(self.graph.nodes):
             if node.target is REDUCE_GRAD:
-                found = slices_of(node.args[2], self.ctx)
+                gradient, _, name, *_ = _arguments(node)
+                found = slices_of(name, self.ctx)
                 if found is not None:
-                    self.wanted[node.args[0]] = found
+                    self.wanted[gradient] = found
             elif node in self.wanted and len(node.users) == 1:
                 self.wanted.update(wanted_of(node, *self.wanted[node]))
 
     def _done(self, node: fx.Node) -> bool:
         """Whether a node is computed by slices from now on."""
+        found: Found = None
         if node.target is UNSHARD:
             found = self._gathered(node)
         elif node.target is REDUCE_GRAD:
             return self._reduced(node)
+        elif node.target is JOIN_SLICES:
+            found = self._joined(node)
         else:
-            found = rule_of(node)(self, node) if rule_of(node) is not None else None
+            rule = rule_of(node)
+            if rule is not None:
+                found = rule(self, node)
         if isinstance(found, Sliced):
             self.sliced[node] = found
-        elif isinstance(found, fx.Node):  # a sum over the slices
+        elif found is not None:  # a sum over the slices, or one of them
             found.meta.update({k: v for k, v in node.meta.items() if k not in found.meta})
             node.replace_all_uses_with(found)
             self.graph.erase_node(node)
@@ -143,8 +155,8 @@ class Splitter:
     def _take(self, node: fx.Node, dim: int, slices: Slices, index: int) -> fx.Node:
         if slices.ranks == 1 and slices.even:
             start = index * slices.strip
-            args = (node, dim, start, start + slices.strip)
-            return self.emit(index, _aten.slice.Tensor, args)
+            ends = start, start + slices.strip
+            return self.emit(index, _aten.slice.Tensor, (node, dim, *ends))
         args = (node, dim, slices.count, index, slices.ranks, slices.hosts)
         return self.emit(index, TAKE_SLICE, args)
 
@@ -159,9 +171,15 @@ class Splitter:
             self.joined[node] = call(self.graph, JOIN_SLICES, args)
         return self.joined[node]
 
+    def _joined(self, node: fx.Node) -> Sliced:
+        """What is joined was in slices, and need not be joined for those who want it so."""
+        nodes, dim, size, ranks, hosts = _arguments(node)
+        self.joined[node] = node
+        return Sliced(dim, Slices(size, len(nodes), ranks, hosts), nodes)
+
     def _gathered(self, node: fx.Node) -> Sliced | None:
         """A parameter's slices, each gathered by itself."""
-        shard, name, shape, sharded, *marks = node.args
+        shard, name, shape, sharded, *marks = _arguments(node)
         found = slices_of(name, self.ctx)
         if found is None:
             return None
@@ -187,7 +205,7 @@ class Splitter:
 
     def _reduced(self, node: fx.Node) -> bool:
         """A gradient's slices, each reduced by itself, and this rank's parts of them joined."""
-        gradient, shard, name, sharded, *marks = node.args
+        gradient, shard, name, sharded, *marks = _arguments(node)
         found = slices_of(name, self.ctx)
         if found is None:
             return False
@@ -197,13 +215,15 @@ class Splitter:
             like = self._part(shard, dim, slices, index)
             args = (one, like, slice_name(name, index), sharded, *marks)
             parts.append(self.emit(index, REDUCE_GRAD, args))
-        if dim:
-            args = (parts, dim, slices.size, slices.ranks, slices.hosts)
-            joined = call(self.graph, JOIN_SLICES, args)
-        else:
-            joined = call(self.graph, _aten.cat.default, (parts,))
-            if not slices.even:
-                joined = call(self.graph, TRIM_ROWS, (joined, shard))
+        # At the end: what is needed of all slices ends what is brought together of each.
+        with self.graph.inserting_before(output_node(self.graph)):
+            if dim:
+                args = (parts, dim, slices.size, slices.ranks, slices.hosts)
+                joined = call(self.graph, JOIN_SLICES, args)
+            else:
+                joined = call(self.graph, _aten.cat.default, (parts,))
+                if not slices.even:
+                    joined = call(self.graph, TRIM_ROWS, (joined, shard))
         joined.meta["gradient_of"] = name
         node.replace_all_uses_with(joined)
         self.graph.erase_node(node)
@@ -228,3 +248,7 @@ class Splitter:
         for before, node in itertools.pairwise(order):
             if before.next is not node:
                 before.append(node)
+
+
+def _arguments(node: fx.Node) -> tuple[Any, ...]:
+    return node.args

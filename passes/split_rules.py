@@ -15,7 +15,7 @@ from torch import fx
 
 from passes.fusion import is_fusible
 from passes.graph import concrete, is_getitem
-from passes.slices import Slices
+from passes.slices import TAKE_SLICE, Slices
 
 if TYPE_CHECKING:
     from passes.split import Splitter
@@ -123,7 +123,8 @@ def _pointwise(splitter: Splitter, node: fx.Node) -> Found:
             parts[source] = [splitter.whole(source)] * slices.count
     nodes = []
     for index in range(slices.count):
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n, i=index: parts[n][i])
+        own_inputs = {source: found[index] for source, found in parts.items()}
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), own_inputs.__getitem__)
         nodes.append(splitter.emit(index, node.target, args, kwargs))
     return Sliced(dim, slices, nodes)
 
@@ -247,6 +248,22 @@ def _added_up(splitter: Splitter, node: fx.Node, slices: Slices, row: int) -> Fo
     return total[0]
 
 
+def _slice_taken(splitter: Splitter, node: fx.Node) -> Found:
+    """What is cut out is one of the slices."""
+    source, dim, count, index, *cut = _arguments(node)
+    found = splitter.sliced.get(source)
+    if found is None or (found.dim, found.slices) != (
+        dim,
+        Slices(_shape(source)[dim], count, *cut),
+    ):
+        return None
+    return found.nodes[index]
+
+
+def _arguments(node: fx.Node) -> tuple[Any, ...]:
+    return node.args
+
+
 def _embedded(splitter: Splitter, node: fx.Node) -> Found:
     """Columns of an embedding's table are columns of what is looked up in it."""
     table: Any = node.args[0]
@@ -314,6 +331,7 @@ RULES: dict[Any, Rule] = {
     _aten.addmm.default: _product_of,
     _aten.bmm.default: _product_of,
     _aten.embedding.default: _embedded,
+    TAKE_SLICE: _slice_taken,
     _aten.full.default: _filled,
     **dict.fromkeys(_PUTS, _put),
     torch.ops.prims.convert_element_type.default: _pointwise,

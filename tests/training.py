@@ -110,7 +110,7 @@ class Outcome:
 def trains_like_reference(
     ranks: Ranks,
     make_model: Callable[[], nn.Module],
-    plan: str | dict[str, str] | float | None,
+    plan: str | dict[str, str] | float | Plan | None,
     recipe: Recipe | None = None,
     *,
     tolerance: float = 1e-5,
@@ -118,8 +118,8 @@ def trains_like_reference(
 ) -> Outcome:
     """Train on all ranks and assert that losses, parameters and buffers equal the reference's.
 
-    ``plan``: a decision for all parameters; or decisions by name; or a share of the way from
-    the least possible memory limit to what the fastest plan takes, under which the planner
+    ``plan``: one; or a decision for all parameters; or decisions by name; or a share of the way
+    from the least possible memory limit to what the fastest plan takes, under which the planner
     then plans for a slow network; or None: the planner without a limit, on what it measures.
     ``prepare``: called with the model right before osdp compiles it.
 
@@ -283,6 +283,8 @@ def plan_options(model, plan, recipe: Recipe, world_size: int) -> dict[str, Any]
     """The backend's options for what tests call a plan (see :func:`trains_like_reference`)."""
     if plan is None:
         return {}
+    if isinstance(plan, Plan):
+        return {"plan": plan, "hardware": SLOW}
     if isinstance(plan, float):
         return {"memory_limit": limit_between(model, plan, recipe), "hardware": SLOW}
     uniform = Plan.uniform(

@@ -27,7 +27,7 @@ class Mlp(nn.Module):
         super().__init__()
         self.first = nn.Linear(6, 6)
         self.up = nn.Linear(6, hidden, bias=bias)
-        self.down = nn.Linear(hidden, 5, bias=bias)
+        self.down = nn.Linear(hidden, 6, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(torch.tanh(self.first(x)))))
