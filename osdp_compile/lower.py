@@ -25,6 +25,7 @@ from passes.markers import UNSHARD
 from passes.pipeline import Observer, Pass, Stage, run
 from passes.recompute import recompute
 from passes.simulate import simulate
+from passes.slices import parameter_of
 from passes.split_saved import split_saved
 from passes.text import graph_text
 from passes.timeline import timeline_of
@@ -158,7 +159,8 @@ def _recompute(forward: fx.GraphModule, backward: fx.GraphModule, session: Sessi
         for node in forward.graph.find_nodes(op="call_function", target=UNSHARD)
         if plan.decision(node.args[1]).sharded
     }
-    planned = {name for one in plan.order.get("forward", ()) if one.gathers for name in one.names}
+    order = plan.order.get("forward", ())
+    planned = {parameter_of(name) for one in order if one.gathers for name in one.names}
     # A frame behind a graph break saves none of them: it is not the one that was planned on.
     if missing and (len(missing) < len(plan.recompute) or gathered == planned):
         log.warning(

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from passes.decisions import Decision, ParameterPlan, Plan
+from passes.slices import parameter_of
 from passes.units import format_bytes, format_seconds
 
 
@@ -41,7 +42,7 @@ def plan_table(plan: Plan) -> Table:
         table.add_row(
             Text(_joined([row.name for row in rows])),  # a name may hold brackets
             "x".join(map(str, first.shape)) or "scalar",
-            _DECIDED.get(first.decision, first.decision.value.replace("_", ", ")),
+            _decided(first),
             format_bytes(saved) if saved else "",
             Text(_ranged([row.reason for row in rows])),
         )
@@ -53,6 +54,12 @@ _DECIDED = {
     Decision.SHARD_HOST_KEEP: "shard within host, keep",
     Decision.SHARD_HOST_AGAIN: "shard within host, again",
 }
+
+
+def _decided(row: ParameterPlan) -> str:
+    """A decision for people."""
+    decided = _DECIDED.get(row.decision, row.decision.value.replace("_", ", "))
+    return decided if row.slices == 1 else f"{decided}, in {row.slices} slices"
 
 
 def prediction_lines(plan: Plan) -> list[str]:
@@ -80,7 +87,7 @@ def prediction_lines(plan: Plan) -> list[str]:
         one.leg
         for order in plan.order.values()
         for one in order
-        if not (one.names[0] in plan and plan.decision(one.names[0]).within_host)
+        if not ((name := parameter_of(one.names[0])) in plan and plan.decision(name).within_host)
     ]
     if 1 in legs:
         lines.append(f"{legs.count(1)} of {legs.count(0)} collectives over all ranks go leg by leg")
@@ -139,7 +146,8 @@ def _grouped(rows: Sequence[ParameterPlan]) -> Iterable[list[ParameterPlan]]:
     groups: dict[tuple[object, ...], list[ParameterPlan]] = {}
     for row in rows:
         pattern = _NUMBER.sub("*", row.name)
-        groups.setdefault((pattern, row.shape, row.decision, _kind(row.reason)), []).append(row)
+        key = pattern, row.shape, row.decision, row.slices, _kind(row.reason)
+        groups.setdefault(key, []).append(row)
     for group in groups.values():
         yield from _grids(group)
 

@@ -30,6 +30,7 @@ from passes.graph import bytes_of, fake_mode_of, group_of, is_collective, once, 
 from passes.markers import LEFT_OUT, UNSHARD
 from passes.memory import STATIC
 from passes.simulate import Simulation
+from passes.slices import parameter_of
 
 #: Layers that are left in, at the beginning and at the end.
 _ENDS = 3
@@ -391,7 +392,7 @@ def _network_seconds(graph: fx.Graph, names: set[str]) -> float:
     for node in graph.nodes:
         if is_collective(node):
             served = node.meta["collective"].names
-            share = sum(name in names for name in served) / len(served)
+            share = sum(parameter_of(name) in names for name in served) / len(served)
             group = group_of(node)
             taken[group] = taken.get(group, 0.0) + share * cost_of(node).seconds
     return max(taken.values(), default=0.0)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from osdp_compile import Plan
 from osdp_compile.trace import trace_graphs
 from tests.training import SLOW
 
@@ -96,6 +97,19 @@ def test_a_step_with_a_large_layer(osdp_graphs, plan, world_size):
     osdp_graphs(*wide(), world_size=world_size, plan=plan, after=STEP)
 
 
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_step_in_slices(osdp_graphs, world_size):
+    model, batch = wide()
+    plan = Plan.uniform(model.named_parameters(), "shard_again", world_size=world_size)
+    plan = plan.split("up.weight", 2).split("across.weight", 2, along=1, like="up.weight")
+    after = ["forward/split", "backward/split", "backward/reorder"]
+    texts = osdp_graphs(model, batch, world_size=world_size, plan=plan, after=after)
+    # Nothing has all of the wide layer's 2048 columns, but this rank's rows of the second one.
+    whole = [line for line in texts["forward/split"].splitlines() if "2048] =" in line]
+    rows = 1024 // world_size
+    assert [line.split(": ")[1] for line in whole] == [f"f32[{rows},2048] = input[across.weight]"]
+
+
 @ONE_TORCH
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_every_pass_on_the_way(osdp_graphs, world_size):
@@ -110,7 +124,7 @@ def test_every_pass_on_the_way(osdp_graphs, world_size):
     ]
     texts = osdp_graphs(*words(), world_size=world_size, plan="shard_again", after=after)
     # Without levels, that pass leaves all as it is; a forward has no gradients to hoist.
-    idle = ["forward/hoist", "forward/levels", "backward/levels"]
+    idle = ["forward/hoist", "forward/levels", "backward/levels", "forward/split", "backward/split"]
     assert sorted(texts) == sorted([*after, *idle])
     assert texts["forward/levels"] == texts["forward/bucket"]
 
