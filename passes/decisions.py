@@ -240,6 +240,15 @@ class Plan:
                 f"parameter {name!r} is {row.decision.value}: what is kept whole for the backward "
                 "is not split; gather it again"
             )
+        if like is not None and (
+            like not in self
+            or (self[like].slices, self[like].along) != (slices, 0)
+            or self[like].shape[0] != row.shape[along]
+        ):
+            raise ValueError(
+                f"parameter {name!r} cannot be sliced like {like!r}: that must be in {slices} "
+                f"slices along its {row.shape[along]} rows"
+            )
         own = dataclasses.replace(row, slices=slices, along=along, like=like)
         rows = tuple(own if one.name == name else one for one in self.parameters)
         return self.replace(parameters=rows, order={}, prediction=None)

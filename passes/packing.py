@@ -33,7 +33,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from passes.slices import SLICING, TAKE_PART, TAKE_SLICE
+from passes.slices import SLICING, TAKE_PART, TAKE_SLICE, TRIM_SLICE
 
 _LIBRARY = torch.library.Library("osdp", "FRAGMENT")
 _LIBRARY.define("pack(Tensor[] tensors) -> Tensor")
@@ -246,4 +246,4 @@ PACKING = SLICING | {
     TRIM_ROWS,
 }
 #: Of them, those that read only as much of their first argument as they write.
-PICKING = frozenset({UNPACK, FIRST_OF, TRIM_ROWS, TAKE_SLICE, TAKE_PART})
+PICKING = frozenset({UNPACK, FIRST_OF, TRIM_ROWS, TAKE_SLICE, TAKE_PART, TRIM_SLICE})

@@ -31,7 +31,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -218,6 +218,21 @@ def recompute(
     return _Rewriting(forward, backward, kept).run(plan)
 
 
+def save_instead(output: fx.Node, first: int, saved: Sequence[fx.Node]) -> None:
+    """Have a forward return other tensors for the backward.
+
+    ``first``: of what it returns, the first that is not its caller's.
+    """
+    returned: Sequence[fx.Node] = output.args[0]  # type: ignore[assignment]
+    described = output.meta.get("desc")
+    if described is not None:  # what is saved is numbered
+        numbered = list(described[first:])
+        while len(numbered) < len(saved):
+            numbered.insert(0, type(numbered[0])(len(numbered)))
+        output.meta["desc"] = [*described[:first], *numbered[: len(saved)]]
+    output.args = ((*returned[:first], *saved),)
+
+
 class _Rewriting:
     def __init__(
         self, forward: fx.GraphModule, backward: fx.GraphModule, kept: Collection[str]
@@ -317,14 +332,7 @@ class _Rewriting:
         if set(returned[first:]) != set(self.cut.saved):
             raise ValueError("what the forward returns last is not what the backward is given")
         still = (node for node in returned[first:] if node not in self.chosen)
-        saved = [*self.now_saved, *still]
-        described = output.meta.get("desc")
-        if described is not None:  # what is saved is numbered
-            numbered = list(described[first:])
-            while len(numbered) < len(saved):
-                numbered.insert(0, type(numbered[0])(len(numbered)))
-            output.meta["desc"] = [*described[:first], *numbered[: len(saved)]]
-        output.args = ((*returned[:first], *saved),)
+        save_instead(output, first, [*self.now_saved, *still])
         unused = list(self.chosen)
         while unused:
             node = unused.pop()

@@ -7,14 +7,16 @@ parameter a slice is a strip of every rank's rows, and whatever else has that di
 activation that the operator makes, the columns of the operator that takes it in) is cut into the
 same strips. A dimension that nobody shares is cut for one rank: its slices are contiguous.
 
-Slices all have the same size: where S does not divide R, or not every rank has R rows, the missing
-ones are zeros.
+Where S does not divide R, or not every rank has R rows, slices have fewer elements for some ranks
+than for others; the shards that are sent are then padded to S rows, and what is gathered trimmed.
 
-==============  ===========================================================================
-``take_slice``  a tensor -> slice ``index`` of ``count`` of one dimension, with its zeros
-``join_slices``  all slices of a dimension -> the whole, without the zeros
-``take_part``   a tensor -> ``size`` elements of a dimension from ``start``, zeros behind it
-==============  ===========================================================================
+===============  ==========================================================================
+``take_slice``   a tensor -> slice ``index`` of ``count`` of one dimension
+``join_slices``  all slices of a dimension -> the whole
+``take_part``    a shard -> ``size`` of its rows from ``start``, zeros below
+``trim_slice``   a gathered slice, S rows of every rank -> those that there are
+``pad_slice``    a slice's gradient -> S rows for every rank, zeros below
+===============  ==========================================================================
 
 All results are contiguous and newly allocated.
 """
@@ -37,15 +39,18 @@ _LIBRARY.define(
 _LIBRARY.define(
     "join_slices(Tensor[] slices, int dim, int size, int ranks=1, int hosts=1) -> Tensor"
 )
-_LIBRARY.define("take_part(Tensor whole, int dim, int start, int size) -> Tensor")
+_LIBRARY.define("take_part(Tensor shard, int start, int size) -> Tensor")
+_OF_SLICE = "int size, int count, int index, int ranks=1, int hosts=1) -> Tensor"
+_LIBRARY.define(f"trim_slice(Tensor padded, {_OF_SLICE}")
+_LIBRARY.define(f"pad_slice(Tensor trimmed, {_OF_SLICE}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Slices:
     """How a dimension is cut.
 
-    ``size``: of the whole dimension. ``count``: of slices. ``ranks``, ``hosts``: of the cut that
-    the strips are of.
+    ``size``: of the whole dimension. ``count``: of slices, none of them empty (:func:`cut_into`).
+    ``ranks``, ``hosts``: of the cut that the strips are of.
     """
 
     size: int
@@ -55,23 +60,30 @@ class Slices:
 
     @property
     def strip(self) -> int:
-        """Elements that a slice has of every rank's: S."""
+        """Elements that a slice has of a rank at most: S."""
         return math.ceil(math.ceil(self.size / self.ranks) / self.count)
 
     @property
-    def part(self) -> int:
-        """Elements of a slice."""
-        return self.ranks * self.strip
-
-    @property
     def even(self) -> bool:
-        """Whether no slice needs zeros."""
-        return self.part * self.count == self.size
+        """Whether every slice has as much of every rank."""
+        return self.ranks * self.strip * self.count == self.size
 
-    def starts(self) -> Iterator[tuple[int, int]]:
-        """First and last (exclusive) element of every rank."""
+    def part(self, index: int) -> int:
+        """Elements of a slice."""
+        return sum(count for _, count in self.strips(index))
+
+    def strips(self, index: int) -> Iterator[tuple[int, int]]:
+        """Of a slice, for every rank, its first element in the whole, and how many there are."""
         for place in range(self.ranks):
-            yield Cut(self.ranks, place, "", self.hosts).rows(self.size)
+            start, stop = Cut(self.ranks, place, "", self.hosts).rows(self.size)
+            first = min(start + index * self.strip, stop)
+            yield first, min(self.strip, stop - first)
+
+
+def cut_into(size: int, count: int, ranks: int = 1, hosts: int = 1) -> Slices:
+    """As many slices as are wanted, or fewer, so that none is empty."""
+    rows = math.ceil(size / ranks)
+    return Slices(size, math.ceil(rows / math.ceil(rows / count)), ranks, hosts)
 
 
 def slice_name(name: str, index: int) -> str:
@@ -84,13 +96,16 @@ def parameter_of(name: str) -> str:
     return name.rpartition("#")[0] or name
 
 
+def _sized(like: Tensor, dim: int, size: int) -> Tensor:
+    """An empty tensor that differs along one dimension."""
+    return like.new_empty([*like.shape[:dim], size, *like.shape[dim + 1 :]])
+
+
 @torch.library.register_fake("osdp::take_slice")
 def _take_slice_shape(
     whole: Tensor, dim: int, count: int, index: int, ranks: int = 1, hosts: int = 1
 ) -> Tensor:
-    shape = list(whole.shape)
-    shape[dim] = Slices(int(shape[dim]), count, ranks, hosts).part
-    return whole.new_empty(shape)
+    return _sized(whole, dim, Slices(int(whole.shape[dim]), count, ranks, hosts).part(index))
 
 
 @torch.library.impl("osdp::take_slice", "CompositeExplicitAutograd")
@@ -98,27 +113,17 @@ def _take_slice(
     whole: Tensor, dim: int, count: int, index: int, ranks: int = 1, hosts: int = 1
 ) -> Tensor:
     slices = Slices(whole.shape[dim], count, ranks, hosts)
-    strip = slices.strip
     if slices.even:
-        strips = whole.unflatten(dim, (ranks, count, strip)).select(dim + 1, index)
+        strips = whole.unflatten(dim, (ranks, count, slices.strip)).select(dim + 1, index)
         return strips.clone(memory_format=torch.contiguous_format).flatten(dim, dim + 1)
-    shape = list(whole.shape)
-    shape[dim] = slices.part
-    taken = whole.new_zeros(shape)
-    for place, (start, stop) in enumerate(slices.starts()):
-        first = min(start + index * strip, stop)
-        count_here = min(strip, stop - first)
-        taken.narrow(dim, place * strip, count_here).copy_(whole.narrow(dim, first, count_here))
-    return taken
+    return torch.cat([whole.narrow(dim, *strip) for strip in slices.strips(index)], dim)
 
 
 @torch.library.register_fake("osdp::join_slices")
 def _join_slices_shape(
     slices: Sequence[Tensor], dim: int, size: int, ranks: int = 1, hosts: int = 1
 ) -> Tensor:
-    shape = list(slices[0].shape)
-    shape[dim] = size
-    return slices[0].new_empty(shape)
+    return _sized(slices[0], dim, size)
 
 
 @torch.library.impl("osdp::join_slices", "CompositeExplicitAutograd")
@@ -129,35 +134,66 @@ def _join_slices(
     if cut.even:
         strips = [one.unflatten(dim, (ranks, cut.strip)) for one in slices]
         return torch.stack(strips, dim + 1).flatten(dim, dim + 2)
-    joined = _join_slices_shape(slices, dim, size, ranks, hosts)
-    for place, (start, stop) in enumerate(cut.starts()):
-        for index, one in enumerate(slices):
-            first = min(start + index * cut.strip, stop)
-            count_here = min(cut.strip, stop - first)
-            strip = one.narrow(dim, place * cut.strip, count_here)
-            joined.narrow(dim, first, count_here).copy_(strip)
+    joined = _sized(slices[0], dim, size)
+    for index, one in enumerate(slices):
+        place = 0
+        for first, count in cut.strips(index):
+            joined.narrow(dim, first, count).copy_(one.narrow(dim, place, count))
+            place += count
     return joined
 
 
 @torch.library.register_fake("osdp::take_part")
-def _take_part_shape(whole: Tensor, dim: int, start: int, size: int) -> Tensor:
-    shape = list(whole.shape)
-    shape[dim] = size
-    return whole.new_empty(shape)
+def _take_part_shape(shard: Tensor, start: int, size: int) -> Tensor:
+    return _sized(shard, 0, size)
 
 
 @torch.library.impl("osdp::take_part", "CompositeExplicitAutograd")
-def _take_part(whole: Tensor, dim: int, start: int, size: int) -> Tensor:
-    shape = list(whole.shape)
-    shape[dim] = size
-    part = whole.new_zeros(shape)
-    count = max(0, min(size, whole.shape[dim] - start))
-    if count:
-        part.narrow(dim, 0, count).copy_(whole.narrow(dim, start, count))
+def _take_part(shard: Tensor, start: int, size: int) -> Tensor:
+    part = shard.new_zeros([size, *shard.shape[1:]])
+    there = shard[start : start + size]
+    part[: len(there)] = there
     return part
+
+
+@torch.library.register_fake("osdp::trim_slice")
+def _trim_slice_shape(
+    padded: Tensor, size: int, count: int, index: int, ranks: int = 1, hosts: int = 1
+) -> Tensor:
+    return _sized(padded, 0, Slices(size, count, ranks, hosts).part(index))
+
+
+@torch.library.impl("osdp::trim_slice", "CompositeExplicitAutograd")
+def _trim_slice(
+    padded: Tensor, size: int, count: int, index: int, ranks: int = 1, hosts: int = 1
+) -> Tensor:
+    slices = Slices(size, count, ranks, hosts)
+    rows = padded.unflatten(0, (ranks, slices.strip))
+    return torch.cat([one[:n] for one, (_, n) in zip(rows, slices.strips(index), strict=True)])
+
+
+@torch.library.register_fake("osdp::pad_slice")
+def _pad_slice_shape(
+    trimmed: Tensor, size: int, count: int, index: int, ranks: int = 1, hosts: int = 1
+) -> Tensor:
+    return _sized(trimmed, 0, ranks * Slices(size, count, ranks, hosts).strip)
+
+
+@torch.library.impl("osdp::pad_slice", "CompositeExplicitAutograd")
+def _pad_slice(
+    trimmed: Tensor, size: int, count: int, index: int, ranks: int = 1, hosts: int = 1
+) -> Tensor:
+    slices = Slices(size, count, ranks, hosts)
+    padded = trimmed.new_zeros([ranks, slices.strip, *trimmed.shape[1:]])
+    counts = [n for _, n in slices.strips(index)]
+    for place, rows in enumerate(trimmed.split(counts)):
+        padded[place, : len(rows)] = rows
+    return padded.flatten(0, 1)
 
 
 TAKE_SLICE = torch.ops.osdp.take_slice.default
 JOIN_SLICES = torch.ops.osdp.join_slices.default
 TAKE_PART = torch.ops.osdp.take_part.default
-SLICING = frozenset({TAKE_SLICE, JOIN_SLICES, TAKE_PART})
+TRIM_SLICE = torch.ops.osdp.trim_slice.default
+PAD_SLICE = torch.ops.osdp.pad_slice.default
+SLICING = frozenset({TAKE_SLICE, JOIN_SLICES, TAKE_PART, TRIM_SLICE, PAD_SLICE})

@@ -36,7 +36,16 @@ from passes.decisions import Plan
 from passes.graph import call, output_node, remove_dead, set_value
 from passes.markers import REDUCE_GRAD, UNSHARD
 from passes.packing import TRIM_ROWS
-from passes.slices import JOIN_SLICES, TAKE_PART, TAKE_SLICE, Slices, slice_name
+from passes.slices import (
+    JOIN_SLICES,
+    PAD_SLICE,
+    TAKE_PART,
+    TAKE_SLICE,
+    TRIM_SLICE,
+    Slices,
+    cut_into,
+    slice_name,
+)
 from passes.split_rules import Found, Sliced, rule_of, wanted_of
 
 _aten = torch.ops.aten
@@ -59,14 +68,14 @@ def slices_of(name: str, ctx: Context) -> tuple[int, Slices] | None:
     if name not in ctx.plan or ctx.plan[name].slices == 1:  # a slice is not sliced again
         return None
     row = ctx.plan[name]
-    cut = ctx.cut(row.decision)
     if row.along == 0:
-        return 0, Slices(row.shape[0], row.slices, cut.ranks, cut.hosts)
-    if row.like is not None:
-        other = slices_of(row.like, ctx)
-        assert other is not None
-        return row.along, other[1]
-    return row.along, Slices(row.shape[row.along], row.slices)
+        cut = ctx.cut(row.decision)
+        return 0, cut_into(row.shape[0], row.slices, cut.ranks, cut.hosts)
+    if row.like is not None and ctx.plan[row.like].slices == row.slices:
+        like = ctx.plan[row.like]
+        cut = ctx.cut(like.decision)
+        return row.along, cut_into(like.shape[0], like.slices, cut.ranks, cut.hosts)
+    return row.along, cut_into(row.shape[row.along], row.slices)
 
 
 class Splitter:
@@ -83,6 +92,8 @@ class Splitter:
         self.joined: dict[fx.Node, fx.Node] = {}
         #: Of every new node the slice that it belongs to.
         self.index: dict[fx.Node, int] = {}
+        #: Of the node that is being replaced.
+        self.meta: dict[str, Any] = {}
 
     def run(self) -> None:
         self._ask_for_gradients()
@@ -114,6 +125,7 @@ class Splitter:
     def _done(self, node: fx.Node) -> bool:
         """Whether a node is computed by slices from now on."""
         found: Found = None
+        self.meta = node.meta
         if node.target is UNSHARD:
             found = self._gathered(node)
         elif node.target is REDUCE_GRAD:
@@ -127,13 +139,16 @@ class Splitter:
         if isinstance(found, Sliced):
             self.sliced[node] = found
         elif found is not None:  # a sum over the slices, or one of them
-            found.meta.update({k: v for k, v in node.meta.items() if k not in found.meta})
             node.replace_all_uses_with(found)
             self.graph.erase_node(node)
         return found is not None
 
     def emit(
-        self, index: int, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] = {}
+        self,
+        index: int,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None = None,
     ) -> fx.Node:
         """A new node of a slice."""
         if kwargs:
@@ -141,6 +156,7 @@ class Splitter:
             set_value(node)
         else:
             node = call(self.graph, target, args)
+        node.meta.update((k, v) for k, v in self.meta.items() if k not in node.meta)
         self.index[node] = index
         return node
 
@@ -153,9 +169,9 @@ class Splitter:
         return [self._take(source, dim, slices, index) for index in range(slices.count)]
 
     def _take(self, node: fx.Node, dim: int, slices: Slices, index: int) -> fx.Node:
-        if slices.ranks == 1 and slices.even:
+        if slices.ranks == 1:
             start = index * slices.strip
-            ends = start, start + slices.strip
+            ends = start, min(start + slices.strip, slices.size)
             return self.emit(index, _aten.slice.Tensor, (node, dim, *ends))
         args = (node, dim, slices.count, index, slices.ranks, slices.hosts)
         return self.emit(index, TAKE_SLICE, args)
@@ -184,13 +200,16 @@ class Splitter:
         if found is None:
             return None
         dim, slices = found
-        own = list(shape)
-        own[dim] = slices.part
         nodes = []
         for index in range(slices.count):
+            own = list(shape)
+            own[dim] = slices.part(index) if dim else slices.ranks * slices.strip
             part = self._part(shard, dim, slices, index)
             args = (part, slice_name(name, index), own, sharded, *marks)
-            nodes.append(self.emit(index, UNSHARD, args))
+            gathered = self.emit(index, UNSHARD, args)
+            if not (dim or slices.even):
+                gathered = self.emit(index, TRIM_SLICE, (gathered, *_cut(slices, index)))
+            nodes.append(gathered)
         return Sliced(dim, slices, nodes)
 
     def _part(self, shard: fx.Node, dim: int, slices: Slices, index: int) -> fx.Node:
@@ -201,7 +220,7 @@ class Splitter:
         start = index * slices.strip
         if slices.even:
             return self.emit(index, _aten.slice.Tensor, (shard, 0, start, start + slices.strip))
-        return self.emit(index, TAKE_PART, (shard, 0, start, slices.strip))
+        return self.emit(index, TAKE_PART, (shard, start, slices.strip))
 
     def _reduced(self, node: fx.Node) -> bool:
         """A gradient's slices, each reduced by itself, and this rank's parts of them joined."""
@@ -212,6 +231,8 @@ class Splitter:
         dim, slices = found
         parts = []
         for index, one in enumerate(self.taken(gradient, dim, slices)):
+            if not (dim or slices.even):
+                one = self.emit(index, PAD_SLICE, (one, *_cut(slices, index)))
             like = self._part(shard, dim, slices, index)
             args = (one, like, slice_name(name, index), sharded, *marks)
             parts.append(self.emit(index, REDUCE_GRAD, args))
@@ -248,6 +269,11 @@ class Splitter:
         for before, node in itertools.pairwise(order):
             if before.next is not node:
                 before.append(node)
+
+
+def _cut(slices: Slices, index: int) -> tuple[int, ...]:
+    """What operators on a slice are told of it."""
+    return slices.size, slices.count, index, slices.ranks, slices.hosts
 
 
 def _arguments(node: fx.Node) -> tuple[Any, ...]:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from passes.fusion import is_fusible
 from passes.graph import concrete, is_getitem
 from passes.slices import TAKE_SLICE, Slices
 
@@ -42,7 +41,8 @@ def rule_of(node: fx.Node) -> Rule | None:
         return None
     if node.target in RULES:
         return RULES[node.target]
-    if is_fusible(node) and torch.Tag.pointwise in getattr(node.target, "tags", ()):
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
         return _pointwise
     return None
 
@@ -150,11 +150,10 @@ def _viewed(splitter: Splitter, node: fx.Node) -> Found:
     dim = _same_dim(_shape(source), _shape(node), found.dim)
     if dim is None:
         return None
-    own = list(sizes)
-    own[dim] = found.slices.part
-    nodes = [
-        splitter.emit(index, node.target, (one, own)) for index, one in enumerate(found.nodes)
-    ]
+    nodes = []
+    for index, one in enumerate(found.nodes):
+        own = [*sizes[:dim], found.slices.part(index), *sizes[dim + 1 :]]
+        nodes.append(splitter.emit(index, node.target, (one, own)))
     return Sliced(dim, found.slices, nodes)
 
 
@@ -238,12 +237,13 @@ def _added_up(splitter: Splitter, node: fx.Node, slices: Slices, row: int) -> Fo
     lefts = splitter.taken(one, row + 1, slices)
     rights = splitter.taken(other, row, slices)
     add = _aten.baddbmm.default if node.target is _aten.bmm.default else _aten.addmm.default
+    scale = {key: value for key, value in node.kwargs.items() if key == "alpha"}
     total = [splitter.whole(source) for source in bias]
     for index, (left, right) in enumerate(zip(lefts, rights, strict=True)):
         if index == 0:
             made = splitter.emit(index, node.target, (*total, left, right), node.kwargs)
         else:
-            made = splitter.emit(index, add, (*total, left, right))
+            made = splitter.emit(index, add, (*total, left, right), scale)
         total = [made]
     return total[0]
 
@@ -283,12 +283,11 @@ def _filled(splitter: Splitter, node: fx.Node) -> Found:
     if wanted is None:
         return None
     dim, slices = wanted
-    sizes: Any = list(node.args[0])  # type: ignore[arg-type]
-    sizes[dim] = slices.part
-    nodes = [
-        splitter.emit(index, node.target, (sizes, *node.args[1:]), node.kwargs)
-        for index in range(slices.count)
-    ]
+    sizes: Any = node.args[0]
+    nodes = []
+    for index in range(slices.count):
+        own = [*sizes[:dim], slices.part(index), *sizes[dim + 1 :]]
+        nodes.append(splitter.emit(index, node.target, (own, *node.args[1:]), node.kwargs))
     return Sliced(dim, slices, nodes)
 
 

@@ -21,7 +21,7 @@ from torch import fx
 
 from passes.context import Context
 from passes.graph import call, copy_module, output_node
-from passes.recompute import Cut
+from passes.recompute import Cut, save_instead
 from passes.slices import JOIN_SLICES, TAKE_SLICE, Slices
 from passes.split import Splitter, splits
 
@@ -37,7 +37,6 @@ def split_saved(forward: fx.GraphModule, backward: fx.GraphModule, ctx: Context)
     output = output_node(forward.graph)
     returned = list(output.args[0])  # type: ignore[arg-type]
     first = len(returned) - len(cut.saved)
-    described = list(output.meta.get("desc") or ())
     saved: list[fx.Node] = []
     for node in returned[first:]:
         found = sliced.get(node.name)
@@ -47,12 +46,7 @@ def split_saved(forward: fx.GraphModule, backward: fx.GraphModule, ctx: Context)
         taken = _taken(node, output, found.dim, found.slices)
         _given(cut.saved[node], taken, found.dim, found.slices)
         saved.extend(taken)
-    output.args = ((*returned[:first], *saved),)
-    if described:  # what is saved is numbered
-        numbered = described[first:]
-        kind = type(numbered[0]) if numbered else None
-        more = [kind(len(numbered) + i) for i in range(len(saved) - len(numbered))] if kind else []
-        output.meta["desc"] = [*described[:first], *numbered, *more]
+    save_instead(output, first, saved)
     forward.recompile()
     backward.recompile()
 

@@ -16,7 +16,7 @@ from passes.decisions import Decision, Plan
 from passes.graph import is_collective
 from passes.pipeline import Stage, default_passes, run
 from passes.predict import predict
-from passes.slices import JOIN_SLICES, TAKE_SLICE, Slices
+from passes.slices import JOIN_SLICES, PAD_SLICE, TAKE_SLICE, TRIM_SLICE, cut_into
 from tests.passes.captures import capture_step
 from tests.passes.graphs import local_rows
 from tests.passes.test_capture import Training, decided
@@ -174,15 +174,43 @@ def test_a_batched_weight(along: int):
     check_step(trained(Experts(), batches), {"weight": (2, along, None)})
 
 
-def test_slices_of_a_dimension_are_put_together_again():
-    for size in (1, 5, 12, 16):
-        for count in (1, 2, 3, 5):
-            for ranks, hosts in ((1, 1), (2, 1), (4, 2), (3, 1)):
-                whole = torch.randn(2, size, 3)
-                cut = Slices(size, count, ranks, hosts)
-                parts = [TAKE_SLICE(whole, 1, count, i, ranks, hosts) for i in range(count)]
-                assert all(part.shape[1] == cut.part for part in parts)
-                assert torch.equal(JOIN_SLICES(parts, 1, size, ranks, hosts), whole)
+@pytest.mark.parametrize(("ranks", "hosts"), [(1, 1), (2, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 5, 12, 16, 23])
+def test_slices_of_a_dimension_are_put_together_again(
+    size: int, count: int, ranks: int, hosts: int
+):
+    whole = torch.randn(2, size, 3)
+    cut = cut_into(size, count, ranks, hosts)
+    parts = [TAKE_SLICE(whole, 1, cut.count, i, ranks, hosts) for i in range(cut.count)]
+    assert [part.shape[1] for part in parts] == [cut.part(i) for i in range(cut.count)]
+    assert all(part.shape[1] for part in parts)
+    assert torch.equal(JOIN_SLICES(parts, 1, size, ranks, hosts), whole)
+    for index, part in enumerate(parts):
+        rows = part.transpose(0, 1)
+        padded = PAD_SLICE(rows, size, cut.count, index, ranks, hosts)
+        assert padded.shape[0] == ranks * cut.strip
+        assert torch.equal(TRIM_SLICE(padded, size, cut.count, index, ranks, hosts), rows)
+
+
+def test_what_is_made_of_nothing_is_not_added_up():
+    """The logarithm of a padding's zero would make not a number of all."""
+
+    class Logarithm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(6, 6)
+            self.up = nn.Linear(6, 23, bias=False)
+            self.down = nn.Linear(23, 5, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.log(self.up(self.first(x)).square())
+            return self.down(hidden) + hidden.sum(-1, keepdim=True)
+
+    torch.manual_seed(0)
+    batches = [torch.randn(3, 6) for _ in range(2)]
+    rows = {"up.weight": (3, 0, None), "down.weight": (3, 1, "up.weight")}
+    check_step(trained(Logarithm(), batches), rows)
 
 
 def test_nothing_of_an_mlp_is_there_in_one_piece():
