@@ -52,6 +52,10 @@ class Decision(str, enum.Enum):
 FLAT_DECISIONS = tuple(decision for decision in Decision if not decision.within_host)
 
 
+#: See :class:`ParameterPlan`.
+OF_INPUT = -1
+
+
 @dataclasses.dataclass(frozen=True)
 class ParameterPlan:
     """The decision for one parameter.
@@ -60,8 +64,9 @@ class ParameterPlan:
     (state only: parameter, gradient and optimizer state).
     ``reason``: why, in one line for people.
     ``slices``: in how many its operators run, one after the other (``passes/split.py``); 1: whole.
-    ``along``: the dimension that is sliced. ``like``: the parameter whose rows are sliced as its
-    dimension ``along`` is, where one operator's slices go into the other's.
+    ``along``: the dimension that is sliced; :data:`OF_INPUT`: none of the parameter, but the rows
+    of what it is multiplied with. ``like``: the parameter whose rows are sliced as its dimension
+    ``along`` is, where one operator's slices go into the other's.
     """
 
     name: str
@@ -231,11 +236,14 @@ class Plan:
             ValueError: if the parameter cannot be split so.
         """
         row = self[name]
-        if not 0 <= along < len(row.shape) or not 1 <= slices <= row.shape[along]:
+        of_input = along == OF_INPUT
+        if not of_input and not (
+            0 <= along < len(row.shape) and 1 <= slices <= row.shape[along]
+        ):
             raise ValueError(
                 f"parameter {name!r} of shape {row.shape} has no {slices} slices along {along}"
             )
-        if row.decision.keeps:
+        if row.decision.keeps and not of_input:
             raise ValueError(
                 f"parameter {name!r} is {row.decision.value}: what is kept whole for the backward "
                 "is not split; gather it again"

@@ -1,8 +1,8 @@
 """Hoist: a gradient is computed, and its reduction can start, as soon as what it needs is there.
 
 Needs: a backward graph with ``reduce_grad`` markers, one a parameter.
-Leaves: the same nodes; what only a parameter's gradient needs, and its marker, stand right after
-the last node they depend on.
+Leaves: the same nodes; what only a parameter's gradient needs, and its marker, stand no later than
+right after the last node that they all depend on.
 
 Before::                              After::
 
@@ -39,8 +39,11 @@ def hoist(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         anchor = last_of([*inputs[-1:], *needs], order)
         place = last_moved.get(anchor, anchor)
         for node in sorted(own, key=order.__getitem__):
-            place.append(node)
-            place = node
+            # What stands further up stays there, as the first of several gradients that are added
+            # up: what it is made of can be freed.
+            if order[node] > order[anchor]:
+                place.append(node)
+                place = node
         last_moved[anchor] = place
     return gm
 

@@ -31,11 +31,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.check import InvalidGraph
 from passes.context import Context
-from passes.decisions import Plan
-from passes.graph import call, output_node, remove_dead, set_value
+from passes.decisions import OF_INPUT, Plan
+from passes.graph import call, copy_module, output_node, remove_dead, set_value
 from passes.markers import REDUCE_GRAD, UNSHARD
 from passes.packing import TRIM_ROWS
+from passes.recompute import RECOMPUTED
 from passes.slices import (
     JOIN_SLICES,
     PAD_SLICE,
@@ -46,16 +48,39 @@ from passes.slices import (
     cut_into,
     slice_name,
 )
-from passes.split_rules import Found, Sliced, rule_of, wanted_of
+from passes.split_rules import (
+    LAID_OUT,
+    Found,
+    Sliced,
+    is_cheap,
+    made_in_slices,
+    rule_of,
+    wanted_of,
+)
 
 _aten = torch.ops.aten
+#: meta keys that a node's slices inherit; Inductor takes others for what their operators are given.
+_KEPT = (RECOMPUTED, "nn_module_stack", "stack_trace")
 
 
 def split(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Compute by slices what the plan splits. See the module's docstring."""
     if splits(ctx.plan):
-        Splitter(gm.graph, ctx).run()
+        splitter_of(gm, ctx).run()
     return gm
+
+
+def splitter_of(gm: fx.GraphModule, ctx: Context) -> Splitter:
+    """What rewrites a graph, told what it had better compute by slices from its beginning."""
+    wanted: dict[str, tuple[int, Slices]] = {}
+    while any(row.along == OF_INPUT for row in ctx.plan.parameters):
+        tried = Splitter(copy_module(gm).graph, ctx, wanted)
+        tried.run()
+        more = {name: along for name, along in tried.cut_out.items() if name not in wanted}
+        if not more:
+            break
+        wanted.update(more)
+    return Splitter(gm.graph, ctx, wanted)
 
 
 def splits(plan: Plan) -> bool:
@@ -65,9 +90,11 @@ def splits(plan: Plan) -> bool:
 
 def slices_of(name: str, ctx: Context) -> tuple[int, Slices] | None:
     """Along which dimension a parameter is split, and how; None if it is not."""
-    if name not in ctx.plan or ctx.plan[name].slices == 1:  # a slice is not sliced again
+    if name not in ctx.plan:  # a slice is not sliced again
         return None
     row = ctx.plan[name]
+    if row.slices == 1 or row.along == OF_INPUT:
+        return None
     if row.along == 0:
         cut = ctx.cut(row.decision)
         return 0, cut_into(row.shape[0], row.slices, cut.ranks, cut.hosts)
@@ -81,15 +108,23 @@ def slices_of(name: str, ctx: Context) -> tuple[int, Slices] | None:
 class Splitter:
     """One graph while it is rewritten.
 
-    ``sliced``: by node, what it was replaced by. ``wanted``: what a gradient leads to and is wanted
-    in slices, by node: along which dimension, and how.
+    ``sliced``: by node, what it was replaced by. ``wanted``: what leads to a gradient that is
+    wanted in slices, and what else is, by node: along which dimension, and how. ``cut_out``: by
+    name, of what was computed whole slices were cut out, though it is cheap.
     """
 
-    def __init__(self, graph: fx.Graph, ctx: Context) -> None:
+    def __init__(
+        self, graph: fx.Graph, ctx: Context, wanted: Mapping[str, tuple[int, Slices]]
+    ) -> None:
+        """``wanted``: what is wanted by slices, by name."""
         self.graph, self.ctx = graph, ctx
         self.sliced: dict[fx.Node, Sliced] = {}
-        self.wanted: dict[fx.Node, tuple[int, Slices]] = {}
+        self.wanted = {node: wanted[node.name] for node in graph.nodes if node.name in wanted}
+        self.cut_out: dict[str, tuple[int, Slices]] = {}
         self.joined: dict[fx.Node, fx.Node] = {}
+        self.unjoined: dict[fx.Node, Sliced] = {}  # the other way round
+        #: What reads whole tensors.
+        self.done = {output_node(graph)}
         #: Of every new node the slice that it belongs to.
         self.index: dict[fx.Node, int] = {}
         #: Of the node that is being replaced.
@@ -105,6 +140,7 @@ class Splitter:
                     for source in node.all_input_nodes:
                         if source in self.sliced:
                             node.replace_input_with(source, self.whole(source))
+                    self.done.add(node)
         for node in reversed(self.sliced):
             if not node.users:
                 self.graph.erase_node(node)
@@ -136,6 +172,8 @@ class Splitter:
             rule = rule_of(node)
             if rule is not None:
                 found = rule(self, node)
+            if found is None and node in self.wanted:
+                found = made_in_slices(self, node, *self.wanted[node])
         if isinstance(found, Sliced):
             self.sliced[node] = found
         elif found is not None:  # a sum over the slices, or one of them
@@ -156,16 +194,26 @@ class Splitter:
             set_value(node)
         else:
             node = call(self.graph, target, args)
-        node.meta.update((k, v) for k, v in self.meta.items() if k not in node.meta)
+        node.meta.update((key, self.meta[key]) for key in _KEPT if key in self.meta)
         self.index[node] = index
         return node
 
     def taken(self, node: fx.Node, dim: int, slices: Slices) -> list[fx.Node]:
-        """The slices of a node along a dimension: those it has, or cut out of the whole."""
+        """The slices of a node along a dimension: those it has, or cut out of the whole.
+
+        What nobody has needed whole so far, and is cheap to compute, is computed by slices.
+        """
         found = self.sliced.get(node)
+        if found is None and self.done.isdisjoint(node.users) and node.op == "call_function":
+            made = made_in_slices(self, node, dim, slices)
+            if isinstance(made, Sliced):
+                self.sliced[node] = found = made
+                self.joined[node] = node  # it is still there
         if found is not None and (found.dim, found.slices) == (dim, slices):
             return list(found.nodes)
-        source = self.whole(node) if found is not None else node
+        if found is None and is_cheap(node):
+            self.cut_out[node.name] = dim, slices
+        source = self.whole(node)
         return [self._take(source, dim, slices, index) for index in range(slices.count)]
 
     def _take(self, node: fx.Node, dim: int, slices: Slices, index: int) -> fx.Node:
@@ -182,10 +230,41 @@ class Splitter:
         if found is None:
             return node
         if node not in self.joined:
-            cut = found.slices
-            args = (list(found.nodes), found.dim, cut.size, cut.ranks, cut.hosts)
-            self.joined[node] = call(self.graph, JOIN_SLICES, args)
+            self.joined[node] = self.join(found)
         return self.joined[node]
+
+    def join(self, found: Sliced) -> fx.Node:
+        """Slices put together, here."""
+        cut = found.slices
+        args = (list(found.nodes), found.dim, cut.size, cut.ranks, cut.hosts)
+        joined = call(self.graph, JOIN_SLICES, args)
+        self.unjoined[joined] = found
+        return joined
+
+    def rows_of_input(self, node: fx.Node, weight: fx.Node) -> Slices | None:
+        """How the rows of what a weight is multiplied with are sliced; None if they are not.
+
+        ``weight``: as the product reads it.
+
+        Raises:
+            InvalidGraph: if there is a number of rows that is not known yet.
+        """
+        while weight.target in LAID_OUT:
+            weight = _arguments(weight)[0]
+        name: Any
+        name = weight.args[1] if weight.target is UNSHARD else weight.meta.get("gathered")
+        if name not in self.ctx.plan:
+            return None
+        row = self.ctx.plan[name]
+        if row.slices == 1 or row.along != OF_INPUT:
+            return None
+        rows = node.meta["val"].shape[0]
+        if not isinstance(rows, int):
+            raise InvalidGraph(
+                f"parameter {row.name!r} is multiplied with {row.slices} slices of {rows} rows, "
+                "which differ from call to call: compile with dynamic=False, or do not split it so"
+            )
+        return cut_into(rows, row.slices)
 
     def _joined(self, node: fx.Node) -> Sliced:
         """What is joined was in slices, and need not be joined for those who want it so."""
@@ -251,21 +330,29 @@ class Splitter:
         return True
 
     def _one_slice_after_the_other(self) -> None:
-        """Bring the nodes of a slice together, as far as nothing whole is needed in between."""
+        """Bring the nodes of a slice together, as far as they need nothing whole in between."""
         order: list[fx.Node] = []
-        waiting: dict[fx.Node, None] = {}
+        waiting: dict[fx.Node, None] = {}  # nodes of slices
+        behind: dict[fx.Node, None] = {}  # what needs them, whole
 
         def flush() -> None:
             order.extend(sorted(waiting, key=self.index.__getitem__))  # stable
+            order.extend(behind)
             waiting.clear()
+            behind.clear()
 
         for node in self.graph.nodes:
+            inputs = node.all_input_nodes
             if node in self.index:
+                if any(source in behind for source in inputs):
+                    flush()
                 waiting[node] = None
-                continue
-            if node.op == "output" or any(source in waiting for source in node.all_input_nodes):
-                flush()
-            order.append(node)
+            elif any(source in waiting or source in behind for source in inputs):
+                behind[node] = None
+            else:
+                order.append(node)
+        flush()
+        order.sort(key=lambda node: node.op == "output")
         for before, node in itertools.pairwise(order):
             if before.next is not node:
                 before.append(node)

@@ -105,15 +105,15 @@ def _product(sizes: Sequence[int]) -> int:
 
 def _pointwise(splitter: Splitter, node: fx.Node) -> Found:
     """Slice by slice: inputs that have the dimension are cut, others are read by all."""
-    along: tuple[int, Slices] | None = None
     for source in node.all_input_nodes:
         one = splitter.sliced.get(source)
         if one is not None:
-            along = one.dim - len(_shape(source)) + len(_shape(node)), one.slices
-            break
-    if along is None:
-        return None
-    dim, slices = along
+            dim = one.dim - len(_shape(source)) + len(_shape(node))
+            return _each(splitter, node, dim, one.slices)
+    return None
+
+
+def _each(splitter: Splitter, node: fx.Node, dim: int, slices: Slices) -> Sliced:
     parts: dict[fx.Node, list[fx.Node]] = {}
     for source in node.all_input_nodes:
         if _size_along(source, dim, node) == slices.size:
@@ -123,10 +123,58 @@ def _pointwise(splitter: Splitter, node: fx.Node) -> Found:
             parts[source] = [splitter.whole(source)] * slices.count
     nodes = []
     for index in range(slices.count):
-        own_inputs = {source: found[index] for source, found in parts.items()}
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), own_inputs.__getitem__)
+        inputs = {source: found[index] for source, found in parts.items()}
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), inputs.__getitem__)
         nodes.append(splitter.emit(index, node.target, args, kwargs))
     return Sliced(dim, slices, nodes)
+
+
+def _on_each(splitter: Splitter, node: fx.Node, slices: Sequence[fx.Node]) -> list[fx.Node]:
+    """The operator on every slice of what is its first argument."""
+    return [
+        splitter.emit(index, node.target, (one, *node.args[1:]), node.kwargs)
+        for index, one in enumerate(slices)
+    ]
+
+
+def _on_each_of_size(
+    splitter: Splitter, node: fx.Node, nodes: Sequence[fx.Node], dim: int, slices: Slices
+) -> list[fx.Node]:
+    """The same of an operator that is told the sizes of its result."""
+    sizes: Any = node.args[1]
+    return [
+        splitter.emit(
+            index, node.target, (one, [*sizes[:dim], slices.part(index), *sizes[dim + 1 :]])
+        )
+        for index, one in enumerate(nodes)
+    ]
+
+
+def is_cheap(node: fx.Node) -> bool:
+    """Whether :func:`made_in_slices` may compute it."""
+    return rule_of(node) is _pointwise or node.target in {_aten.expand.default, *_RESIZES}
+
+
+def made_in_slices(splitter: Splitter, node: fx.Node, dim: int, slices: Slices) -> Found:
+    """What is cheap to compute by slices in the first place, though nothing it reads is sliced."""
+    if rule_of(node) is _pointwise:
+        return _each(splitter, node, dim, slices)
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return None
+    if node.target is _aten.expand.default:
+        own = dim - len(_shape(node)) + len(_shape(source))
+        if own >= 0 and _shape(source)[own] == slices.size:
+            nodes = splitter.taken(source, own, slices)
+        else:
+            nodes = [splitter.whole(source)] * slices.count
+        return Sliced(dim, slices, _on_each_of_size(splitter, node, nodes, dim, slices))
+    if node.target in _RESIZES:
+        before = _same_dim(_shape(node), _shape(source), dim)
+        if before is not None:
+            taken = splitter.taken(source, before, slices)
+            return Sliced(dim, slices, _on_each(splitter, node, taken))
+    return None
 
 
 def _permuted(splitter: Splitter, node: fx.Node) -> Found:
@@ -134,27 +182,86 @@ def _permuted(splitter: Splitter, node: fx.Node) -> Found:
     found = splitter.sliced.get(source)
     if found is None:
         return None
-    nodes = [
-        splitter.emit(index, node.target, (one, *node.args[1:]))
-        for index, one in enumerate(found.nodes)
-    ]
+    nodes = _on_each(splitter, node, found.nodes)
     return Sliced(_dims(node).index(found.dim), found.slices, nodes)
 
 
 def _viewed(splitter: Splitter, node: fx.Node) -> Found:
+    """Another shape, in which the dimension is as it was; of a view of a view the first counts."""
     source: Any = node.args[0]
-    sizes: Any = node.args[1]
+    found = splitter.sliced.get(source)
+    while found is None and source.target in _VIEWS:
+        source = source.args[0]
+        found = splitter.sliced.get(source) or splitter.unjoined.get(source)
+    if found is None:
+        return None
+    dim = _same_dim(_shape(source), _shape(node), found.dim)
+    if dim is None:
+        return None
+    nodes = _on_each_of_size(splitter, node, found.nodes, dim, found.slices)
+    return Sliced(dim, found.slices, nodes)
+
+
+def _with_one_more_or_less(splitter: Splitter, node: fx.Node) -> Found:
+    """``unsqueeze`` and ``squeeze``."""
+    source: Any = node.args[0]
     found = splitter.sliced.get(source)
     if found is None:
         return None
     dim = _same_dim(_shape(source), _shape(node), found.dim)
     if dim is None:
         return None
-    nodes = []
-    for index, one in enumerate(found.nodes):
-        own = [*sizes[:dim], found.slices.part(index), *sizes[dim + 1 :]]
-        nodes.append(splitter.emit(index, node.target, (one, own)))
+    nodes = _on_each(splitter, node, found.nodes)
     return Sliced(dim, found.slices, nodes)
+
+
+def _expanded(splitter: Splitter, node: fx.Node) -> Found:
+    source: Any = node.args[0]
+    found = splitter.sliced.get(source)
+    if found is None:
+        return None
+    dim = found.dim - len(_shape(source)) + len(_shape(node))
+    nodes = _on_each_of_size(splitter, node, found.nodes, dim, found.slices)
+    return Sliced(dim, found.slices, nodes)
+
+
+def _reduced_elsewhere(splitter: Splitter, node: fx.Node) -> Found:
+    """A reduction that cannot be put together of its slices': over other dimensions only."""
+    source: Any = node.args[0]
+    found = splitter.sliced.get(source)
+    dims: Any = node.args[1] if len(node.args) > 1 else ()
+    if found is None or not dims or found.dim in {dim % len(_shape(source)) for dim in dims}:
+        return None
+    return _summed(splitter, node)
+
+
+def _summed_up(splitter: Splitter, node: fx.Node) -> Found:
+    """A sum of all there is."""
+    source: Any = node.args[0]
+    found = splitter.sliced.get(source)
+    if found is None:
+        return None
+    total: fx.Node | None = None
+    for index, one in enumerate(found.nodes):
+        part = splitter.emit(index, node.target, (one, *node.args[1:]), node.kwargs)
+        total = part if total is None else splitter.emit(index, _aten.add.Tensor, (total, part))
+    return total
+
+
+def _gathered_along(splitter: Splitter, node: fx.Node) -> Found:
+    """``gather`` along another dimension: of each slice with its own indices."""
+    source, dim, places, *rest = _arguments(node)
+    found = splitter.sliced.get(source)
+    if found is None or found.dim == dim % len(_shape(source)):
+        return None
+    if _shape(places)[found.dim] != found.slices.size:
+        return None
+    indices = splitter.taken(places, found.dim, found.slices)
+    nodes = [
+        splitter.emit(index, node.target, (one, dim, indices[index], *rest), node.kwargs)
+        for index, one in enumerate(found.nodes)
+    ]
+    return Sliced(found.dim, found.slices, nodes)
 
 
 def _summed(splitter: Splitter, node: fx.Node) -> Found:
@@ -166,10 +273,7 @@ def _summed(splitter: Splitter, node: fx.Node) -> Found:
     if found is None or not dims:
         return None
     over = {dim % len(_shape(source)) for dim in dims}
-    nodes = [
-        splitter.emit(index, node.target, (one, *node.args[1:]), node.kwargs)
-        for index, one in enumerate(found.nodes)
-    ]
+    nodes = _on_each(splitter, node, found.nodes)
     if found.dim not in over:
         before = 0 if keeps else sum(dim < found.dim for dim in over)
         return Sliced(found.dim - before, found.slices, nodes)
@@ -180,23 +284,26 @@ def _summed(splitter: Splitter, node: fx.Node) -> Found:
 
 
 def _product_of(splitter: Splitter, node: fx.Node) -> Found:
-    """``mm``, ``addmm`` and ``bmm``: along rows, columns, the batch, or adding up."""
+    """``mm``, ``addmm`` and ``bmm``: along rows, columns, the batch, or adding up.
+
+    Where the plan slices the rows of what a weight is multiplied with, they begin here, and end
+    where their gradient has been multiplied with it.
+    """
     *bias, one, other = _operands(node)
     batched = node.target is _aten.bmm.default
     rows, inner, columns = (1, 2, 2) if batched else (0, 1, 1)
     left, right = splitter.sliced.get(one), splitter.sliced.get(other)
-    wanted = splitter.wanted.get(node)
     if left is not None and left.dim == inner:
         return _added_up(splitter, node, left.slices, inner - 1)
     if right is not None and right.dim == inner - 1 and (left is None or left.dim != rows):
         return _added_up(splitter, node, right.slices, inner - 1)
-    along = None
-    if wanted is not None:
-        along = wanted
-    elif left is not None:
-        along = left.dim, left.slices
-    elif right is not None:
-        along = right.dim, right.slices
+    along = splitter.wanted.get(node)
+    begun = left or right
+    if along is None and begun is not None:
+        along = begun.dim, begun.slices
+    of_input = splitter.rows_of_input(node, other)
+    if along is None and of_input is not None:
+        along = rows, of_input
     if along is None:
         return None
     dim, slices = along
@@ -211,7 +318,9 @@ def _product_of(splitter: Splitter, node: fx.Node) -> Found:
         splitter.emit(i, node.target, (*(b[i] for b in biases), lefts[i], rights[i]), node.kwargs)
         for i in range(count)
     ]
-    return Sliced(dim, slices, nodes)
+    found = Sliced(dim, slices, nodes)
+    ends = of_input is not None and left is not None
+    return splitter.join(found) if ends else found
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
@@ -270,10 +379,7 @@ def _embedded(splitter: Splitter, node: fx.Node) -> Found:
     found = splitter.sliced.get(table)
     if found is None or found.dim != 1:
         return None
-    nodes = [
-        splitter.emit(index, node.target, (one, *node.args[1:]), node.kwargs)
-        for index, one in enumerate(found.nodes)
-    ]
+    nodes = _on_each(splitter, node, found.nodes)
     return Sliced(len(_shape(node)) - 1, found.slices, nodes)
 
 
@@ -321,11 +427,24 @@ def _table_and_values(node: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 _PUTS = {_aten.index_put.default, _aten._unsafe_masked_index_put_accumulate.default}
+_RESIZES = {_aten.unsqueeze.default, _aten.squeeze.dim, _aten.squeeze.dims}
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
+
+#: What only lays a weight out for a product.
+LAID_OUT = _VIEWS | {
+    _aten.permute.default,
+    torch.ops.prims.convert_element_type.default,
+}
 
 RULES: dict[Any, Rule] = {
     _aten.permute.default: _permuted,
+    _aten.expand.default: _expanded,
+    _aten.gather.default: _gathered_along,
     _aten.sum.dim_IntList: _summed,
+    _aten.sum.default: _summed_up,
+    _aten.amax.default: _reduced_elsewhere,
+    _aten.amin.default: _reduced_elsewhere,
+    **dict.fromkeys(_RESIZES, _with_one_more_or_less),
     _aten.mm.default: _product_of,
     _aten.addmm.default: _product_of,
     _aten.bmm.default: _product_of,

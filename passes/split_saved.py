@@ -23,14 +23,14 @@ from passes.context import Context
 from passes.graph import call, copy_module, output_node
 from passes.recompute import Cut, save_instead
 from passes.slices import JOIN_SLICES, TAKE_SLICE, Slices
-from passes.split import Splitter, splits
+from passes.split import splits, splitter_of
 
 
 def split_saved(forward: fx.GraphModule, backward: fx.GraphModule, ctx: Context) -> None:
     """Save slices in place of what is sliced. See the module's docstring."""
     if not splits(ctx.plan):
         return
-    known = Splitter(copy_module(forward).graph, ctx)
+    known = splitter_of(copy_module(forward), ctx)
     known.run()
     sliced = {node.name: found for node, found in known.sliced.items()}
     cut = Cut(forward.graph, backward.graph)

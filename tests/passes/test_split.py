@@ -12,10 +12,11 @@ from torch.nn import functional as F
 
 from passes.capture import lay_out
 from passes.context import Phase
-from passes.decisions import Decision, Plan
+from passes.decisions import OF_INPUT, Decision, Plan
 from passes.graph import is_collective
 from passes.pipeline import Stage, default_passes, run
 from passes.predict import predict
+from passes.recompute import Cut, keys_of
 from passes.slices import JOIN_SLICES, PAD_SLICE, TAKE_SLICE, TRIM_SLICE, cut_into
 from tests.passes.captures import capture_step
 from tests.passes.graphs import local_rows
@@ -65,6 +66,21 @@ class Words(nn.Module):
         return self.head(torch.tanh(self.mix(self.words(tokens))))
 
 
+class Guessing(nn.Module):
+    """An embedding, a head, and the loss of guessing the tokens; tokens: [batch, tokens]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(64, 8)
+        self.mix = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 64, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(self.norm(torch.tanh(self.mix(self.words(tokens)))))
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
 class Experts(nn.Module):
     """A batched weight, of which each expert takes its own rows; x: [experts, rows, 6]."""
 
@@ -96,6 +112,7 @@ def check_step(
     training: Training,
     rows: Mapping[str, tuple[int, int, str | None]],
     decision: Decision = AGAIN,
+    recompute: tuple[str, ...] = (),
     **changes: object,
 ) -> None:
     """Every rank's output, and its part of the mean gradients, are those of eager PyTorch."""
@@ -103,7 +120,7 @@ def check_step(
     captured, ctx = capture_step(
         training.model, training.batches[0], world_size=world_size, **changes
     )
-    plan = sliced(decided(ctx, decision, bucket_bytes=0), rows)
+    plan = sliced(decided(ctx, decision, bucket_bytes=0), rows).replace(recompute=recompute)
     contexts = [ctx.replace(rank=rank) for rank in range(world_size)]
     outputs, gradients = training.found(captured, contexts, plan)
     wanted_outputs, wanted_gradients = training.wanted()
@@ -167,6 +184,47 @@ def test_words_and_their_head(name: str, slices: int):
     check_step(trained(Words(), batches), {name: (slices, along, None)})
 
 
+@pytest.mark.parametrize("decision", [AGAIN, Decision.SHARD_KEEP, Decision.REPLICATE])
+@pytest.mark.parametrize("again", [False, True], ids=["saved", "recomputed"])
+@pytest.mark.parametrize("slices", [2, 3])
+def test_a_head_and_its_loss_by_tokens(slices: int, again: bool, decision: Decision):
+    torch.manual_seed(0)
+    batches = [torch.randint(0, 64, (2, 5)) for _ in range(2)]
+    training = trained(Guessing(), batches)
+    recompute = logits_of(training.model, batches[0]) if again else ()
+    check_step(training, {"head.weight": (slices, OF_INPUT, None)}, decision, recompute)
+
+
+def logits_of(model: nn.Module, batch: Tensor) -> tuple[str, ...]:
+    """Keys of what the forward saves of the size of the logits."""
+    captured, _ = capture_step(model, batch, world_size=2)
+    cut = Cut(captured.forward.graph, captured.backward.graph)
+    keys = keys_of(captured.forward.graph)
+    found = tuple(keys[node] for node in cut.saved if 64 in node.meta["val"].shape and node in keys)
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("slices", [2, 5])
+def test_logits_are_never_there_whole(slices: int):
+    batch = torch.randint(0, 64, (2, 5))
+    model = Guessing()
+    captured, ctx = capture_step(model, batch, world_size=2)
+    plan = sliced(
+        decided(ctx, AGAIN, bucket_bytes=0), {"head.weight": (slices, OF_INPUT, None)}
+    ).replace(recompute=logits_of(model, batch))
+    laid = lay_out(captured, plan, ctx)
+    for gm, phase in ((laid.forward, Phase.FORWARD), (laid.backward, Phase.BACKWARD)):
+        lowered = run(default_passes(), Stage.PARTS, gm, ctx.replace(plan=plan, phase=phase))
+        rows = [
+            node.meta["val"].shape[0]
+            for node in lowered.graph.nodes
+            if isinstance(node.meta.get("val"), Tensor) and node.meta["val"].shape[1:] == (64,)
+        ]
+        assert rows
+        assert max(row for row in rows if row != 8) == 10 // slices  # 8: the weight, laid out
+
+
 @pytest.mark.parametrize("along", [0, 1, 2])
 def test_a_batched_weight(along: int):
     torch.manual_seed(0)
@@ -208,9 +266,9 @@ def test_what_is_made_of_nothing_is_not_added_up():
             return self.down(hidden) + hidden.sum(-1, keepdim=True)
 
     torch.manual_seed(0)
-    batches = [torch.randn(3, 6) for _ in range(2)]
+    batches = [torch.randn(3, 6, dtype=torch.double) for _ in range(2)]
     rows = {"up.weight": (3, 0, None), "down.weight": (3, 1, "up.weight")}
-    check_step(trained(Logarithm(), batches), rows)
+    check_step(trained(Logarithm().double(), batches), rows)
 
 
 def test_nothing_of_an_mlp_is_there_in_one_piece():
