@@ -22,7 +22,7 @@ from passes.reorder import order_of
 #: The size of a bucket is between these.
 LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 1 << 10, 1 << 28
 #: How many of the fastest are lowered as they would run: then they take a little more or less.
-_LOWERED = 4
+_LOWERED = 8
 #: Sets of activations to recompute that there are to choose from.
 RECOMPUTE_SETS = 8
 #: How many plans refining may look at, and how many nodes it may simulate in all: a second or two.

@@ -98,3 +98,8 @@ def recompute_some(looks: Looks, weights: tuple[float, float]) -> None:
     for other in WEIGHTS:
         if other != weights:
             propose(looks, other, looks.sets[best])
+    # Peaks do not fall from set to set: one that is far from all these may fit.
+    if looks.fitting():
+        fastest, _ = looks.fastest()
+        for one in looks.sets:
+            looks.look(fastest.recomputing(one))

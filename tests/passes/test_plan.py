@@ -19,6 +19,7 @@ from passes.hardware import Hardware, LinkRate
 from passes.pipeline import default_passes
 from passes.plan import Infeasible, complete, make_plan
 from passes.predict import predict
+from passes.recompute_sets import RecomputeSet
 from tests.passes.captures import capture_step
 from tests.passes.graphs import context, hardware, parameter, plan_of
 
@@ -245,6 +246,30 @@ def test_a_bucket_size_that_is_no_better_does_not_end_the_search_for_one(monkeyp
     monkeypatch.setattr("passes.looks.predict", priced)
     assert make_plan(captured_step, ctx, PASSES).bucket_bytes == 16 * start
     assert max(looked_at) == 16 * 16  # two in a row that are no better end it
+
+
+def test_a_set_to_recompute_that_fits_between_sets_that_do_not_is_found(monkeypatch):
+    # Peaks do not fall from set to set: the second and the last fit, and the second is faster.
+    limit_bytes, fitting = 1_000_000, {("1",): 1.0, ("4",): 5.0}
+    empty = fx.GraphModule({}, fx.Graph())
+
+    def predicted(captured, plan, ctx, passes):
+        fits = plan.recompute in fitting
+        found = SimpleNamespace(
+            peak_bytes=limit_bytes - 1 if fits else 2 * limit_bytes,
+            step_seconds=fitting.get(plan.recompute, 0.5),
+            peak={},
+        )
+        return SimpleNamespace(prediction=found, forward=empty, backward=empty, simulations=())
+
+    sets = [RecomputeSet((str(index),), (), 0, 0.0) for index in range(5)]
+    monkeypatch.setattr("passes.looks.predict", predicted)
+    monkeypatch.setattr("passes.looks.recompute_sets", lambda *_: sets)
+    many = SimpleNamespace(graph=SimpleNamespace(nodes=range(20_000)))  # refining would take long
+    parameters = [parameter("weight", (128, 64))]
+    ctx = context(parameters, limit_bytes=limit_bytes, hardware=network(NETWORKS["slow"]))
+    plan = make_plan(SimpleNamespace(forward=many, backward=many), ctx, PASSES)
+    assert plan.recompute == ("1",)
 
 
 def test_a_peak_that_hardly_falls_with_the_budget_does_not_end_the_search(monkeypatch):
