@@ -261,4 +261,4 @@ def test_the_planner_shards_within_hosts_where_memory_is_short_and_only_the_outs
 
     with mock.patch("passes.looks.choices_of", over_all_ranks):
         without = planned(step, ctx, limit)
-    assert found.prediction.step_seconds < 0.95 * without.prediction.step_seconds
+    assert found.prediction.step_seconds < 0.97 * without.prediction.step_seconds
