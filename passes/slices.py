@@ -28,7 +28,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from passes.cuts import Cut
 
@@ -71,6 +71,18 @@ class Slices:
     def part(self, index: int) -> int:
         """Elements of a slice."""
         return sum(count for _, count in self.strips(index))
+
+    def to_take(self, whole: fx.Node, dim: int, index: int) -> tuple[fx.Node | int, ...]:
+        """What ``take_slice`` is told to cut a slice out of a tensor."""
+        return whole, dim, self.count, index, self.ranks, self.hosts
+
+    def to_join(self, slices: Sequence[fx.Node], dim: int) -> tuple[list[fx.Node] | int, ...]:
+        """What ``join_slices`` is told to put all slices together."""
+        return list(slices), dim, self.size, self.ranks, self.hosts
+
+    def to_cut(self, one: fx.Node, index: int) -> tuple[fx.Node | int, ...]:
+        """What ``trim_slice`` and ``pad_slice`` are told of a slice."""
+        return one, self.size, self.count, index, self.ranks, self.hosts
 
     def strips(self, index: int) -> Iterator[tuple[int, int]]:
         """Of a slice, for every rank, its first element in the whole, and how many there are."""

@@ -52,6 +52,7 @@ from passes.split_rules import (
     LAID_OUT,
     Found,
     Sliced,
+    arguments_of,
     is_cheap,
     made_in_slices,
     rule_of,
@@ -151,7 +152,7 @@ class Splitter:
         """Find what must be computed by slices for a gradient to come in slices."""
         for node in reversed(self.graph.nodes):
             if node.target is REDUCE_GRAD:
-                gradient, _, name, *_ = _arguments(node)
+                gradient, _, name, *_ = arguments_of(node)
                 found = slices_of(name, self.ctx)
                 if found is not None:
                     self.wanted[gradient] = found
@@ -221,8 +222,7 @@ class Splitter:
             start = index * slices.strip
             ends = start, min(start + slices.strip, slices.size)
             return self.emit(index, _aten.slice.Tensor, (node, dim, *ends))
-        args = (node, dim, slices.count, index, slices.ranks, slices.hosts)
-        return self.emit(index, TAKE_SLICE, args)
+        return self.emit(index, TAKE_SLICE, slices.to_take(node, dim, index))
 
     def whole(self, node: fx.Node) -> fx.Node:
         """A node's value in one tensor."""
@@ -235,9 +235,7 @@ class Splitter:
 
     def join(self, found: Sliced) -> fx.Node:
         """Slices put together, here."""
-        cut = found.slices
-        args = (list(found.nodes), found.dim, cut.size, cut.ranks, cut.hosts)
-        joined = call(self.graph, JOIN_SLICES, args)
+        joined = call(self.graph, JOIN_SLICES, found.slices.to_join(found.nodes, found.dim))
         self.unjoined[joined] = found
         return joined
 
@@ -250,7 +248,7 @@ class Splitter:
             InvalidGraph: if there is a number of rows that is not known yet.
         """
         while weight.target in LAID_OUT:
-            weight = _arguments(weight)[0]
+            weight = arguments_of(weight)[0]
         name: Any
         name = weight.args[1] if weight.target is UNSHARD else weight.meta.get("gathered")
         if name not in self.ctx.plan:
@@ -268,13 +266,13 @@ class Splitter:
 
     def _joined(self, node: fx.Node) -> Sliced:
         """What is joined was in slices, and need not be joined for those who want it so."""
-        nodes, dim, size, ranks, hosts = _arguments(node)
+        nodes, dim, size, ranks, hosts = arguments_of(node)
         self.joined[node] = node
         return Sliced(dim, Slices(size, len(nodes), ranks, hosts), nodes)
 
     def _gathered(self, node: fx.Node) -> Sliced | None:
         """A parameter's slices, each gathered by itself."""
-        shard, name, shape, sharded, *marks = _arguments(node)
+        shard, name, shape, sharded, *marks = arguments_of(node)
         found = slices_of(name, self.ctx)
         if found is None:
             return None
@@ -287,15 +285,14 @@ class Splitter:
             args = (part, slice_name(name, index), own, sharded, *marks)
             gathered = self.emit(index, UNSHARD, args)
             if not (dim or slices.even):
-                gathered = self.emit(index, TRIM_SLICE, (gathered, *_cut(slices, index)))
+                gathered = self.emit(index, TRIM_SLICE, slices.to_cut(gathered, index))
             nodes.append(gathered)
         return Sliced(dim, slices, nodes)
 
     def _part(self, shard: fx.Node, dim: int, slices: Slices, index: int) -> fx.Node:
         """What this rank has of a parameter's slice."""
         if dim:  # a collective takes no view of strips
-            args = (shard, dim, slices.count, index, slices.ranks, slices.hosts)
-            return self.emit(index, TAKE_SLICE, args)
+            return self.emit(index, TAKE_SLICE, slices.to_take(shard, dim, index))
         start = index * slices.strip
         if slices.even:
             return self.emit(index, _aten.slice.Tensor, (shard, 0, start, start + slices.strip))
@@ -303,7 +300,7 @@ class Splitter:
 
     def _reduced(self, node: fx.Node) -> bool:
         """A gradient's slices, each reduced by itself, and this rank's parts of them joined."""
-        gradient, shard, name, sharded, *marks = _arguments(node)
+        gradient, shard, name, sharded, *marks = arguments_of(node)
         found = slices_of(name, self.ctx)
         if found is None:
             return False
@@ -311,15 +308,14 @@ class Splitter:
         parts = []
         for index, one in enumerate(self.taken(gradient, dim, slices)):
             if not (dim or slices.even):
-                one = self.emit(index, PAD_SLICE, (one, *_cut(slices, index)))
+                one = self.emit(index, PAD_SLICE, slices.to_cut(one, index))
             like = self._part(shard, dim, slices, index)
             args = (one, like, slice_name(name, index), sharded, *marks)
             parts.append(self.emit(index, REDUCE_GRAD, args))
         # At the end: what is needed of all slices ends what is brought together of each.
         with self.graph.inserting_before(output_node(self.graph)):
             if dim:
-                args = (parts, dim, slices.size, slices.ranks, slices.hosts)
-                joined = call(self.graph, JOIN_SLICES, args)
+                joined = self.join(Sliced(dim, slices, parts))
             else:
                 joined = call(self.graph, _aten.cat.default, (parts,))
                 if not slices.even:
@@ -356,12 +352,3 @@ class Splitter:
         for before, node in itertools.pairwise(order):
             if before.next is not node:
                 before.append(node)
-
-
-def _cut(slices: Slices, index: int) -> tuple[int, ...]:
-    """What operators on a slice are told of it."""
-    return slices.size, slices.count, index, slices.ranks, slices.hosts
-
-
-def _arguments(node: fx.Node) -> tuple[Any, ...]:
-    return node.args

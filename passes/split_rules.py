@@ -7,6 +7,7 @@ the dimension, or None: then it is given its inputs whole. (``passes/split.py``)
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,11 @@ class Sliced:
 
 Found = Sliced | fx.Node | None
 Rule = Callable[["Splitter", fx.Node], Found]
+
+
+def arguments_of(node: fx.Node) -> tuple[Any, ...]:
+    """An operator's arguments, to be taken for what its schema says they are."""
+    return node.args
 
 
 def rule_of(node: fx.Node) -> Rule | None:
@@ -87,20 +93,23 @@ def _size_along(source: fx.Node, dim: int, node: fx.Node) -> int | None:
     return shape[own] if own >= 0 else None
 
 
+def _broadcast(
+    splitter: Splitter, source: fx.Node, dim: int, slices: Slices, node: fx.Node
+) -> list[fx.Node]:
+    """Of what is broadcast to a node, what each of its slices reads: all, if it has no such."""
+    if _size_along(source, dim, node) == slices.size:
+        own = dim - len(_shape(node)) + len(_shape(source))
+        return splitter.taken(source, own, slices)
+    return [splitter.whole(source)] * slices.count
+
+
 def _same_dim(old: Sequence[int], new: Sequence[int], dim: int) -> int | None:
     """Where a dimension is after a reshape that leaves it as it is; None if it does not."""
-    before = _product(old[:dim])
+    before = math.prod(old[:dim])
     for place, size in enumerate(new):
-        if size == old[dim] and _product(new[:place]) == before:
+        if size == old[dim] and math.prod(new[:place]) == before:
             return place
     return None
-
-
-def _product(sizes: Sequence[int]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total
 
 
 def _pointwise(splitter: Splitter, node: fx.Node) -> Found:
@@ -116,11 +125,7 @@ def _pointwise(splitter: Splitter, node: fx.Node) -> Found:
 def _each(splitter: Splitter, node: fx.Node, dim: int, slices: Slices) -> Sliced:
     parts: dict[fx.Node, list[fx.Node]] = {}
     for source in node.all_input_nodes:
-        if _size_along(source, dim, node) == slices.size:
-            own = dim - len(_shape(node)) + len(_shape(source))
-            parts[source] = splitter.taken(source, own, slices)
-        else:
-            parts[source] = [splitter.whole(source)] * slices.count
+        parts[source] = _broadcast(splitter, source, dim, slices, node)
     nodes = []
     for index in range(slices.count):
         inputs = {source: found[index] for source, found in parts.items()}
@@ -163,11 +168,7 @@ def made_in_slices(splitter: Splitter, node: fx.Node, dim: int, slices: Slices) 
     if not isinstance(source, fx.Node):
         return None
     if node.target is _aten.expand.default:
-        own = dim - len(_shape(node)) + len(_shape(source))
-        if own >= 0 and _shape(source)[own] == slices.size:
-            nodes = splitter.taken(source, own, slices)
-        else:
-            nodes = [splitter.whole(source)] * slices.count
+        nodes = _broadcast(splitter, source, dim, slices, node)
         return Sliced(dim, slices, _on_each_of_size(splitter, node, nodes, dim, slices))
     if node.target in _RESIZES:
         before = _same_dim(_shape(node), _shape(source), dim)
@@ -186,32 +187,21 @@ def _permuted(splitter: Splitter, node: fx.Node) -> Found:
     return Sliced(_dims(node).index(found.dim), found.slices, nodes)
 
 
-def _viewed(splitter: Splitter, node: fx.Node) -> Found:
+def _reshaped(splitter: Splitter, node: fx.Node) -> Found:
     """Another shape, in which the dimension is as it was; of a view of a view the first counts."""
     source: Any = node.args[0]
     found = splitter.sliced.get(source)
-    while found is None and source.target in _VIEWS:
+    is_view = node.target in _VIEWS
+    while is_view and found is None and source.target in _VIEWS:
         source = source.args[0]
         found = splitter.sliced.get(source) or splitter.unjoined.get(source)
-    if found is None:
+    dim = None if found is None else _same_dim(_shape(source), _shape(node), found.dim)
+    if found is None or dim is None:
         return None
-    dim = _same_dim(_shape(source), _shape(node), found.dim)
-    if dim is None:
-        return None
-    nodes = _on_each_of_size(splitter, node, found.nodes, dim, found.slices)
-    return Sliced(dim, found.slices, nodes)
-
-
-def _with_one_more_or_less(splitter: Splitter, node: fx.Node) -> Found:
-    """``unsqueeze`` and ``squeeze``."""
-    source: Any = node.args[0]
-    found = splitter.sliced.get(source)
-    if found is None:
-        return None
-    dim = _same_dim(_shape(source), _shape(node), found.dim)
-    if dim is None:
-        return None
-    nodes = _on_each(splitter, node, found.nodes)
+    if is_view:
+        nodes = _on_each_of_size(splitter, node, found.nodes, dim, found.slices)
+    else:
+        nodes = _on_each(splitter, node, found.nodes)
     return Sliced(dim, found.slices, nodes)
 
 
@@ -241,16 +231,20 @@ def _summed_up(splitter: Splitter, node: fx.Node) -> Found:
     found = splitter.sliced.get(source)
     if found is None:
         return None
-    total: fx.Node | None = None
-    for index, one in enumerate(found.nodes):
-        part = splitter.emit(index, node.target, (one, *node.args[1:]), node.kwargs)
-        total = part if total is None else splitter.emit(index, _aten.add.Tensor, (total, part))
+    return _total(splitter, _on_each(splitter, node, found.nodes))
+
+
+def _total(splitter: Splitter, parts: Sequence[fx.Node]) -> fx.Node:
+    """What the slices gave, added up one after the other."""
+    total = parts[0]
+    for index, one in enumerate(parts[1:], start=1):
+        total = splitter.emit(index, _aten.add.Tensor, (total, one))
     return total
 
 
 def _gathered_along(splitter: Splitter, node: fx.Node) -> Found:
     """``gather`` along another dimension: of each slice with its own indices."""
-    source, dim, places, *rest = _arguments(node)
+    source, dim, places, *rest = arguments_of(node)
     found = splitter.sliced.get(source)
     if found is None or found.dim == dim % len(_shape(source)):
         return None
@@ -277,10 +271,7 @@ def _summed(splitter: Splitter, node: fx.Node) -> Found:
     if found.dim not in over:
         before = 0 if keeps else sum(dim < found.dim for dim in over)
         return Sliced(found.dim - before, found.slices, nodes)
-    total = nodes[0]
-    for index, one in enumerate(nodes[1:], start=1):
-        total = splitter.emit(index, _aten.add.Tensor, (total, one))
-    return total
+    return _total(splitter, nodes)
 
 
 def _product_of(splitter: Splitter, node: fx.Node) -> Found:
@@ -313,7 +304,7 @@ def _product_of(splitter: Splitter, node: fx.Node) -> Found:
         lefts = splitter.taken(one, dim, slices)
     if dim == columns or (batched and dim == 0):
         rights = splitter.taken(other, dim, slices)
-    biases = [_bias(splitter, source, dim, slices, node) for source in bias]
+    biases = [_broadcast(splitter, source, dim, slices, node) for source in bias]
     nodes = [
         splitter.emit(i, node.target, (*(b[i] for b in biases), lefts[i], rights[i]), node.kwargs)
         for i in range(count)
@@ -325,16 +316,6 @@ def _product_of(splitter: Splitter, node: fx.Node) -> Found:
 
 def _operands(node: fx.Node) -> list[fx.Node]:
     return [one for one in node.args if isinstance(one, fx.Node)]
-
-
-def _bias(
-    splitter: Splitter, source: fx.Node, dim: int, slices: Slices, node: fx.Node
-) -> list[fx.Node]:
-    """What is added to each slice of a product."""
-    if _size_along(source, dim, node) == slices.size:
-        own = dim - len(_shape(node)) + len(_shape(source))
-        return splitter.taken(source, own, slices)
-    return [splitter.whole(source)] * slices.count
 
 
 def _added_up(splitter: Splitter, node: fx.Node, slices: Slices, row: int) -> Found:
@@ -359,7 +340,7 @@ def _added_up(splitter: Splitter, node: fx.Node, slices: Slices, row: int) -> Fo
 
 def _slice_taken(splitter: Splitter, node: fx.Node) -> Found:
     """What is cut out is one of the slices."""
-    source, dim, count, index, *cut = _arguments(node)
+    source, dim, count, index, *cut = arguments_of(node)
     found = splitter.sliced.get(source)
     if found is None or (found.dim, found.slices) != (
         dim,
@@ -367,10 +348,6 @@ def _slice_taken(splitter: Splitter, node: fx.Node) -> Found:
     ):
         return None
     return found.nodes[index]
-
-
-def _arguments(node: fx.Node) -> tuple[Any, ...]:
-    return node.args
 
 
 def _embedded(splitter: Splitter, node: fx.Node) -> Found:
@@ -444,7 +421,7 @@ RULES: dict[Any, Rule] = {
     _aten.sum.default: _summed_up,
     _aten.amax.default: _reduced_elsewhere,
     _aten.amin.default: _reduced_elsewhere,
-    **dict.fromkeys(_RESIZES, _with_one_more_or_less),
+    **dict.fromkeys(_RESIZES, _reshaped),
     _aten.mm.default: _product_of,
     _aten.addmm.default: _product_of,
     _aten.bmm.default: _product_of,
@@ -454,5 +431,5 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys(_PUTS, _put),
     torch.ops.prims.convert_element_type.default: _pointwise,
     _aten.clone.default: _pointwise,
-    **dict.fromkeys(_VIEWS, _viewed),
+    **dict.fromkeys(_VIEWS, _reshaped),
 }

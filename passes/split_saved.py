@@ -58,7 +58,7 @@ def _taken(node: fx.Node, output: fx.Node, dim: int, slices: Slices) -> list[fx.
             call(
                 node.graph,
                 TAKE_SLICE,
-                (node, dim, slices.count, index, slices.ranks, slices.hosts),
+                slices.to_take(node, dim, index),
                 f"{node.name}_slice",
             )
             for index in range(slices.count)
@@ -75,7 +75,6 @@ def _given(saved: fx.Node, taken: list[fx.Node], dim: int, slices: Slices) -> No
             inputs[-1].meta.update(val=one.meta["val"], saved=True)
     top = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(top):
-        args = (inputs, dim, slices.size, slices.ranks, slices.hosts)
-        joined = call(graph, JOIN_SLICES, args)
+        joined = call(graph, JOIN_SLICES, slices.to_join(inputs, dim))
     saved.replace_all_uses_with(joined)
     graph.erase_node(saved)

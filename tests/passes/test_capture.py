@@ -112,6 +112,19 @@ class Training:
             for gm, values in zip(lowered[Phase.BACKWARD], returned, strict=True)
         ]
 
+    def check(self, captured: Captured, contexts: list[Context], plan: Plan) -> None:
+        """Every rank's output, and its part of the mean gradients, are those of eager PyTorch."""
+        outputs, gradients = self.found(captured, contexts, plan)
+        wanted_outputs, wanted_gradients = self.wanted()
+        torch.testing.assert_close(outputs, wanted_outputs)
+        for rank, found in enumerate(gradients):
+            assert set(found) == set(wanted_gradients)
+            for name, gradient in wanted_gradients.items():
+                if plan.decision(name).sharded:
+                    first, last = local_rows(gradient.shape[0], len(contexts), rank)
+                    gradient = gradient[first:last]
+                torch.testing.assert_close(found[name], gradient, msg=lambda m, n=name: f"{n}: {m}")
+
 
 def _by_name(gm: fx.GraphModule, values: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
     nodes = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
@@ -160,13 +173,4 @@ def test_a_lowered_step_gives_eager_outputs_and_mean_gradients(
     )
     plan = decided(ctx, decisions, bucket_bytes=bucket_bytes)
     contexts = [ctx.replace(rank=rank) for rank in range(world_size)]
-    outputs, gradients = training.found(captured, contexts, plan)
-    wanted_outputs, wanted_gradients = training.wanted()
-    torch.testing.assert_close(outputs, wanted_outputs)
-    for rank, found in enumerate(gradients):
-        assert set(found) == set(wanted_gradients)
-        for name, gradient in wanted_gradients.items():
-            if plan.decision(name).sharded:
-                first, last = local_rows(gradient.shape[0], world_size, rank)
-                gradient = gradient[first:last]
-            torch.testing.assert_close(found[name], gradient)
+    training.check(captured, contexts, plan)

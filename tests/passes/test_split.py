@@ -19,7 +19,6 @@ from passes.predict import predict
 from passes.recompute import Cut, keys_of
 from passes.slices import JOIN_SLICES, PAD_SLICE, TAKE_SLICE, TRIM_SLICE, cut_into
 from tests.passes.captures import capture_step
-from tests.passes.graphs import local_rows
 from tests.passes.test_capture import Training, decided
 
 AGAIN = Decision.SHARD_AGAIN
@@ -122,16 +121,7 @@ def check_step(
     )
     plan = sliced(decided(ctx, decision, bucket_bytes=0), rows).replace(recompute=recompute)
     contexts = [ctx.replace(rank=rank) for rank in range(world_size)]
-    outputs, gradients = training.found(captured, contexts, plan)
-    wanted_outputs, wanted_gradients = training.wanted()
-    torch.testing.assert_close(outputs, wanted_outputs)
-    for rank, found in enumerate(gradients):
-        assert set(found) == set(wanted_gradients)
-        for name, gradient in wanted_gradients.items():
-            if plan.decision(name).sharded:
-                first, last = local_rows(gradient.shape[0], world_size, rank)
-                gradient = gradient[first:last]
-            torch.testing.assert_close(found[name], gradient, msg=lambda m, n=name: f"{n}: {m}")
+    training.check(captured, contexts, plan)
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,7 @@ def test_the_planner_shards_within_hosts_where_memory_is_short_and_only_the_outs
     step, ctx = step_on_a_slow_network_between_hosts()
     with pytest.raises(Infeasible) as infeasible:
         planned(step, ctx, 1)
-    limit = round(1.2 * infeasible.value.least_bytes)
+    limit = round(1.3 * infeasible.value.least_bytes)
     found = planned(step, ctx, limit)
     assert any(row.decision.within_host for row in found.parameters)
     assert found.ranks_of_a_host == 4 and found.prediction.peak_bytes <= limit
@@ -261,4 +261,4 @@ def test_the_planner_shards_within_hosts_where_memory_is_short_and_only_the_outs
 
     with mock.patch("passes.looks.choices_of", over_all_ranks):
         without = planned(step, ctx, limit)
-    assert found.prediction.step_seconds < 0.97 * without.prediction.step_seconds
+    assert found.prediction.step_seconds < 0.95 * without.prediction.step_seconds
