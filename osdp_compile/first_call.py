@@ -85,7 +85,7 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
 
     def lay_out(context: Context, optimizers: OptimizerIndex) -> Sequence[nn.Parameter]:
         values = [entry.parameter.detach() for entry in entries]
-        synchronize([*values, *buffers_of(roots)], mesh)
+        synchronize([*values, *buffers_of(roots)], mesh.get_group())
         if not context.plan.shards:
             return keep_in_place(entries, context)
         own = mesh
@@ -129,12 +129,18 @@ def first_call_of_sharded(
         return captured_step(*unmarked(gm, inputs, entries), context, passes)
 
     def lay_out(context: Context, _: OptimizerIndex) -> Sequence[nn.Parameter]:
-        whole = [
-            cast(DTensor, entry.parameter).to_local().detach()
-            for entry in entries
-            if not context.plan.decision(entry.name).sharded
-        ]
-        synchronize([*whole, *buffers_of([("", root)])], mesh)
+        whole: list[torch.Tensor] = []
+        of_hosts: list[torch.Tensor] = []  # of which every host has the same
+        for entry in entries:
+            decision = context.plan.decision(entry.name)
+            local = cast(DTensor, entry.parameter).to_local().detach()
+            if decision.within_host:
+                of_hosts.append(local)
+            elif not decision.sharded:
+                whole.append(local)
+        synchronize([*whole, *buffers_of([("", root)])], mesh.get_group())
+        if of_hosts:
+            synchronize(of_hosts, next(iter(groups_along(laid_out.given_mesh).values())))
         return [entry.parameter for entry in entries]
 
     step = _Step(gm, inputs, [("", root)], entries, mesh, captured, lay_out)

@@ -16,12 +16,12 @@ So for models that were laid out and not called yet:
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from osdp_compile import _torch
@@ -32,9 +32,32 @@ from passes.cuts import Cut
 _aten = torch.ops.aten
 
 
-def _local_rows(full: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """This rank's rows of a tensor, or its part along another dimension, as a view."""
-    cut = Cut(mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name)
+def _cut_of(tensor: DTensor) -> tuple[int, Cut] | None:
+    """Along which dimension ranks have parts of a tensor, and how it is cut; None: all have all.
+
+    On a mesh of two levels over all ranks (for the hosts first), or within each host.
+    """
+    mesh = tensor.device_mesh
+    parts = [
+        (placement.dim, mesh.size(along), mesh.get_local_rank(along))
+        for along, placement in enumerate(tensor.placements)
+        if isinstance(placement, Shard)
+    ]
+    if not parts:
+        return None
+    dim, ranks, place = parts[-1]
+    if len(parts) == 1:
+        return dim, Cut(ranks, place, "")
+    _, hosts, host = parts[0]
+    return dim, Cut(hosts * ranks, host * ranks + place, "", hosts)
+
+
+def _local_part(full: Tensor, tensor: DTensor) -> Tensor:
+    """What this rank has of a tensor that is laid out as another one, as a view."""
+    found = _cut_of(tensor)
+    if found is None:
+        return full
+    dim, cut = found
     start, stop = cut.rows(full.shape[dim])
     return full.narrow(dim, start, stop - start)
 
@@ -43,15 +66,15 @@ def _fill(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     if not _ours(tensor):
         return _torch.without_dtensor_handler(operator, args, kwargs)
-    local, (placement,) = tensor.to_local(), tensor.placements
-    if not isinstance(placement, Shard):
+    local = tensor.to_local()
+    if _cut_of(tensor) is None:
         operator(local, *args[1:], **kwargs)
     elif not local.is_meta:
         whole = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=local.dtype, device=local.device
         )
         operator(whole, *args[1:], **kwargs)
-        local.copy_(_local_rows(whole, tensor.device_mesh, placement.dim))
+        local.copy_(_local_part(whole, tensor))
     return tensor
 
 
@@ -66,10 +89,7 @@ def _copy(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, source = args[:2]
     if not _ours(tensor) or isinstance(source, DTensor):
         return _torch.without_dtensor_handler(operator, args, kwargs)
-    source, (placement,) = source.expand(tensor.shape), tensor.placements
-    if isinstance(placement, Shard):
-        source = _local_rows(source, tensor.device_mesh, placement.dim)
-    tensor.to_local().copy_(source)
+    tensor.to_local().copy_(_local_part(source.expand(tensor.shape), tensor))
     return tensor
 
 
@@ -79,14 +99,21 @@ def _row(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _torch.without_dtensor_handler(operator, args, kwargs)
     if not -tensor.shape[0] <= index < tensor.shape[0]:
         raise IndexError(f"row {index} of a tensor of {tensor.shape[0]}")
-    mesh = tensor.device_mesh
-    owner, place = divmod(index % tensor.shape[0], -(-tensor.shape[0] // mesh.size()))
-    local = tensor.to_local()
-    here = mesh.get_local_rank() == owner
-    row = local[place] if here else local.new_empty(local.shape[1:])
-    group = mesh.get_group()
-    dist.broadcast(row, src=dist.get_global_rank(group, owner), group=group)
-    return DTensor.from_local(row, mesh, [Replicate()], run_check=False)
+    mesh, local = tensor.device_mesh, tensor.to_local()
+    found = _cut_of(tensor)
+    assert found is not None
+    _, cut = found
+    index %= tensor.shape[0]
+    spans = [dataclasses.replace(cut, place=p).rows(tensor.shape[0]) for p in range(cut.ranks)]
+    owner = next(p for p, (start, stop) in enumerate(spans) if start <= index < stop)
+    here = cut.place == owner
+    row = local[index - spans[owner][0]] if here else local.new_empty(local.shape[1:])
+    for along in reversed(range(mesh.ndim)):  # within each host, then from the one that has it
+        if isinstance(tensor.placements[along], Shard):
+            owner, source = divmod(owner, mesh.size(along))
+            group = mesh.get_group(along)
+            dist.broadcast(row, src=dist.get_global_rank(group, source), group=group)
+    return DTensor.from_local(row, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _constant(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -142,16 +169,17 @@ def _ours(tensor: Any) -> bool:
     """Whether it is a parameter of a model that waits for its first call, or made from one."""
     return (
         isinstance(tensor, DTensor)
-        and len(tensor.placements) == 1
-        and not isinstance(tensor.placements[0], Partial)
+        and not any(isinstance(one, Partial) for one in tensor.placements)
         and is_waiting(tensor.device_mesh)
     )
 
 
 def _is_rows(tensor: Any, dim: int) -> bool:
     """Whether each rank has a part of it along this dimension, which is its first."""
-    first = dim % tensor.dim() == 0
-    return first and _ours(tensor) and tensor.placements == (Shard(0),)
+    if dim % tensor.dim() != 0 or not _ours(tensor):
+        return False
+    found = _cut_of(tensor)
+    return found is not None and found[0] == 0
 
 
 def _without_grad(handler: Any) -> Any:

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from osdp_compile.errors import OsdpError
 from osdp_compile.options import Options
@@ -22,6 +22,7 @@ from osdp_compile.state import (
     Reading,
     check_fits,
     model_parameters,
+    placements_of,
     raise_on_meta,
     raise_replaced,
 )
@@ -32,13 +33,14 @@ from passes.decisions import Plan
 class LaidOut:
     """How a model was laid out.
 
-    ``mesh``: flat, as the DTensors have it. ``given_mesh``: what the user gave, of one or two
-    dimensions; None: all ranks.
+    ``mesh``: flat. ``given_mesh``: what the user gave, of one or two dimensions; None: all ranks.
+    ``own_mesh``: of the DTensors.
     """
 
     plan: Plan
     mesh: DeviceMesh
     given_mesh: DeviceMesh | None
+    own_mesh: DeviceMesh
     reading: Reading
 
     def options(self, options: Options) -> Options:
@@ -67,7 +69,13 @@ class LaidOut:
             PlanMismatch: if the model has other parameters by now.
         """
         found = model_parameters([("", root)])
-        check_fits(self.plan, found, self.mesh.size(), "plan that the model was sharded by")
+        check_fits(
+            self.plan,
+            found,
+            self.mesh.size(),
+            "plan that the model was sharded by",
+            self.plan.ranks_of_a_host,
+        )
         for entry in found:
             _check(entry, self)
         for name, buffer in root.named_buffers():
@@ -82,18 +90,18 @@ def _check(entry: ModelParameter, laid_out: LaidOut) -> None:
         raise_replaced(name)
     if parameter.device.type == "meta":
         raise_on_meta(f"parameter {name!r}")
-    mesh = laid_out.mesh
-    placement = Shard(0) if laid_out.plan.decision(name).sharded else Replicate()
-    if parameter.device_mesh != mesh or parameter.placements != (placement,):
+    mesh = laid_out.own_mesh
+    placements = tuple(placements_of(laid_out.plan.decision(name), mesh))
+    if parameter.device_mesh != mesh or parameter.placements != placements:
         raise OsdpError(
             f"parameter {name!r} was laid out anew after the model was sharded: as "
-            f"{parameter.placements} over {parameter.device_mesh}, not as {placement} over {mesh}"
+            f"{parameter.placements} over {parameter.device_mesh}, not as {placements} over {mesh}"
         )
     if parameter.device.type != mesh.device_type:
         raise OsdpError(
             f"parameter {name!r} is on {parameter.device}, and the model was sharded over ranks of "
             f"{mesh.device_type}: give osdp_compile.shard a mesh, "
-            f"init_device_mesh({parameter.device.type!r}, ({mesh.size()},))"
+            f"init_device_mesh({parameter.device.type!r}, {mesh.shape})"
         )
 
 
@@ -120,7 +128,7 @@ def is_waiting(mesh: DeviceMesh) -> bool:
 
     Not over this very one: torch gives a DTensor another mesh that is equal.
     """
-    return any(laid_out.mesh == mesh for laid_out in list(_of_root.values()))
+    return any(laid_out.own_mesh == mesh for laid_out in list(_of_root.values()))
 
 
 def waiting(parameters: Iterable[Any]) -> list[tuple[nn.Module, LaidOut]]:

@@ -28,7 +28,7 @@ from osdp_compile.errors import OsdpError
 from osdp_compile.initialising import write_as_into_whole_ones
 from osdp_compile.laid_out import LaidOut, wait_for_first_call
 from osdp_compile.markers import register_group
-from osdp_compile.meshes import flat_mesh
+from osdp_compile.meshes import flat_mesh, groups_along, level, mesh_of_shards
 from osdp_compile.optimizers import OptimizerIndex
 from osdp_compile.options import Options
 from osdp_compile.session import plan_of
@@ -52,7 +52,8 @@ def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) 
     """Lay a model out as a plan says, now and not at its first call. Collective.
 
     Every parameter becomes a ``DTensor`` parameter under its old name: ``Shard(0)``, of which this
-    rank holds its rows, or ``Replicate()``. Optimizers that hold the parameters get the new ones.
+    rank holds its rows, or ``Replicate()`` (along both dimensions of a mesh of two levels, if the
+    plan shards within hosts). Optimizers that hold the parameters get the new ones.
     What is on the meta device stays there, so that ``model.to_empty(device=...)`` allocates this
     rank's part only. What has values gets rank 0's.
 
@@ -70,15 +71,15 @@ def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) 
             of one that was saved. Rank 0's is every rank's.
         mesh: as the backend's option: over the data-parallel ranks, with one dimension or two
             (default: all ranks). It is needed where the model is on the meta device and will not
-            train on the process group's accelerator.
+            train on the process group's accelerator; and with two dimensions where the plan
+            shards within hosts.
 
     Returns the model.
 
     Raises:
         ValueError: for a malformed argument.
         PlanMismatch: on every rank, naming the first difference between the plan and the model.
-        OsdpError: on every rank, if a parameter cannot be sharded, or is already; or if the plan
-            shards within hosts.
+        OsdpError: on every rank, if a parameter cannot be sharded, or is already.
     """
     options = Options.parse({"plan": plan, "mesh": mesh})
     if options.plan is None:
@@ -92,20 +93,21 @@ def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) 
     group = flat.get_group()
     entries = on_every_rank(lambda: _shardable(root, flat), group)
     agree(fingerprint(None, entries), group)
+    along = groups_along(options.mesh)
+    levels = [level(name, one) for name, one in along.items()]
 
     def fitting() -> Plan:
         assert options.plan is not None
-        if options.plan.within_hosts:
-            raise OsdpError(
-                "the plan shards parameters within hosts, which osdp_compile.shard does not do "
-                "yet: give it in options={'plan': ...}, or plan with world_size in place of mesh"
-            )
-        check_fits(options.plan, entries, flat.size())
+        ranks_of_a_host = levels[1].size if levels else None
+        check_fits(options.plan, entries, flat.size(), ranks_of_a_host=ranks_of_a_host)
         return options.plan
 
     chosen = from_rank_zero(fitting, group)
+    own = flat
+    if chosen.within_hosts and options.mesh is not None:
+        own = mesh_of_shards(options.mesh, along)
     values = (entry.parameter.detach() for entry in entries if not entry.parameter.is_meta)
-    synchronize(values, flat)
+    synchronize(values, group)
     reading = Reading(whole=False)
     optimizers = OptimizerIndex(entry.parameter for entry in entries)
     # Of a context only the plan and where this rank is say how a model lies.
@@ -116,9 +118,12 @@ def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) 
         world_size=flat.size(),
         rank=flat.get_local_rank(),
         group_name=register_group(group),
+        levels=(levels[0], levels[1]) if levels else None,
     )
-    shard_in_place(entries, flat, context, optimizers, reading)
-    wait_for_first_call(root, LaidOut(chosen, flat, options.mesh, reading))
+    for one in along.values():
+        register_group(one)
+    shard_in_place(entries, own, context, optimizers, reading)
+    wait_for_first_call(root, LaidOut(chosen, flat, options.mesh, own, reading))
     write_as_into_whole_ones()
     return model
 

@@ -119,9 +119,8 @@ def check_fits(
         raise PlanMismatch(f"the {what} does not fit: {difference}")
 
 
-def synchronize(tensors: Iterable[Tensor], mesh: DeviceMesh) -> None:
-    """Give every rank rank 0's values of some tensors, in place, as DDP does."""
-    group = mesh.get_group()
+def synchronize(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Give every rank of a group its first one's values of some tensors, in place, as DDP does."""
     source = dist.get_global_rank(group, 0)
     with torch.no_grad():
         for tensor in tensors:
@@ -139,7 +138,7 @@ def _local_rows(full: Tensor, cut: Cut) -> Tensor:
     return full[start:stop].clone(memory_format=torch.contiguous_format)
 
 
-def _placements(decision: Decision, mesh: DeviceMesh) -> list[Shard | Replicate]:
+def placements_of(decision: Decision, mesh: DeviceMesh) -> list[Shard | Replicate]:
     """How a parameter lies along each dimension of the mesh."""
     if decision.within_host:
         return [Replicate(), Shard(0)]
@@ -151,7 +150,7 @@ def lay_out(full: Tensor, mesh: DeviceMesh, decision: Decision, cut: Cut) -> DTe
 
     No communication: every rank must hold the same ``full``.
     """
-    placements = _placements(decision, mesh)
+    placements = placements_of(decision, mesh)
     if not decision.sharded:
         return DTensor.from_local(full, mesh, placements, run_check=False)
     stride = torch.empty(full.shape, device="meta").stride()

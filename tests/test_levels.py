@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 
-from osdp_compile import Decision, plan_of
+from osdp_compile import Decision, plan_of, shard
 from osdp_compile.session import session_for
 from passes.decisions import FLAT_DECISIONS
 from passes.hardware import Hardware, LinkRate
@@ -58,17 +58,27 @@ class Found:
     placed: dict[str, str]
 
 
-def train(rank, world_size, hardware, decisions, steps):
+def train(rank, world_size, hardware, decisions, steps, from_meta=False):
+    """``from_meta``: the model is laid out before it has memory."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "gpu"))
-    model = many_small_layers((13, 6, 9))
-    alone = copy.deepcopy(model)
+    alone = many_small_layers((13, 6, 9))
+    with torch.device("meta" if from_meta else "cpu"):
+        model = many_small_layers((13, 6, 9)) if from_meta else copy.deepcopy(alone)
     plan = mixed_plan(model, decisions, bucket_bytes=BUCKET_BYTES, world_size=world_size)
     plan = plan.replace(ranks_of_a_host=2)
     with tempfile.TemporaryDirectory() as folder:
-        options = {"plan": plan, "hardware": hardware, "mesh": mesh, "debug": folder}
+        options = {"hardware": hardware, "debug": folder}
+        if from_meta:
+            shard(model, plan, mesh=mesh)
+            model.to_empty(device="cpu").load_state_dict(alone.state_dict())
+            _spoil_copies(model, rank)
+        else:
+            options |= {"plan": plan, "mesh": mesh}
         compiled = torch.compile(model, backend="osdp", options=options)
         optimizers = [torch.optim.AdamW(m.parameters(), eps=1e-5) for m in (model, alone)]
         for one, optimizer in zip((model, alone), optimizers, strict=True):
+            if from_meta:
+                break
             one(batch(-1, 0)).square().mean().backward()  # state, to be laid out at the first call
             optimizer.step()
             optimizer.zero_grad()
@@ -102,6 +112,17 @@ def train(rank, world_size, hardware, decisions, steps):
     return Found(apart, later, texts, placements(model))
 
 
+def _spoil_copies(model: nn.Module, rank: int) -> None:
+    """Other values where other ranks have the same: the first that has them is right."""
+    for parameter in model.parameters():
+        coordinate = parameter.device_mesh.get_coordinate()
+        if any(
+            placement.is_replicate() and place
+            for placement, place in zip(parameter.placements, coordinate, strict=True)
+        ):
+            parameter.to_local().detach().add_(1.0)
+
+
 @pytest.mark.timeout(600)
 def test_leg_by_leg_and_within_hosts_equals_one_process(four_ranks):
     results = four_ranks.run(train, QUICK, list(Decision), SMALLER + 2)
@@ -111,6 +132,13 @@ def test_leg_by_leg_and_within_hosts_equals_one_process(four_ranks):
         assert set(found.placed.values()) == {"shard", "replicate", "shard within host"}
     texts = results[0].texts  # forward, backward, and the forward alone
     assert len(texts) == 3 and all("<host group>" in text for text in texts)
+
+
+@pytest.mark.timeout(600)
+def test_a_model_laid_out_within_hosts_before_it_has_memory(four_ranks):
+    for found in four_ranks.run(train, QUICK, list(Decision), 2, from_meta=True):
+        assert found.apart < 1e-12
+        assert set(found.placed.values()) == {"shard", "replicate", "shard within host"}
 
 
 def test_flat_where_that_is_faster(four_ranks):

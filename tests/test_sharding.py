@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
@@ -14,7 +15,7 @@ import osdp_compile
 from examples.gpt import GPT, GPTConfig
 from osdp_compile import OsdpError, Plan, PlanMismatch, RanksDiffer
 from osdp_compile.trace import fake_world
-from passes.decisions import FLAT_DECISIONS
+from passes.decisions import FLAT_DECISIONS, Decision
 from tests.training import (
     SLOW,
     Recipe,
@@ -193,13 +194,19 @@ WRITES = {
 }
 
 
-def write_both(rank, world_size):
+def write_both(rank, world_size, hosts=1):
     """The writes that leave a sharded model, or the generator, other than a plain one."""
     differ = []
+    mesh, kinds = None, [Decision.SHARD_AGAIN]
+    if hosts > 1:
+        shape = hosts, world_size // hosts
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("host", "gpu"))
+        kinds += [Decision.SHARD_HOST_AGAIN, Decision.SHARD_HOST_KEEP]
     for name, write in WRITES.items():
         sharded, plain = on_meta(Kinds), Kinds()
-        plan = Plan.uniform(sharded.named_parameters(), "shard_again", world_size=world_size)
-        osdp_compile.shard(sharded, plan)
+        plan = mixed_plan(sharded, kinds, bucket_bytes=1 << 10, world_size=world_size)
+        plan = plan.replace(ranks_of_a_host=world_size // hosts)
+        osdp_compile.shard(sharded, plan, mesh=mesh)
         sharded.to_empty(device="cpu")
         next_numbers = []
         for model in (sharded, plain):
@@ -224,6 +231,12 @@ def write_both(rank, world_size):
 
 def test_what_initialises_a_whole_model_initialises_a_sharded_one(two_ranks):
     for differ, refused in two_ranks.run(write_both):
+        assert not differ
+        assert refused == [True, True]
+
+
+def test_what_initialises_a_whole_model_initialises_one_that_is_sharded_within_hosts(four_ranks):
+    for differ, refused in four_ranks.run(write_both, hosts=2):
         assert not differ
         assert refused == [True, True]
 
@@ -355,6 +368,11 @@ def test_what_cannot_be_is_refused_and_named(tmp_path):
             osdp_compile.shard(GPT(GPTConfig(vocab=99, layers=1, width=32, heads=2)), plan)
         with pytest.raises(ValueError, match="option 'plan'"):
             osdp_compile.shard(meta, 3)
+        within = Plan.uniform(
+            meta.named_parameters(), "shard_host_again", world_size=8, ranks_of_a_host=4
+        )
+        with pytest.raises(PlanMismatch, match="hosts of 4 ranks, this run has no mesh of two"):
+            osdp_compile.shard(meta, within)
         hooked = gpt()
         hooked.head.weight.register_hook(lambda grad: grad)
         with pytest.raises(OsdpError, match=r"'head\.weight' has a gradient hook"):
