@@ -71,6 +71,21 @@ def wide_mlp() -> nn.Module:
     return Scored(nn.Sequential(*layers, nn.Linear(4096, 512), nn.GELU(), nn.Linear(512, _CLASSES)))
 
 
+class WideLayer(nn.Module):
+    """One layer of a transformer's MLP, sixteen times as wide inside; x: [batch, 1024]."""
+
+    def __init__(self, width: int = 1024) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 16 * width)
+        self.down = nn.Linear(16 * width, width)
+        self.head = nn.Linear(width, _CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(x + self.down(F.gelu(self.up(self.norm(x)))))
+        return logits
+
+
 def convolutional() -> nn.Module:
     """Convolutions of growing width with group norm, then two linear layers."""
     layers: list[nn.Module] = []
@@ -117,3 +132,5 @@ TASKS: dict[str, Task] = {
     "conv net": Task(convolutional, _pictures((16, 3, 32, 32)), learning_rate=1e-4),
     "HF Llama": Task(Llama, words(1024, 4, 128)),
 }
+#: And one that only the benchmark of slices trains.
+ALL_TASKS = {**TASKS, "wide layer": Task(lambda: Scored(WideLayer()), _pictures((64, 1024)))}

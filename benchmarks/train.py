@@ -30,7 +30,7 @@ from torch import nn
 
 import osdp_compile
 from benchmarks.peers import WAYS
-from benchmarks.tasks import TASKS, words
+from benchmarks.tasks import ALL_TASKS, words
 from examples.gpt import GPT, GPTConfig
 
 MEMORY_STEPS = 3
@@ -55,12 +55,12 @@ class Work:
         """The same parameters on every rank."""
         torch.manual_seed(0)
         if self.task:
-            return TASKS[self.task].model()
+            return ALL_TASKS[self.task].model()
         return GPT(GPTConfig(layers=self.layers, width=self.width, context=self.context))
 
     @property
     def learning_rate(self) -> float:
-        return TASKS[self.task].learning_rate if self.task else 1e-3
+        return ALL_TASKS[self.task].learning_rate if self.task else 1e-3
 
     def inputs(self, step: int) -> tuple[Any, ...]:
         """This rank's batch, the same for every way; the model's loss comes of it."""
@@ -68,7 +68,7 @@ class Work:
 
     def inputs_of(self, seed: int) -> tuple[Any, ...]:
         """Some batch."""
-        make = TASKS[self.task].batch if self.task else words(1024, self.batch, self.context)
+        make = ALL_TASKS[self.task].batch if self.task else words(1024, self.batch, self.context)
         return make(torch.Generator().manual_seed(seed))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import fnmatch
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +83,27 @@ def _optimizer_bytes(
         return sum(optimizers.state_bytes(parameter, one) for one in holding)
     per_element = state_bytes_per_element(optimizer or "adamw", parameter.element_size())
     return per_element * parameter.numel()
+
+
+def slices_of(
+    patterns: Mapping[str, int] | None, parameters: Sequence[Parameter]
+) -> tuple[tuple[str, int], ...] | None:
+    """In how many slices each parameter's operators must run; None: the planner decides.
+
+    ``patterns``: as the option ``slices`` gives them. Of several that match the last counts.
+
+    Raises:
+        ValueError: naming a pattern that no parameter matches.
+    """
+    if patterns is None:
+        return None
+    found: dict[str, int] = {}
+    for pattern, slices in patterns.items():
+        names = fnmatch.filter([one.name for one in parameters], pattern)
+        if not names:
+            raise ValueError(f"option 'slices': no parameter's name matches {pattern!r}")
+        found.update(dict.fromkeys(names, slices))
+    return tuple(sorted(found.items()))
 
 
 def held_bytes_of(

@@ -14,7 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from osdp_compile.agreement import agree, fingerprint, from_rank_zero, on_every_rank
 from osdp_compile.collectives import backend_of
-from osdp_compile.describe import captured_step, described, held_bytes_of, owned_parameters
+from osdp_compile.describe import (
+    captured_step,
+    described,
+    held_bytes_of,
+    owned_parameters,
+    slices_of,
+)
 from osdp_compile.errors import PlanMismatch
 from osdp_compile.exchange import by_messages
 from osdp_compile.initialising import write_as_into_whole_ones
@@ -215,7 +221,8 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
                 return complete(given[0], captured[0], context, passes), context.hardware
             except NothingSaved as error:
                 raise PlanMismatch(f"the plan given in options does not fit: {error}") from None
-        return planned_whole(captured[0], context, passes), context.hardware
+        asked = context.replace(slices=slices_of(options.slices, context.parameters))
+        return planned_whole(captured[0], asked, passes), context.hardware
 
     measures = from_rank_zero(prepare, group)
     if measures:

@@ -59,6 +59,11 @@ class LaidOut:
                 "the model was sharded by a plan already, and options={'plan'} is another one: "
                 "leave the option out, or give that plan to osdp_compile.shard"
             )
+        if options.slices is not None:
+            raise OsdpError(
+                "the model was sharded by a plan already, which says what runs in slices: leave "
+                "out options={'slices'}, or use Plan.split on the plan before"
+            )
         return dataclasses.replace(options, mesh=self.given_mesh, plan=self.plan)
 
     def parameters(self, root: nn.Module) -> list[ModelParameter]:

@@ -10,6 +10,7 @@ group is started, and what the cluster can do is read from a hardware profile::
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from osdp_compile.describe import slices_of
 from osdp_compile.options import Options
 from osdp_compile.traced_step import trace
 from passes.decisions import Plan
@@ -35,6 +37,7 @@ def plan(
     hardware: Hardware | str | Path,
     memory_limit: int | str | None = None,
     optimizer: int | str = "adamw",
+    slices: int | Mapping[str, int] | None = None,
     passes: Sequence[Pass] | None = None,
 ) -> Plan:
     """The plan that ``torch.compile(model, backend="osdp")`` would make on such a cluster.
@@ -50,6 +53,8 @@ def plan(
         hardware: a profile, the path of one, or the name of a preset.
         memory_limit: of one rank, in bytes or as ``"80GB"``; None: no limit.
         optimizer: bytes of its state for each element, or a name.
+        slices: 1 to run every operator as a whole, or numbers of slices by parameter, as
+            ``{"blocks.*.up.weight": 4}``; None: the planner's choice.
 
     Raises:
         ValueError: for a malformed argument, naming it.
@@ -61,12 +66,14 @@ def plan(
             "hardware": hardware,
             "memory_limit": memory_limit,
             "optimizer": optimizer,
+            "slices": slices,
             "passes": None if passes is None else list(passes),
         }
     )
     assert checked.hardware is not None
     ranks = mesh_sizes(world_size, mesh)
     step = trace(model, args, kwargs, optimizer=optimizer, passes=checked.passes)
+    step = dataclasses.replace(step, slices=slices_of(checked.slices, step.parameters))
     return step.plan(ranks, checked.hardware, checked.memory_limit_bytes)
 
 

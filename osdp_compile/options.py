@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ ALLOWED: dict[str, str] = {
     "plan": "an osdp_compile.Plan, or the path of one saved",
     "hardware": "an osdp_compile.Hardware, the path of one saved, or the name of a preset "
     f"({', '.join(PRESETS)}) (default: measured)",
+    "slices": "1 to run every operator as a whole, or numbers of slices by parameter, as "
+    "{'blocks.*.up.weight': 4} (default: the planner's choice)",
     "debug": "True to check the graph after every pass, or a folder to also write it to",
     "passes": "a list of passes.pipeline.Pass (default: passes.pipeline.default_passes())",
 }
@@ -38,6 +40,7 @@ class Options:
     """Checked options; None means not given.
 
     ``memory_limit_bytes``: of one rank, for everything a training step holds.
+    ``slices``: by patterns of parameters' names; empty: nothing runs in slices.
     ``optimizer``: an int is bytes of state for each element of a parameter.
     """
 
@@ -46,6 +49,7 @@ class Options:
     optimizer: int | str | None = None
     plan: Plan | None = None
     hardware: Hardware | None = None
+    slices: Mapping[str, int] | None = None
     debug: Path | bool = False
     passes: tuple[Pass, ...] | None = None
 
@@ -69,6 +73,11 @@ class Options:
                 values[field] = _READERS[name](value)
             except (ValueError, TypeError, OSError) as error:
                 raise ValueError(f"option {name!r}: {error}. Allowed: {ALLOWED[name]}") from error
+        if "plan" in values and "slices" in values:
+            raise ValueError(
+                "option 'slices': the plan in option 'plan' says what runs in slices; give one of "
+                "the two (Plan.split puts slices into a plan)"
+            )
         values.setdefault("debug", _debug_everywhere())
         return cls(**values)
 
@@ -124,6 +133,18 @@ def _profile(value: Any) -> Hardware:
     return Hardware.load(value)
 
 
+def _slices(value: Any) -> Mapping[str, int]:
+    if value == 1 and not isinstance(value, bool):
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{value!r} is neither 1 nor a mapping of names to numbers")
+    for name, slices in value.items():
+        whole = isinstance(slices, int) and not isinstance(slices, bool)
+        if not (isinstance(name, str) and whole and slices >= 1):
+            raise ValueError(f"{name!r}: {slices!r} is not a number of slices")
+    return dict(value)
+
+
 def _debug(value: Any) -> Path | bool:
     if isinstance(value, bool):
         return value
@@ -145,6 +166,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "optimizer": _optimizer,
     "plan": _plan,
     "hardware": _profile,
+    "slices": _slices,
     "debug": _debug,
     "passes": _passes,
 }

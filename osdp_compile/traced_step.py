@@ -44,13 +44,15 @@ _GROUP = "osdp_offline"
 class TracedStep:
     """A model's training step, traced once, to be planned for any cluster.
 
-    ``held_bytes``: buffers, the batch, and what no graph shows.
+    ``held_bytes``: buffers, the batch, and what no graph shows. ``slices``: as the planner's
+    context has it.
     """
 
     captured: Captured
     parameters: tuple[Parameter, ...]
     held_bytes: int
     passes: tuple[Pass, ...]
+    slices: tuple[tuple[str, int], ...] | None = None
 
     @functools.cached_property
     def folded(self) -> Folded | None:
@@ -85,6 +87,7 @@ class TracedStep:
             base_bytes=self.held_bytes,
             limit_bytes=limit_bytes,
             by_exchange=by_exchange,
+            slices=self.slices,
             levels=levels_of(levels, hardware, by_exchange),
         )
 
@@ -200,8 +203,11 @@ def folded_if_large(captured: Captured, parameters: Sequence[Parameter]) -> Fold
 
 
 def chosen(captured: Captured, folded: Folded | None, ctx: Context) -> Captured | Folded:
-    """What is planned on: not a folded step where a bucket would take more than one layer."""
-    if folded is None or bucket_bytes_for(ctx) > folded.layer_bytes(ctx):
+    """What is planned on: not a folded step where a bucket would take more than one layer.
+
+    Nor where some operators must run in slices.
+    """
+    if folded is None or ctx.slices or bucket_bytes_for(ctx) > folded.layer_bytes(ctx):
         return captured
     return folded
 

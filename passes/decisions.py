@@ -12,7 +12,7 @@ import functools
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 FORMAT = 2
 
@@ -43,6 +43,11 @@ class Decision(str, enum.Enum):
         return self in (Decision.SHARD_KEEP, Decision.SHARD_HOST_KEEP)
 
     @property
+    def again(self) -> bool:
+        """Whether what was gathered in the forward is gathered again in the backward."""
+        return self.sharded and not self.keeps
+
+    @property
     def within_host(self) -> bool:
         """Whether each host has the whole parameter, cut over its ranks."""
         return self in (Decision.SHARD_HOST_KEEP, Decision.SHARD_HOST_AGAIN)
@@ -54,6 +59,15 @@ FLAT_DECISIONS = tuple(decision for decision in Decision if not decision.within_
 
 #: See :class:`ParameterPlan`.
 OF_INPUT = -1
+
+
+class Split(NamedTuple):
+    """How a parameter's operators are sliced: see :class:`ParameterPlan`."""
+
+    name: str
+    slices: int
+    along: int = 0
+    like: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 from passes.bucket import bucket_bytes_for
 from passes.bucket_sizes import BUCKET_MISSES
 from passes.decisions import Plan, Prediction
 from passes.knapsack import Choice
 from passes.looks import LEAST_BUCKET_BYTES, Key, Looks
 from passes.predict import predict
+from passes.slice_some import SLICES
 
 #: How many plans a descent may look at.
 _MOST_LOOKS = 48
@@ -18,9 +21,9 @@ def least_memory(looks: Looks) -> Prediction:
 
     Not always that of gathering everything again: a second gather may be in flight at
     the peak. Coordinate descent over groups of parameters that are alike, on schedules
-    that give up all overlap, then the same with activations recomputed, then smaller buckets
-    while that takes less; the way does not depend on the limit, so that the least limit an
-    error names is one that works.
+    that give up all overlap, then the same with activations recomputed, then with operators in
+    slices, then smaller buckets while that takes less; the way does not depend on the limit, so
+    that the least limit an error names is one that works.
     """
     ctx = looks.ctx.replace(limit_bytes=0)
     # What is cut within hosts mostly takes more than what is cut over all ranks, where both
@@ -54,7 +57,7 @@ def least_memory(looks: Looks) -> Prediction:
                     decisions = list(best.decisions)
                     for index in members:
                         decisions[index] = option.decision
-                    tried = best._replace(decisions=tuple(decisions))
+                    tried = looks.deciding(best, decisions)
                     if len(known) < most and peak(tried) < peak(best):
                         best, improved = tried, True
                         if looks.fits(known[best][1]):
@@ -78,6 +81,10 @@ def least_memory(looks: Looks) -> Prediction:
         best = min(best, without.recomputing(one), key=peak)
         if looks.fits(known[best][1]):
             break
+    for family, slices in itertools.product(looks.families, SLICES):
+        if looks.fits(known[best][1]):
+            break
+        best = min(best, looks.slicing(best, family, slices), key=peak)
     if best is not without:
         best = descended(best, looks.choices)
     chosen, misses = known[best], 0

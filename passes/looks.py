@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import functools
 import gc
-import re
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
+from passes.alike import alike
 from passes.bucket import PACKABLE, Packable, bucket_bytes_for, packed
 from passes.capture import Captured
 from passes.context import Context, Phase
-from passes.decisions import Collective, Decision, ParameterPlan, Plan, Prediction
+from passes.decisions import (
+    OF_INPUT,
+    Collective,
+    Decision,
+    ParameterPlan,
+    Plan,
+    Prediction,
+    Split,
+)
 from passes.fold import Folded
 from passes.knapsack import choices_of, together
 from passes.pipeline import Pass
 from passes.predict import Step, predict, state_bytes
 from passes.recompute_sets import RecomputeSet, recompute_sets
 from passes.reorder import order_of
+from passes.split_families import Family, split_families, splits_by_hand
 
 #: The size of a bucket is between these.
 LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 1 << 10, 1 << 28
@@ -32,11 +41,12 @@ _FOLDED_REFINED = 6
 
 
 class Key(NamedTuple):
-    """What a plan decides: of every parameter, and what is recomputed."""
+    """What a plan decides: of every parameter, what is recomputed, and what runs in slices."""
 
     decisions: tuple[Decision, ...]
     recompute: tuple[str, ...] = ()
     also_save: tuple[str, ...] = ()
+    splits: tuple[Split, ...] = ()
 
     def recomputing(self, one: RecomputeSet | None) -> Key:
         """The same decisions with a set of activations recomputed."""
@@ -52,7 +62,20 @@ class Looks:
         self, captured: Captured | Folded, ctx: Context, passes: Sequence[Pass]
     ) -> None:
         self.captured, self.ctx, self.passes = captured, ctx, passes
-        self.choices = [choices_of(parameter, ctx) for parameter in ctx.parameters]
+        #: What is to run in slices whatever the search finds, and what is recomputed for that.
+        self.by_hand: tuple[Split, ...] = ()
+        self.again_by_hand: tuple[str, ...] = ()
+        if ctx.slices and not isinstance(captured, Folded):
+            self.by_hand, self.again_by_hand = splits_by_hand(captured, ctx)
+        gathered_again = {one.name for one in self.by_hand if one.along != OF_INPUT}
+        self.choices = [
+            [
+                one
+                for one in choices_of(parameter, ctx)
+                if parameter.name not in gathered_again or one.decision.again
+            ]
+            for parameter in ctx.parameters
+        ]
         #: Indices of parameters that are decided on together: alike ones of a folded step's layers.
         self.tied = _tied(captured, ctx)
         self.tied_choices = [together([self.choices[i] for i in own]) for own in self.tied]
@@ -88,8 +111,8 @@ class Looks:
         """Lower and simulate a plan, whatever was seen; it gets the order that was found."""
         _collect()
         plan = self.empty.replace(
-            parameters=_rows(ctx, key.decisions),
-            recompute=key.recompute,
+            parameters=_rows(ctx, key.decisions, (*self.by_hand, *key.splits)),
+            recompute=tuple(dict.fromkeys((*key.recompute, *self.again_by_hand))),
             also_save=key.also_save,
         )
         if bucket_bytes is not None:
@@ -135,6 +158,67 @@ class Looks:
             return []
         return recompute_sets(self.captured, self.ctx, RECOMPUTE_SETS)
 
+    @functools.cached_property
+    def families(self) -> list[Family]:
+        """What may run in slices, the largest first; of a folded step nothing."""
+        if isinstance(self.captured, Folded) or self.ctx.slices is not None:
+            return []
+        return split_families(self.captured, self.ctx)
+
+    def deciding(self, key: Key, decisions: Sequence[Decision]) -> Key:
+        """Another decision for some parameters; what can no longer run in slices is whole."""
+        by_name = dict(zip((one.name for one in self.ctx.parameters), decisions, strict=True))
+        whole = {
+            name
+            for family in (self.families if key.splits else ())
+            if not family.of_input
+            and not all(by_name[name].again for name in family.names)
+            for name in family.names
+        }
+        splits = (one for one in key.splits if one.along == OF_INPUT or one.name not in whole)
+        return key._replace(decisions=tuple(decisions), splits=tuple(splits))
+
+    def slicing(self, key: Key, family: Family, slices: int) -> Key:
+        """The same with a family in so many slices, gathered again where its weights are sliced.
+
+        1: whole.
+        """
+        others = [one for one in key.splits if one.name not in family.names]
+        if slices == 1:
+            return key._replace(splits=tuple(others))
+        decisions = list(key.decisions)
+        for index, one in enumerate(self.ctx.parameters):
+            if one.name in family.names and not family.of_input:
+                within = decisions[index].within_host
+                decisions[index] = (
+                    Decision.SHARD_HOST_AGAIN if within else Decision.SHARD_AGAIN
+                )
+        again = [name for name in family.recompute if name not in key.recompute]
+        return key._replace(
+            decisions=tuple(decisions),
+            recompute=(*key.recompute, *again),
+            splits=tuple(sorted([*others, *family.into(slices)])),
+        )
+
+    def slices_of(self, key: Key, family: Family) -> int:
+        """In how many slices a family runs."""
+        return next((one.slices for one in key.splits if one in family.into(one.slices)), 1)
+
+    @functools.cached_property
+    def limited(self) -> bool:
+        """Whether the limit takes anything from the fastest of the plans looked at so far.
+
+        It may keep it out, or leave its schedule less room than it could use.
+        """
+        if self.ctx.limit_bytes is None:
+            return False
+        fastest = min(self.seen, key=self.seconds)
+        plan, said = self.seen[fastest]
+        if not self.fits(said):
+            return True
+        _, free = self.price(fastest, self.ctx.replace(limit_bytes=None), plan.bucket_bytes)
+        return not self.fits(free)
+
     def spread(self, decisions: Sequence[Decision]) -> Key:
         """Decisions for every parameter, from those for what is decided on together."""
         by_index = {
@@ -164,12 +248,7 @@ class Looks:
 
     def alike(self) -> list[list[int]]:
         """Indices of parameters that differ in a layer's number only, the largest group first."""
-        groups: dict[tuple[object, ...], list[int]] = {}
-        for index, parameter in enumerate(self.ctx.parameters):
-            pattern = re.sub(r"\d+", "*", parameter.name)
-            key = (pattern, parameter.shape, parameter.dtype, parameter.requires_grad)
-            groups.setdefault(key, []).append(index)
-        return sorted(groups.values(), key=self.size_bytes, reverse=True)
+        return sorted(alike(self.ctx.parameters), key=self.size_bytes, reverse=True)
 
     def size_bytes(self, members: list[int]) -> int:
         """Of some parameters, whole."""
@@ -212,18 +291,21 @@ def _tied(captured: Captured | Folded, ctx: Context) -> list[list[int]]:
     return list(found.values())
 
 
-def _rows(ctx: Context, decisions: Sequence[Decision]) -> tuple[ParameterPlan, ...]:
+def _rows(
+    ctx: Context, decisions: Sequence[Decision], splits: Sequence[Split] = ()
+) -> tuple[ParameterPlan, ...]:
     """A plan's rows, with what each decision saves of what is held between steps."""
-    return tuple(
-        ParameterPlan(
-            p.name,
-            p.shape,
-            p.dtype,
-            decision,
-            p.state_bytes(1) - p.state_bytes(ctx.cut(decision).ranks),
+    sliced = {one.name: one for one in splits}
+    rows = []
+    for p, decision in zip(ctx.parameters, decisions, strict=True):
+        _, slices, along, like = sliced.get(p.name, Split(p.name, 1))
+        saved_bytes = p.state_bytes(1) - p.state_bytes(ctx.cut(decision).ranks)
+        rows.append(
+            ParameterPlan(
+                p.name, p.shape, p.dtype, decision, saved_bytes, "", slices, along, like
+            )
         )
-        for p, decision in zip(ctx.parameters, decisions, strict=True)
-    )
+    return tuple(rows)
 
 
 def orders(step: Step) -> dict[str, tuple[Collective, ...]]:

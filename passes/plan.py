@@ -16,6 +16,9 @@ The method, in two levels:
    that fits is then refined: one group of like parameters, or one parameter, at a time; at last
    the size of its buckets is.
 
+What runs in slices (``passes/slice_some.py``) is tried on the fastest plan that fits, and on faster
+ones that do not.
+
 R is empty where the fastest plan fits with all the overlap that it could have. Otherwise a few
 sets, from a little to as much as helps (``passes/recompute_sets.py``), are each given the first
 level's best plans, the middle one first and then towards where the step is faster.
@@ -40,6 +43,7 @@ from passes.pipeline import Pass
 from passes.predict import predict
 from passes.propose import WEIGHTS, look_at_uniform, propose, recompute_some
 from passes.refine import look_at_all, refine
+from passes.slice_some import slice_some
 from passes.units import format_bytes
 
 #: What share of the looks that refining has it may take before buckets have their sizes.
@@ -77,6 +81,7 @@ def _searched(captured: Captured | Folded, ctx: Context, passes: Sequence[Pass])
     look_at_uniform(looks)
     seconds = {weights: propose(looks, weights) for weights in WEIGHTS}
     recompute_some(looks, min(seconds, key=seconds.__getitem__))
+    slice_some(looks)
     if ctx.limit_bytes is not None and looks.feasible(1) is None:
         least = least_memory(looks)
         if least.peak_bytes > ctx.limit_bytes:

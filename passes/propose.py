@@ -72,18 +72,9 @@ def propose(looks: Looks, weights: tuple[float, float], one: RecomputeSet | None
 
 
 def recompute_some(looks: Looks, weights: tuple[float, float]) -> None:
-    """Where the limit takes anything from the fastest plan: plans that recompute, more or less.
-
-    It may keep it out, or leave its schedule less room than it could use.
-    """
-    if looks.ctx.limit_bytes is None or not looks.sets:
+    """Where the limit takes anything from the fastest plan: plans that recompute, more or less."""
+    if not looks.limited or not looks.sets:
         return
-    fastest = min(looks.seen, key=looks.seconds)
-    plan, said = looks.seen[fastest]
-    if looks.fits(said):
-        _, free = looks.price(fastest, looks.ctx.replace(limit_bytes=None), plan.bucket_bytes)
-        if looks.fits(free):
-            return
 
     @functools.cache
     def seconds(index: int) -> tuple[float, int]:

@@ -8,6 +8,7 @@ import math
 import re
 
 from passes.looks import Key, Looks
+from passes.slice_some import SLICES
 
 
 def refine(looks: Looks, share: float = 1.0) -> None:
@@ -33,6 +34,7 @@ def _refine(looks: Looks) -> None:
     )
     while looks.left > 0:
         found = _recomputing_other(looks, best)
+        found = _slicing_other(looks, found)
         found = _better(looks, found, by_size([*groups, *single]))
         if found == best:
             found = _better(looks, best, by_size(pairs), together=True)
@@ -65,7 +67,7 @@ def _recomputing_other(looks: Looks, best: Key) -> Key:
     Of a plan that recomputes nothing: the smallest set, where a plan with one was looked at.
     """
     if not best.recompute:
-        if not any(key.recompute for key in looks.seen):
+        if not looks.sets or not any(key.recompute for key in looks.seen):
             return best
         return _faster(looks, best, best.recomputing(looks.sets[0]))
     alike: dict[str, list[str]] = {}
@@ -81,6 +83,17 @@ def _recomputing_other(looks: Looks, best: Key) -> Key:
         index = sets.index(best)
         for key in (*sets[max(0, index - 1) : index], *sets[index + 1 : index + 2]):
             best = _faster(looks, best, key)
+    return best
+
+
+def _slicing_other(looks: Looks, best: Key) -> Key:
+    """The same with a family in more slices or fewer, where plans with slices were looked at."""
+    if not any(key.splits for key in looks.seen):
+        return best
+    for family in looks.families:
+        for slices in (1, *SLICES):
+            if slices != looks.slices_of(best, family):
+                best = _faster(looks, best, looks.slicing(best, family, slices))
     return best
 
 
@@ -117,7 +130,7 @@ def _better(
                 for index in own:
                     tried[index] = decision
             if not (together and any(best.decisions[o[0]] is tried[o[0]] for o in move)):
-                best = _faster(looks, best, best._replace(decisions=tuple(tried)))
+                best = _faster(looks, best, looks.deciding(best, tried))
             if looks.left <= 0:
                 return best
     return best

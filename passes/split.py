@@ -31,7 +31,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.check import InvalidGraph
 from passes.context import Context
 from passes.decisions import OF_INPUT, Plan
 from passes.graph import call, copy_module, output_node, remove_dead, set_value
@@ -52,6 +51,7 @@ from passes.split_rules import (
     LAID_OUT,
     Found,
     Sliced,
+    along_weight,
     arguments_of,
     is_cheap,
     made_in_slices,
@@ -111,17 +111,26 @@ class Splitter:
 
     ``sliced``: by node, what it was replaced by. ``wanted``: what leads to a gradient that is
     wanted in slices, and what else is, by node: along which dimension, and how. ``cut_out``: by
-    name, of what was computed whole slices were cut out, though it is cheap.
+    name, of what was computed whole slices were cut out, though it is cheap. ``weights_cut``: of
+    which weights (not vectors), or products with them, and along which of their dimensions.
     """
 
     def __init__(
-        self, graph: fx.Graph, ctx: Context, wanted: Mapping[str, tuple[int, Slices]]
+        self,
+        graph: fx.Graph,
+        ctx: Context,
+        wanted: Mapping[str, tuple[int, Slices]],
+        most_cut: int | None = None,
     ) -> None:
-        """``wanted``: what is wanted by slices, by name."""
-        self.graph, self.ctx = graph, ctx
+        """``wanted``: what is wanted by slices, by name.
+
+        ``most_cut``: to leave the graph half done where slices are cut out of more weights.
+        """
+        self.graph, self.ctx, self.most_cut = graph, ctx, most_cut
         self.sliced: dict[fx.Node, Sliced] = {}
         self.wanted = {node: wanted[node.name] for node in graph.nodes if node.name in wanted}
         self.cut_out: dict[str, tuple[int, Slices]] = {}
+        self.weights_cut: dict[tuple[str, int], None] = {}
         self.joined: dict[fx.Node, fx.Node] = {}
         self.unjoined: dict[fx.Node, Sliced] = {}  # the other way round
         #: What reads whole tensors.
@@ -136,6 +145,8 @@ class Splitter:
         for node in list(self.graph.nodes):
             if node.op == "placeholder":
                 continue
+            if self.most_cut is not None and len(self.weights_cut) > self.most_cut:
+                return
             with self.graph.inserting_before(node):
                 if not self._done(node):
                     for source in node.all_input_nodes:
@@ -214,6 +225,10 @@ class Splitter:
             return list(found.nodes)
         if found is None and is_cheap(node):
             self.cut_out[node.name] = dim, slices
+        origin = along_weight(node, dim) if found is None else None
+        known = origin is not None and origin[0] in self.ctx.plan  # and not one of its slices
+        if origin is not None and known and len(self.ctx.plan[origin[0]].shape) > 1:
+            self.weights_cut[origin] = None
         source = self.whole(node)
         return [self._take(source, dim, slices, index) for index in range(slices.count)]
 
@@ -243,9 +258,6 @@ class Splitter:
         """How the rows of what a weight is multiplied with are sliced; None if they are not.
 
         ``weight``: as the product reads it.
-
-        Raises:
-            InvalidGraph: if there is a number of rows that is not known yet.
         """
         while weight.target in LAID_OUT:
             weight = arguments_of(weight)[0]
@@ -257,12 +269,8 @@ class Splitter:
         if row.slices == 1 or row.along != OF_INPUT:
             return None
         rows = node.meta["val"].shape[0]
-        if not isinstance(rows, int):
-            raise InvalidGraph(
-                f"parameter {row.name!r} is multiplied with {row.slices} slices of {rows} rows, "
-                "which differ from call to call: compile with dynamic=False, or do not split it so"
-            )
-        return cut_into(rows, row.slices)
+        # Where batches differ in size, the graph is for one size only from here on.
+        return cut_into(int(rows), row.slices)
 
     def _joined(self, node: fx.Node) -> Sliced:
         """What is joined was in slices, and need not be joined for those who want it so."""
@@ -340,7 +348,12 @@ class Splitter:
         for node in self.graph.nodes:
             inputs = node.all_input_nodes
             if node in self.index:
-                if any(source in behind for source in inputs):
+                # What another operator's last slice gave may be what this one's first slice reads.
+                later = (
+                    source in waiting and self.index[source] > self.index[node]
+                    for source in inputs
+                )
+                if any(later) or any(source in behind for source in inputs):
                     flush()
                 waiting[node] = None
             elif any(source in waiting or source in behind for source in inputs):

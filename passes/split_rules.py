@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from passes.graph import concrete, is_getitem
+from passes.markers import UNSHARD
 from passes.slices import TAKE_SLICE, Slices
 
 if TYPE_CHECKING:
@@ -73,6 +74,50 @@ def wanted_of(node: fx.Node, dim: int, slices: Slices) -> dict[fx.Node, tuple[in
             if _size_along(one, dim, node) == slices.size
         }
     return {}
+
+
+def along_weight(node: fx.Node, dim: int) -> tuple[str, int] | None:
+    """The weight, and its dimension, that a tensor's dimension is made of; None if there is none.
+
+    Through what only lays it out, and through a product whose right operand it is.
+    """
+    while node.target is not UNSHARD:
+        source: Any = node.args[0] if node.args else None
+        if node.target in PRODUCTS:
+            last = len(_shape(node)) - 1
+            if dim != last and not (last == 2 and dim == 0):
+                return None
+            source = _operands(node)[-1]
+        elif node.target is _aten.permute.default:
+            dim = _dims(node)[dim]
+        elif node.target in _VIEWS:
+            own = _same_dim(_shape(node), _shape(source), dim)
+            if own is None:
+                return None
+            dim = own
+        elif node.target not in LAID_OUT:
+            return None
+        node = source
+    return str(node.args[1]), dim
+
+
+def read_along(marker: fx.Node) -> int | None:
+    """Which dimension of a weight an operator makes one of its result's; None: no operator does.
+
+    ``marker``: the weight, gathered.
+    """
+    read = [marker]
+    for node in read:
+        for user in node.users:
+            if user.target is _aten.embedding.default and user.args[0] is node:
+                return 1
+            if user.target in PRODUCTS and _operands(user)[-1] is node:
+                last = len(_shape(user)) - 1
+                found = along_weight(user, 0 if last == 2 else last)
+                return None if found is None else found[1]
+            if user.target in LAID_OUT:
+                read.append(user)
+    return None
 
 
 def _shape(node: fx.Node) -> list[int]:
@@ -403,6 +448,8 @@ def _table_and_values(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     return table, values
 
 
+#: Products of two operands; a bias may come first.
+PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default}
 _PUTS = {_aten.index_put.default, _aten._unsafe_masked_index_put_accumulate.default}
 _RESIZES = {_aten.unsqueeze.default, _aten.squeeze.dim, _aten.squeeze.dims}
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
@@ -422,9 +469,7 @@ RULES: dict[Any, Rule] = {
     _aten.amax.default: _reduced_elsewhere,
     _aten.amin.default: _reduced_elsewhere,
     **dict.fromkeys(_RESIZES, _reshaped),
-    _aten.mm.default: _product_of,
-    _aten.addmm.default: _product_of,
-    _aten.bmm.default: _product_of,
+    **dict.fromkeys(PRODUCTS, _product_of),
     _aten.embedding.default: _embedded,
     TAKE_SLICE: _slice_taken,
     _aten.full.default: _filled,

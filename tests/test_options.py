@@ -32,7 +32,8 @@ def test_an_unknown_option_lists_all_that_are_known():
     text = str(error.value)
     assert "unknown option 'memory_limits'" in text
     assert "Did you mean 'memory_limit'?" in text
-    for option in ("memory_limit", "mesh", "optimizer", "plan", "hardware", "debug", "passes"):
+    options = ("memory_limit", "mesh", "optimizer", "plan", "hardware", "slices", "debug", "passes")
+    for option in options:
         assert f"'{option}'" in text
 
 
@@ -51,6 +52,9 @@ def test_an_unknown_option_lists_all_that_are_known():
         ("plan", "no/such/plan.json", "No such file", "the path of one saved"),
         ("hardware", 3, "neither a Hardware nor a path", "osdp_compile.Hardware"),
         ("hardware", "h300", "No such file", "h100-sxm, h200"),
+        ("slices", "four", "neither 1 nor a mapping", "'blocks.*.up.weight': 4"),
+        ("slices", 4, "neither 1 nor a mapping", "'blocks.*.up.weight': 4"),
+        ("slices", {"up": 0}, "'up': 0 is not a number of slices", "'blocks.*.up.weight': 4"),
         ("debug", 3, "neither True, False nor a folder", "a folder"),
         ("passes", ["bucket"], "not a list of passes.pipeline.Pass", "default_passes()"),
         ("passes", default_passes()[2:], "needs", "default_passes()"),
@@ -217,3 +221,12 @@ def test_the_backend_is_found_by_name_without_importing_the_package():
         "    print(error)\n"
     )
     assert "unknown option 'limit'" in done.stdout
+
+
+def test_slices_are_said_once():
+    plan = Plan.uniform(nn.Linear(2, 2).named_parameters(), "shard_again", world_size=2)
+    with pytest.raises(ValueError, match="says what runs in slices"):
+        Options.parse({"plan": plan, "slices": 1})
+    assert Options.parse({"slices": 1}).slices == {}
+    assert Options.parse({"slices": {"*.weight": 2}}).slices == {"*.weight": 2}
+    assert Options.parse({}).slices is None

@@ -391,6 +391,8 @@ def test_what_cannot_be_is_refused_and_named(tmp_path):
         meta.to_empty(device="cpu")
         error = first_error(meta, plan=plan.replace(bucket_bytes=7))
         assert isinstance(error, OsdpError) and "leave the option out" in str(error)
+        error = first_error(meta, slices=1)
+        assert isinstance(error, OsdpError) and "leave out options={'slices'}" in str(error)
         meta.load_state_dict(gpt().state_dict(), assign=True)
         error = first_error(meta)
         assert isinstance(error, OsdpError)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,7 +11,14 @@ from torch.nn import functional as F
 
 from osdp_compile import PeakMemory, Plan, plan_of
 from passes.decisions import OF_INPUT
-from tests.training import SLOW, Recipe, adamw, train_osdp, trains_like_reference
+from tests.training import (
+    SLOW,
+    Recipe,
+    Reference,
+    adamw,
+    train_osdp,
+    trains_like_reference,
+)
 
 
 class Mlp(nn.Module):
@@ -50,21 +59,81 @@ def test_an_mlp_in_slices_trains_like_a_whole_one(two_ranks, make, slices: int):
     assert outcome.decisions["up.weight"] == "shard_again"
 
 
+def _with_option(rank, world_size, slices):
+    """In how many slices what runs, and how far parameters are from a whole model's."""
+    torch.manual_seed(0)
+    model = even()
+    reference = Reference(copy.deepcopy(model), RECIPE, world_size)
+    options = {"hardware": SLOW, "slices": slices}
+    trained = train_osdp(model, options, RECIPE, rank).parameters
+    wanted = reference.train(rank).parameters
+    apart = max((trained[name] - wanted[name]).abs().max().item() for name in wanted)
+    rows = plan_of(model).parameters
+    return {row.name: row.slices for row in rows if row.slices > 1}, apart
+
+
+def test_an_mlp_in_slices_by_an_option_trains_like_a_whole_one(two_ranks):
+    """All that a name is sliced with; the planner decides on the rest."""
+    for slices, apart in two_ranks.run(_with_option, {"?p.weight": 2, "up.weight": 4}):
+        assert slices == {"up.weight": 4, "down.weight": 4}
+        assert apart < 1e-5
+    for slices, _ in two_ranks.run(_with_option, 1):
+        assert not slices
+
+
+def _refused(rank, world_size, slices):
+    options = {"hardware": SLOW, "slices": slices}
+    try:
+        torch.compile(even(), backend="osdp", options=options)(batch(0, 0, rank))
+    except Exception as error:
+        return str(error)
+    return "not refused"
+
+
+def test_what_cannot_run_in_slices_is_refused_on_every_rank(two_ranks):
+    for text in two_ranks.run(_refused, {"nothing.*": 2}):
+        assert "option 'slices': no parameter's name matches 'nothing.*'" in text
+    for text in two_ranks.run(_refused, {"up.bias": 2}):
+        assert "parameter 'up.bias' cannot run in slices" in text
+
+
 WORDS, TOKENS = 8192, 256
 
 
 class Guessing(nn.Module):
     """Many words, few dimensions, and the loss of guessing them; tokens: [batch, tokens]."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: int = WORDS) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, 16)
+        self.words = nn.Embedding(words, 16)
         self.mix = nn.Linear(16, 16)
-        self.head = nn.Linear(16, WORDS, bias=False)
+        self.head = nn.Linear(16, words, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         logits = self.head(torch.tanh(self.mix(self.words(tokens))))
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def few_words() -> nn.Module:
+    return Guessing(61)
+
+
+def some_tokens(step: int, micro: int, rank: int) -> Tensor:
+    """More of them from the fifth step on: a graph is compiled again, for that number."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(0, 61, (3 if step < 5 else 4, 7), generator=generator)
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    loss: Tensor = model(tokens)
+    return loss
+
+
+def test_a_head_by_tokens_trains_like_a_whole_one_also_if_there_are_more(two_ranks):
+    plan = Plan.uniform(few_words().named_parameters(), "shard_again", world_size=2)
+    plan = plan.split("head.weight", 4, along=OF_INPUT)
+    recipe = Recipe(step=loss_of, batch=some_tokens, optimizer=adamw, steps=10)
+    trains_like_reference(two_ranks, few_words, plan, recipe)
 
 
 def guessed(rank, world_size, slices):
@@ -76,7 +145,7 @@ def guessed(rank, world_size, slices):
         plan = plan.split("head.weight", slices, along=OF_INPUT)
         plan = plan.replace(recompute=("head:mm:0",))
     recipe = Recipe(
-        step=lambda model, tokens: model(tokens),
+        step=loss_of,
         batch=lambda step, micro, rank: torch.randint(
             0, WORDS, (4, TOKENS // 4), generator=torch.Generator().manual_seed(10 * step + rank)
         ),

@@ -168,10 +168,10 @@ def least_bytes(ctx: Context) -> int:
 
 def test_a_plan_of_a_folded_step_is_near_that_of_the_whole(monkeypatch):
     """And between plans for all layers alike there are some for which others fit."""
-    # Of a folded step nothing is recomputed.
+    # Of a folded step nothing is recomputed, and nothing runs in slices.
     monkeypatch.setattr("passes.looks.recompute_sets", lambda *_: [])
     step, ctx = captured()
-    ctx = ctx.replace(hardware=network(NETWORKS["slow"]))
+    ctx = ctx.replace(hardware=network(NETWORKS["slow"]), slices=())
     free = make_plan(folded(), ctx, PASSES)
     assert free.order == {}
     least = least_bytes(ctx)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 
 import pytest
@@ -151,6 +152,21 @@ def test_a_linear_by_itself(name: str, slices: int, along: int):
     torch.manual_seed(0)
     batches = [torch.randn(3, 6) for _ in range(2)]
     check_step(trained(Mlp(23, bias=True), batches), {name: (slices, along, None)})
+
+
+def test_operators_in_slices_right_behind_one_another():
+    """The first slice of the third linear reads what the last slice of the second has added."""
+    torch.manual_seed(0)
+    sizes = (6, 16, 8, 12, 6)
+    model = nn.Sequential(*(nn.Linear(*pair) for pair in itertools.pairwise(sizes)))
+    batches = [torch.randn(3, 6) for _ in range(2)]
+    rows = {
+        "0.weight": (2, 0, None),
+        "1.weight": (2, 1, "0.weight"),
+        "2.weight": (3, 0, None),
+        "3.weight": (3, 1, "2.weight"),
+    }
+    check_step(trained(model, batches), rows)
 
 
 @pytest.mark.parametrize("slices", [2, 3])

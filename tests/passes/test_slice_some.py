@@ -1,0 +1,92 @@
+"""Slices that the planner chooses: where they make room, and nowhere else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from passes.capture import Captured
+from passes.context import Context
+from passes.decisions import OF_INPUT, Decision, Plan
+from passes.looks import Key, Looks
+from passes.pipeline import default_passes
+from passes.plan import Infeasible, make_plan
+from tests.passes.captures import capture_step
+from tests.passes.test_split import Guessing, Mlp
+
+
+def planned(step: Captured, ctx: Context, limit_bytes: int | None) -> Plan:
+    return make_plan(step, ctx.replace(limit_bytes=limit_bytes), default_passes())
+
+
+def least_bytes(step: Captured, ctx: Context) -> int:
+    with pytest.raises(Infeasible) as error:
+        planned(step, ctx, 1)
+    return error.value.least_bytes
+
+
+def sliced(plan: Plan) -> dict[str, int]:
+    return {row.name: row.along for row in plan.parameters if row.slices > 1}
+
+
+def wide() -> tuple[nn.Module, Tensor]:
+    """Two weights that are nearly all there is, and little between them."""
+    return Mlp(1024, bias=False), torch.randn(3, 6)
+
+
+def guessing() -> tuple[nn.Module, Tensor]:
+    """Logits far larger than all parameters."""
+    return Guessing(), torch.randint(0, 64, (8, 50))
+
+
+@pytest.mark.parametrize(
+    ("make", "along"),
+    [(wide, {"up.weight": 0, "down.weight": 1}), (guessing, {"head.weight": OF_INPUT})],
+)
+def test_what_no_other_plan_fits_fits_in_slices(make, along):
+    torch.manual_seed(0)
+    step, ctx = capture_step(*make(), world_size=8)
+    whole = ctx.replace(slices=())
+    least, least_whole = least_bytes(step, ctx), least_bytes(step, whole)
+    assert least < 0.9 * least_whole
+    limit = (least + least_whole) // 2
+    found = planned(step, ctx, limit)
+    assert sliced(found) == along
+    assert found.prediction.peak_bytes <= limit
+    # The planner's own word is what the plan takes when it is lowered as it is.
+    again = planned(step, ctx.replace(limit_bytes=limit), limit)
+    assert again == found
+    with pytest.raises(Infeasible):
+        planned(step, whole, limit)
+    assert not sliced(planned(step, ctx, None))
+
+
+def test_by_hand_whatever_else_is_decided():
+    step, ctx = capture_step(Mlp(256, bias=True), torch.randn(3, 6), world_size=4)
+    ctx = ctx.replace(slices=(("up.weight", 3),))
+    for limit in (None, round(1.2 * least_bytes(step, ctx))):
+        found = planned(step, ctx, limit)
+        assert {row.name: row.slices for row in found.parameters if row.slices > 1} == {
+            "up.weight": 3,
+            "down.weight": 3,
+        }
+        assert found.decision("up.weight") is Decision.SHARD_AGAIN
+
+
+def test_what_is_kept_is_not_sliced():
+    step, ctx = capture_step(Mlp(256, bias=False), torch.randn(3, 6), world_size=4)
+    looks = Looks(step, ctx, default_passes())
+    key = Key((Decision.SHARD_KEEP,) * len(ctx.parameters))
+    (family,) = [one for one in looks.families if "up.weight" in one.names]
+    split = looks.slicing(key, family, 4)
+    decided = dict(zip((one.name for one in ctx.parameters), split.decisions, strict=True))
+    assert decided["up.weight"] is decided["down.weight"] is Decision.SHARD_AGAIN
+    assert decided["first.weight"] is Decision.SHARD_KEEP
+    assert looks.slices_of(split, family) == 4
+    assert looks.slices_of(looks.slicing(split, family, 1), family) == 1
+    kept = looks.deciding(split, key.decisions)
+    assert kept == key
+    whole = looks.slicing(split, family, 1)
+    tight = ctx.replace(limit_bytes=1)
+    assert looks.price(split, tight, 0)[1].peak_bytes < looks.price(whole, tight, 0)[1].peak_bytes
