@@ -26,7 +26,7 @@ from osdp_compile.exchange import by_messages
 from osdp_compile.initialising import write_as_into_whole_ones
 from osdp_compile.laid_out import LaidOut, end_waiting
 from osdp_compile.markers import register_group
-from osdp_compile.meshes import flat_mesh, groups_along, level, levels_of, mesh_of_shards
+from osdp_compile.meshes import flat_mesh, groups_along, level, levels_of, own_mesh
 from osdp_compile.optimizers import OptimizerIndex
 from osdp_compile.options import Options
 from osdp_compile.plan_table import log_plan
@@ -94,9 +94,7 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
         synchronize([*values, *buffers_of(roots)], mesh.get_group())
         if not context.plan.shards:
             return keep_in_place(entries, context)
-        own = mesh
-        if context.plan.within_hosts and options.mesh is not None:
-            own = mesh_of_shards(options.mesh, groups_along(options.mesh))
+        own = own_mesh(mesh, options.mesh, context.plan)
         return shard_in_place(entries, own, context, optimizers, Reading(whole=True))
 
     step = _Step(gm, inputs, roots, entries, mesh, captured, lay_out)

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from osdp_compile import _torch
 from passes.context import Level
+from passes.decisions import Plan
 from passes.hardware import Hardware
 
 
@@ -33,6 +34,16 @@ def mesh_of_shards(mesh: DeviceMesh, along: Mapping[str, dist.ProcessGroup]) -> 
     return DeviceMesh.from_group(
         list(along.values()), mesh.device_type, mesh.mesh, mesh_dim_names=tuple(along)
     )
+
+
+def own_mesh(flat: DeviceMesh, given: DeviceMesh | None, plan: Plan) -> DeviceMesh:
+    """The mesh that a model's DTensors are on: of two levels if the plan shards within hosts.
+
+    ``flat``, ``given``: over all ranks, and what the user's options say.
+    """
+    if plan.within_hosts and given is not None:
+        return mesh_of_shards(given, groups_along(given))
+    return flat
 
 
 def groups_along(mesh: DeviceMesh | None) -> dict[str, dist.ProcessGroup]:

@@ -28,7 +28,7 @@ from osdp_compile.errors import OsdpError
 from osdp_compile.initialising import write_as_into_whole_ones
 from osdp_compile.laid_out import LaidOut, wait_for_first_call
 from osdp_compile.markers import register_group
-from osdp_compile.meshes import flat_mesh, groups_along, level, mesh_of_shards
+from osdp_compile.meshes import flat_mesh, groups_along, level, own_mesh
 from osdp_compile.optimizers import OptimizerIndex
 from osdp_compile.options import Options
 from osdp_compile.session import plan_of
@@ -103,9 +103,7 @@ def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) 
         return options.plan
 
     chosen = from_rank_zero(fitting, group)
-    own = flat
-    if chosen.within_hosts and options.mesh is not None:
-        own = mesh_of_shards(options.mesh, along)
+    own = own_mesh(flat, options.mesh, chosen)
     values = (entry.parameter.detach() for entry in entries if not entry.parameter.is_meta)
     synchronize(values, group)
     reading = Reading(whole=False)

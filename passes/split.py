@@ -111,8 +111,9 @@ class Splitter:
 
     ``sliced``: by node, what it was replaced by. ``wanted``: what leads to a gradient that is
     wanted in slices, and what else is, by node: along which dimension, and how. ``cut_out``: by
-    name, of what was computed whole slices were cut out, though it is cheap. ``weights_cut``: of
-    which weights (not vectors), or products with them, and along which of their dimensions.
+    name, of what was computed whole slices were cut out, though it is cheap. ``weights_cut``: on
+    trial, of which weights (not vectors), or products with them, and along which of their
+    dimensions.
     """
 
     def __init__(
@@ -124,7 +125,8 @@ class Splitter:
     ) -> None:
         """``wanted``: what is wanted by slices, by name.
 
-        ``most_cut``: to leave the graph half done where slices are cut out of more weights.
+        ``most_cut``: on trial; the graph is left half done where slices are cut out of more
+        weights.
         """
         self.graph, self.ctx, self.most_cut = graph, ctx, most_cut
         self.sliced: dict[fx.Node, Sliced] = {}
@@ -225,12 +227,18 @@ class Splitter:
             return list(found.nodes)
         if found is None and is_cheap(node):
             self.cut_out[node.name] = dim, slices
-        origin = along_weight(node, dim) if found is None else None
-        known = origin is not None and origin[0] in self.ctx.plan  # and not one of its slices
-        if origin is not None and known and len(self.ctx.plan[origin[0]].shape) > 1:
-            self.weights_cut[origin] = None
+        if found is None and self.most_cut is not None:
+            self._note_weight(node, dim)
         source = self.whole(node)
         return [self._take(source, dim, slices, index) for index in range(slices.count)]
+
+    def _note_weight(self, node: fx.Node, dim: int) -> None:
+        """On trial: which weight the slices of a node were cut out of."""
+        origin = along_weight(node, dim)
+        if origin is None or origin[0] not in self.ctx.plan:  # nothing, or a weight's slice
+            return
+        if len(self.ctx.plan[origin[0]].shape) > 1:
+            self.weights_cut[origin] = None
 
     def _take(self, node: fx.Node, dim: int, slices: Slices, index: int) -> fx.Node:
         if slices.ranks == 1:

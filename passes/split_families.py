@@ -24,7 +24,7 @@ from torch import fx
 from passes.alike import alike
 from passes.capture import Captured
 from passes.context import Context, Parameter
-from passes.decisions import OF_INPUT, Decision, ParameterPlan, Plan, Split, shardable
+from passes.decisions import OF_INPUT, Decision, Plan, Split, shardable
 from passes.graph import bytes_of, copy_module, root_of
 from passes.markers import UNSHARD
 from passes.recompute import Cut, keys_of
@@ -218,24 +218,17 @@ def _cut_out(
     captured: Captured, ctx: Context, chosen: Mapping[str, int]
 ) -> list[tuple[str, int]]:
     """Of which weights slices had to be cut out, and along what, if these were split."""
-    rows, leader = [], _leader(chosen)
-    for one in ctx.parameters:
-        along = chosen.get(one.name, 0)
-        decision = Decision.SHARD_AGAIN
-        if not shardable(one.shape, ctx.world_size):
-            decision = Decision.REPLICATE
-        rows.append(
-            ParameterPlan(
-                one.name,
-                one.shape,
-                one.dtype,
-                decision,
-                slices=2 if one.name in chosen else 1,
-                along=along,
-                like=leader if along else None,
-            )
-        )
-    plan = Plan(tuple(rows), world_size=ctx.world_size)
+    leader = _leader(chosen)
+    named = [(one.name, one) for one in ctx.parameters]
+    plan = Plan.uniform(named, Decision.SHARD_AGAIN, world_size=ctx.world_size)
+    rows = []
+    for row in plan.parameters:
+        if row.name in chosen:
+            along = chosen[row.name]
+            like = leader if along else None
+            row = dataclasses.replace(row, slices=2, along=along, like=like)
+        rows.append(row)
+    plan = plan.replace(parameters=tuple(rows))
     trial = Splitter(
         copy_module(captured.forward).graph, ctx.replace(plan=plan), {}, _MOST_TOGETHER
     )
