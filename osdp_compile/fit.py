@@ -56,8 +56,10 @@ def fit_line(samples: Sequence[Sample]) -> Fit:
     """The line with the least squares of relative errors.
 
     Relative, because sizes span four orders of magnitude and a plan has collectives of all:
-    absolute squares would hear the largest only. Neither term goes below zero, and where noise
-    would make bytes free, a byte costs a tenth of what it costs in the best sample.
+    absolute squares would hear the largest only. Neither term goes below zero. Where the latency
+    would, a byte costs what it costs in the largest sample: a shaped link lets small messages pass
+    faster than its rate, and they would speak for the large ones. Where noise would make bytes
+    free, a byte costs a tenth of what it costs in the best sample.
 
     >>> fit = fit_line([Sample(1_000, 0.001), Sample(1_001_000, 0.003)])
     >>> f"{fit.latency_seconds:.6f} s, {fit.seconds_per_byte:.3g} s a byte"
@@ -77,8 +79,11 @@ def fit_line(samples: Sequence[Sample]) -> Fit:
     determinant = uu * vv - uv * uv
     # All samples of one size tell nothing of a latency.
     latency = (u1 * vv - v1 * uv) / determinant if determinant > 1e-12 * uu * vv else 0.0
-    latency = max(latency, _LEAST_LATENCY_SECONDS)
     rate = (v1 - latency * uv) / vv
+    if latency < _LEAST_LATENCY_SECONDS:
+        latency = _LEAST_LATENCY_SECONDS
+        largest = max(samples, key=lambda s: s.wire_bytes)
+        rate = (largest.seconds - latency) / max(largest.wire_bytes, 1)
     if rate <= 0:
         rate = _LEAST_SHARE * min(s.seconds / s.wire_bytes for s in samples if s.wire_bytes)
         latency = max((u1 - rate * uv) / uu, _LEAST_LATENCY_SECONDS)

@@ -72,6 +72,14 @@ def test_larger_but_faster_is_noise_and_bytes_are_not_free():
     assert fit.worst_error > 0.1
 
 
+def test_small_messages_that_pass_a_shaped_link_at_once_do_not_make_it_faster():
+    """As measured at 100 Mbit/s, behind a token bucket: 11.9 MB/s, and not 16."""
+    small, large = Sample(2048, 1.2e-4), Sample(524288, 0.0439)
+    fit = fit_line([small, large])
+    assert fit.seconds_per_byte == pytest.approx(large.seconds / large.wire_bytes, rel=1e-4)
+    assert fit.latency_seconds < small.seconds
+
+
 def test_one_sample_makes_no_line():
     with pytest.raises(ValueError, match="two samples, not 1"):
         fit_line([Sample(1, 1.0)])
