@@ -1,12 +1,13 @@
 """Random steps, networks, ranks and limits, small enough to look at every plan there is.
 
-Three kinds take turns, by the seed:
+Three kinds take turns, by the seed, and from 300 on there is a fourth:
 
 * ``flat``: a mesh of one dimension; three to six parameters, or up to eight where some have too
   few numbers to be cut;
 * ``levels``: a mesh of hosts and the ranks of each, with rates along both; two to four parameters;
 * ``recompute``: two to four parameters and more activations than those take; the limit is below
-  what fits without recomputing, where recomputing helps. A part of them on a mesh of two levels.
+  what fits without recomputing, where recomputing helps. A part of them on a mesh of two levels;
+* ``slices``: one layer far wider than the others, whose operators may run in slices, some kept.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -27,8 +28,12 @@ from passes.hardware import Hardware, LinkRate
 from passes.looks import RECOMPUTE_SETS
 from passes.predict import predict, state_bytes
 from passes.recompute_sets import recompute_sets
+from passes.slice_some import SLICES
+from passes.split_families import split_families
 
-KINDS = ("flat", "levels", "recompute")
+KINDS = ("flat", "levels", "recompute", "slices")
+#: The first seed of the fourth kind.
+SLICED_FROM = 300
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 _ACTIVATIONS = (torch.relu, nn.functional.gelu, torch.tanh)
 
@@ -58,13 +63,15 @@ class Instance:
                 for one in recompute_sets(self.step.captured, ctx, RECOMPUTE_SETS)
                 for plan in every
             ]
+        if kind == "slices":
+            every += list(_in_slices(self.step, ctx, every))
         return [one for one in every if sum(state_bytes(ctx, one).values()) <= self.limit_bytes]
 
 
 def instance(seed: int) -> Instance:
     """The same for the same seed."""
     draw = random.Random(seed)
-    kind = KINDS[seed % len(KINDS)]
+    kind = KINDS[3] if seed >= SLICED_FROM else KINDS[seed % 3]
     ranks = _ranks(draw, kind)
     step, hardware = _step(draw, kind, ranks), _hardware(draw, ranks)
     return Instance(seed, kind, step, ranks, hardware, _limit(draw, kind, step, ranks, hardware))
@@ -93,6 +100,8 @@ class _Chain(nn.Module):
 
 def _step(draw: random.Random, kind: str, ranks: dict[str, int]) -> TracedStep:
     """A chain of layers, some of which read what comes before the last one."""
+    if kind == "slices":
+        return _wide_step(draw)
     world_size, flat = math.prod(ranks.values()), kind == "flat"
     rows = draw.choice([512, 2048, 8192] if kind == "recompute" else [8, 32, 128, 512])
     # With five choices each, three parameters have 125 plans, and four 625.
@@ -117,6 +126,21 @@ def _step(draw: random.Random, kind: str, ranks: dict[str, int]) -> TracedStep:
             cut += 1 + (bias and not too_small)
             small += bias and too_small
         chain = _Chain(layers, skips, activations)
+        return trace(chain, (x,), optimizer=draw.choice(["adamw", "sgd"]))
+
+
+def _wide_step(draw: random.Random) -> TracedStep:
+    """Two layers with many numbers between them, and perhaps one before or after."""
+    width, wide = draw.choice([32, 64]), draw.choice([512, 1024, 2048])
+    sizes = [(width, wide), (wide, width)]
+    other = draw.choice([0, 1, 2])
+    if other:
+        sizes.insert(2 * (other - 1), (width, width))
+    with torch.device("meta"):
+        layers = [nn.Linear(*size, bias=False) for size in sizes]
+        activations = [draw.choice([0, 1, 2]) for _ in layers]
+        chain = _Chain(layers, [False] * len(layers), activations)
+        x = torch.empty(draw.choice([8, 64, 512]), width)
         return trace(chain, (x,), optimizer=draw.choice(["adamw", "sgd"]))
 
 
@@ -205,3 +229,23 @@ def _decided(step: TracedStep, ctx: Context) -> Iterator[Plan]:
             world_size=ctx.world_size,
             ranks_of_a_host=ctx.ranks_of_a_host,
         )
+
+
+def _in_slices(step: TracedStep, ctx: Context, plans: Sequence[Plan]) -> Iterator[Plan]:
+    """Plans with one family in slices; of a weight that is gathered again any number is kept."""
+    for family in split_families(step.captured, ctx):
+        for plan, slices in itertools.product(plans, SLICES):
+            splits = family.into(slices)
+            some = [not family.of_input and plan.decision(one.name).again for one in splits]
+            for kept in itertools.product(*(range(slices if own else 1) for own in some)):
+                split = {
+                    one.name: one._replace(kept_slices=count)
+                    for one, count in zip(splits, kept, strict=True)
+                }
+                rows = (
+                    dataclasses.replace(row, **split[row.name]._asdict())
+                    if row.name in split
+                    else row
+                    for row in plan.parameters
+                )
+                yield plan.replace(parameters=tuple(rows), recompute=family.recompute)

@@ -1,6 +1,6 @@
 """How near the planner's plan is to the best of all there are, priced by the same simulator.
 
-    python -m benchmarks.optimality                 # 300 instances; 150 took seven minutes
+    python -m benchmarks.optimality                 # 330 instances; 150 took seven minutes
     python -m benchmarks.optimality --instances 20
 
 An instance is a random chain of layers, a random network, a number of ranks on one or two levels,
@@ -34,7 +34,7 @@ from benchmarks.instances import KINDS, Instance, instance
 from osdp_compile.errors import InfeasibleLimit
 from osdp_compile.traced_step import predicted
 from passes.bucket import bucket_bytes_for
-from passes.decisions import Plan
+from passes.decisions import ParameterPlan, Plan
 from passes.plan import complete
 from passes.predict import predict
 from passes.units import format_bytes
@@ -142,6 +142,11 @@ def _difference(plan: Plan | None, best: Plan) -> str:
     if plan.bucket_bytes != best.bucket_bytes:
         sizes = (format_bytes(one.bucket_bytes) for one in (plan, best))
         words.append("buckets " + " -> ".join(sizes))
+    words += [
+        f"{row.name} {_slices(row)} -> {_slices(best[row.name])}"
+        for row in plan.parameters
+        if _slices(row) != _slices(best[row.name])
+    ]
     if (plan.recompute, plan.also_save) != (best.recompute, best.also_save):
         sizes = (
             f"{len(one.recompute)} tensors of {format_bytes(predicted(one).recomputed_bytes)}"
@@ -149,6 +154,11 @@ def _difference(plan: Plan | None, best: Plan) -> str:
         )
         words.append("recomputes " + " -> ".join(sizes))
     return ", ".join(words) or "the order of collectives alone"
+
+
+def _slices(row: ParameterPlan) -> str:
+    kept = f", {row.kept_slices} kept" if row.kept_slices else ""
+    return f"in {row.slices}{kept}"
 
 
 def table(found: Sequence[Found]) -> Table:
@@ -193,7 +203,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--instances", type=int, default=300)
+    parser.add_argument("--instances", type=int, default=330)
     parser.add_argument("--first", type=int, default=0, help="the first one's seed")
     parser.add_argument("--seeds", type=int, nargs="*", help="these instead")
     parser.add_argument("--workers", type=int, default=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,11 +19,14 @@ from osdp_compile.cli_model import (
     said_in_a_line,
     working,
 )
-from osdp_compile.cli_values import bytes_of, count_of, counts_of, mesh_of
+from osdp_compile.cli_values import bytes_of, count_of, counts_of, mesh_of, slices_of
+from osdp_compile.describe import slices_of as slices_by_name
 from osdp_compile.figures import new_figure
 from osdp_compile.frontier import Frontier, frontier
 from osdp_compile.offline import mesh_sizes
+from osdp_compile.options import Options
 from osdp_compile.plan_table import plan_text
+from osdp_compile.traced_step import TracedStep
 from passes.decisions import Decision, Plan
 from passes.units import format_bytes, format_seconds
 
@@ -56,6 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory-limit", type=bytes_of, metavar="BYTES", help="of a rank, as 80GB (default: none)"
     )
+    parser.add_argument(
+        "--slices",
+        type=slices_of,
+        metavar="1|NAME=SLICES,...",
+        help="as the option of that name: 1 for none, or by parameter as 'blocks.*.up.weight=4', "
+        "or =4:1 to keep one of the four (default: the planner's choice)",
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="save the plan as JSON")
     parser.add_argument(
         "--batch-sizes",
@@ -80,7 +91,13 @@ def run(given: argparse.Namespace) -> int:
 def _run(given: argparse.Namespace, console: Console) -> None:
     batches, length = given.batch_sizes is not None, given.sequence_length
     checked = given_model(given, batches or given.batch_size is not None, length is not None)
-    hardware, traced = checked.hardware, checked.traced
+    hardware = checked.hardware
+    slices = Options.parse({} if given.slices is None else {"slices": given.slices}).slices
+
+    def traced(batch: int | None, length: int | None) -> TracedStep:
+        step = checked.traced(batch, length)
+        return dataclasses.replace(step, slices=slices_by_name(slices, step.parameters))
+
     ranks = mesh_sizes(given.world_size, given.mesh)
     limit_bytes = given.memory_limit
     if given.frontier is not None:

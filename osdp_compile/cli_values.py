@@ -66,6 +66,20 @@ def factors_of(text: str) -> tuple[float, ...]:
     return tuple(found)
 
 
+def slices_of(text: str) -> int | dict[str, int | tuple[int, int]]:
+    """The option ``slices``, from ``1``, or ``up.weight=4,head.weight=8:2`` (two of eight kept)."""
+    if text == "1":
+        return 1
+    found: dict[str, int | tuple[int, int]] = {}
+    for part in text.split(","):
+        name, equals, numbers = part.partition("=")
+        slices, colon, kept = numbers.partition(":")
+        if not (name and equals and slices.isdigit() and (kept.isdigit() or not colon)):
+            raise argparse.ArgumentTypeError(f"{part!r} is not like up.weight=4 or up.weight=4:1")
+        found[name] = (int(slices), int(kept)) if colon else int(slices)
+    return found
+
+
 def prepare_file(out: Path) -> str:
     """Make the folder of a file and see that it can be written; what is wrong, or ""."""
     try:

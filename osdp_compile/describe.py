@@ -86,9 +86,11 @@ def _optimizer_bytes(
 
 
 def slices_of(
-    patterns: Mapping[str, int] | None, parameters: Sequence[Parameter]
-) -> tuple[tuple[str, int], ...] | None:
-    """In how many slices each parameter's operators must run; None: the planner decides.
+    patterns: Mapping[str, int | tuple[int, int]] | None, parameters: Sequence[Parameter]
+) -> tuple[tuple[str, int, int], ...] | None:
+    """In how many slices each parameter's operators must run, and how many of these are kept.
+
+    None: the planner decides.
 
     ``patterns``: as the option ``slices`` gives them. Of several that match the last counts.
 
@@ -97,13 +99,13 @@ def slices_of(
     """
     if patterns is None:
         return None
-    found: dict[str, int] = {}
-    for pattern, slices in patterns.items():
+    found: dict[str, tuple[int, int]] = {}
+    for pattern, given in patterns.items():
         names = fnmatch.filter([one.name for one in parameters], pattern)
         if not names:
             raise ValueError(f"option 'slices': no parameter's name matches {pattern!r}")
-        found.update(dict.fromkeys(names, slices))
-    return tuple(sorted(found.items()))
+        found.update(dict.fromkeys(names, (given, 0) if isinstance(given, int) else given))
+    return tuple((name, *given) for name, given in sorted(found.items()))
 
 
 def held_bytes_of(

@@ -114,9 +114,9 @@ def lower(
         joint = run(session.passes, Stage.JOINT, joint, session.context, watch)
         forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
         _recompute(forward, backward, session)
+        _mark_kept(forward, backward)
         split_saved(forward, backward, session.context)
         step.returned_bytes = _returned_bytes(forward, kwargs["num_fwd_outputs"])
-        _mark_kept(forward, backward)
         return forward, backward
 
     def inner(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:

@@ -37,7 +37,7 @@ def plan(
     hardware: Hardware | str | Path,
     memory_limit: int | str | None = None,
     optimizer: int | str = "adamw",
-    slices: int | Mapping[str, int] | None = None,
+    slices: int | Mapping[str, int | tuple[int, int]] | None = None,
     passes: Sequence[Pass] | None = None,
 ) -> Plan:
     """The plan that ``torch.compile(model, backend="osdp")`` would make on such a cluster.
@@ -54,7 +54,8 @@ def plan(
         memory_limit: of one rank, in bytes or as ``"80GB"``; None: no limit.
         optimizer: bytes of its state for each element, or a name.
         slices: 1 to run every operator as a whole, or numbers of slices by parameter, as
-            ``{"blocks.*.up.weight": 4}``; None: the planner's choice.
+            ``{"blocks.*.up.weight": 4}``, or ``(4, 1)`` where one of the four is kept for the
+            backward and the others are gathered again; None: the planner's choice.
 
     Raises:
         ValueError: for a malformed argument, naming it.

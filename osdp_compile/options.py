@@ -29,7 +29,8 @@ ALLOWED: dict[str, str] = {
     "hardware": "an osdp_compile.Hardware, the path of one saved, or the name of a preset "
     f"({', '.join(PRESETS)}) (default: measured)",
     "slices": "1 to run every operator as a whole, or numbers of slices by parameter, as "
-    "{'blocks.*.up.weight': 4} (default: the planner's choice)",
+    "{'blocks.*.up.weight': 4}, or (4, 1) to keep one of them for the backward and gather the "
+    "others again (default: the planner's choice)",
     "debug": "True to check the graph after every pass, or a folder to also write it to",
     "passes": "a list of passes.pipeline.Pass (default: passes.pipeline.default_passes())",
 }
@@ -49,7 +50,7 @@ class Options:
     optimizer: int | str | None = None
     plan: Plan | None = None
     hardware: Hardware | None = None
-    slices: Mapping[str, int] | None = None
+    slices: Mapping[str, int | tuple[int, int]] | None = None
     debug: Path | bool = False
     passes: tuple[Pass, ...] | None = None
 
@@ -133,16 +134,21 @@ def _profile(value: Any) -> Hardware:
     return Hardware.load(value)
 
 
-def _slices(value: Any) -> Mapping[str, int]:
+def _slices(value: Any) -> Mapping[str, int | tuple[int, int]]:
     if value == 1 and not isinstance(value, bool):
         return {}
     if not isinstance(value, Mapping):
         raise ValueError(f"{value!r} is neither 1 nor a mapping of names to numbers")
-    for name, slices in value.items():
-        whole = isinstance(slices, int) and not isinstance(slices, bool)
+    found: dict[str, int | tuple[int, int]] = {}
+    for name, given in value.items():
+        slices, kept = given if isinstance(given, tuple | list) and len(given) == 2 else (given, 0)
+        whole = all(type(one) is int for one in (slices, kept))
         if not (isinstance(name, str) and whole and slices >= 1):
-            raise ValueError(f"{name!r}: {slices!r} is not a number of slices")
-    return dict(value)
+            raise ValueError(f"{name!r}: {given!r} is not a number of slices")
+        if not 0 <= kept < slices:
+            raise ValueError(f"{name!r}: {given!r} keeps {kept} of {slices} slices")
+        found[name] = (slices, kept) if kept else slices
+    return found
 
 
 def _debug(value: Any) -> Path | bool:

@@ -59,7 +59,10 @@ _DECIDED = {
 def _decided(row: ParameterPlan) -> str:
     """A decision for people."""
     decided = _DECIDED.get(row.decision, row.decision.value.replace("_", ", "))
-    return decided if row.slices == 1 else f"{decided}, in {row.slices} slices"
+    if row.slices == 1:
+        return decided
+    kept = f", {row.kept_slices} of them kept" if row.kept_slices else ""
+    return f"{decided}, in {row.slices} slices{kept}"
 
 
 def prediction_lines(plan: Plan) -> list[str]:
@@ -146,7 +149,7 @@ def _grouped(rows: Sequence[ParameterPlan]) -> Iterable[list[ParameterPlan]]:
     groups: dict[tuple[object, ...], list[ParameterPlan]] = {}
     for row in rows:
         pattern = _NUMBER.sub("*", row.name)
-        key = pattern, row.shape, row.decision, row.slices, _kind(row.reason)
+        key = pattern, row.shape, row.decision, row.slices, row.kept_slices, _kind(row.reason)
         groups.setdefault(key, []).append(row)
     for group in groups.values():
         yield from _grids(group)

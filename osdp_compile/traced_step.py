@@ -52,7 +52,7 @@ class TracedStep:
     parameters: tuple[Parameter, ...]
     held_bytes: int
     passes: tuple[Pass, ...]
-    slices: tuple[tuple[str, int], ...] | None = None
+    slices: tuple[tuple[str, int, int], ...] | None = None
 
     @functools.cached_property
     def folded(self) -> Folded | None:

@@ -18,7 +18,7 @@ from passes.decisions import Plan
 from passes.graph import copy_module, empty_value, fake_mode_of, output_node
 from passes.markers import REDUCE_GRAD, UNSHARD
 from passes.memory import STATIC
-from passes.recompute import recompute
+from passes.recompute import SAVES, recompute
 from passes.split_saved import split_saved
 
 
@@ -116,13 +116,13 @@ def lay_out(captured: Captured, plan: Plan, ctx: Context) -> Captured:
         raise NothingSaved(missing)
     for gm in (forward, backward):
         _set_shards(gm, plan, ctx)
-    split_saved(forward, backward, ctx.replace(plan=plan))
     kept = {
         node.args[1]: node
         for node in forward.graph.find_nodes(op="call_function", target=UNSHARD)
         if plan.decision(node.args[1]).keeps
     }
     _save(forward, backward, kept)
+    split_saved(forward, backward, ctx.replace(plan=plan))
     return Captured(forward, backward)
 
 
@@ -163,6 +163,7 @@ def _save(forward: fx.GraphModule, backward: fx.GraphModule, kept: Mapping[str, 
         with backward.graph.inserting_after(last):
             saved = backward.graph.placeholder(f"kept_{len(extra)}")
         saved.meta.update(val=node.meta["val"], saved=True, gathered=name)
+        saved.meta[SAVES] = kept[name].name
         node.replace_all_uses_with(saved)
         backward.graph.erase_node(node)
         extra.append(kept[name])

@@ -89,8 +89,8 @@ class Context:
     ``deciding``: the planner is at work: the best order of collectives is searched for.
     Otherwise it follows from the plan and the parameters, for all ranks alike.
     ``by_exchange``: gather and reduce by messages (gloo; see ``passes/exchange.py``).
-    ``slices``: in how many slices the operators of some parameters must run, by name, and all
-    others' as a whole; None: the planner decides.
+    ``slices``: by name, in how many slices the operators of some parameters must run, and how many
+    of these are kept; all others' as a whole. None: the planner decides.
     ``levels``: the dimensions along which a collective may run leg by leg, the outer (between
     hosts) and the inner (within one): rank ``h * inner.size + g`` is the g-th of host h. None:
     the ranks are one flat group, or the profile has no rates along the dimensions.
@@ -107,7 +107,7 @@ class Context:
     limit_bytes: int | None = None
     by_exchange: bool = False
     deciding: bool = False
-    slices: tuple[tuple[str, int], ...] | None = None
+    slices: tuple[tuple[str, int, int], ...] | None = None
     levels: tuple[Level, Level] | None = None
 
     def network(self, group_name: str) -> tuple[Hardware, int]:

@@ -68,6 +68,7 @@ class Split(NamedTuple):
     slices: int
     along: int = 0
     like: str | None = None
+    kept_slices: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +82,8 @@ class ParameterPlan:
     ``along``: the dimension that is sliced; :data:`OF_INPUT`: none of the parameter, but the rows
     of what it is multiplied with. ``like``: the parameter whose rows are sliced as its dimension
     ``along`` is, where one operator's slices go into the other's.
+    ``kept_slices``: so many of its slices, the first, are kept for the backward although the others
+    are gathered again.
     """
 
     name: str
@@ -92,6 +95,12 @@ class ParameterPlan:
     slices: int = 1
     along: int = 0
     like: str | None = None
+    kept_slices: int = 0
+
+    @property
+    def kept_share(self) -> float:
+        """How much of what is gathered in the forward is kept for the backward: 0 to 1."""
+        return 1.0 if self.decision.keeps else self.kept_slices / self.slices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,7 +250,14 @@ class Plan:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
-    def split(self, name: str, slices: int, along: int = 0, like: str | None = None) -> Plan:
+    def split(
+        self,
+        name: str,
+        slices: int,
+        along: int = 0,
+        like: str | None = None,
+        kept_slices: int = 0,
+    ) -> Plan:
         """A copy in which a parameter's operators run in slices (:class:`ParameterPlan`).
 
         What was decided of the order of collectives, and the prediction, no longer hold.
@@ -257,10 +273,16 @@ class Plan:
             raise ValueError(
                 f"parameter {name!r} of shape {row.shape} has no {slices} slices along {along}"
             )
-        if row.decision.keeps and not of_input:
+        if kept_slices and (of_input or not row.decision.again):
             raise ValueError(
-                f"parameter {name!r} is {row.decision.value}: what is kept whole for the backward "
-                "is not split; gather it again"
+                f"parameter {name!r} is {row.decision.value}"
+                + (" and sliced by the rows of its input" if of_input else "")
+                + ": some slices are kept and others not only of a weight in slices that is "
+                "gathered again; leave out kept_slices"
+            )
+        if not 0 <= kept_slices <= slices:
+            raise ValueError(
+                f"parameter {name!r}: {kept_slices} of {slices} slices cannot be kept"
             )
         if like is not None and (
             like not in self
@@ -271,7 +293,9 @@ class Plan:
                 f"parameter {name!r} cannot be sliced like {like!r}: that must be in {slices} "
                 f"slices along its {row.shape[along]} rows"
             )
-        own = dataclasses.replace(row, slices=slices, along=along, like=like)
+        own = dataclasses.replace(
+            row, slices=slices, along=along, like=like, kept_slices=kept_slices
+        )
         rows = tuple(own if one.name == name else one for one in self.parameters)
         return self.replace(parameters=rows, order={}, prediction=None)
 
@@ -354,6 +378,7 @@ class Plan:
                     slices=row.get("slices", 1),  # older plans have none
                     along=row.get("along", 0),
                     like=row.get("like"),
+                    kept_slices=row.get("kept_slices", 0),
                 )
                 for row in data["parameters"]
             )

@@ -276,10 +276,9 @@ def _flops(node: fx.Node) -> int:
 def put_in(laid: Captured, folded: Folded, plan: Plan, ctx: Context) -> None:
     """Put what the layers left out hold into graphs that are laid out for a plan."""
     owned = [ctx.parameter(name) for layer in folded.inner for name in folded.layers[layer]]
-    kept = [p for p in owned if plan.decision(p.name).keeps]
     saved = {
         "activations": folded.saved_bytes * len(folded.inner),
-        "gathered": sum(parameter.full_bytes for parameter in kept),
+        "gathered": sum(round(plan[p.name].kept_share * p.full_bytes) for p in owned),
     }
     gradient_bytes = sum(
         p.shard_bytes(ctx.cut(plan.decision(p.name)).ranks) for p in owned if p.requires_grad

@@ -84,7 +84,7 @@ def least_memory(looks: Looks) -> Prediction:
     for family, slices in itertools.product(looks.families, SLICES):
         if looks.fits(known[best][1]):
             break
-        best = min(best, looks.slicing(best, family, slices), key=peak)
+        best = min(best, looks.slicing(best, family, slices, 0), key=peak)
     if best is not without:
         best = descended(best, looks.choices)
     chosen, misses = known[best], 0

@@ -67,7 +67,7 @@ class Looks:
         self.again_by_hand: tuple[str, ...] = ()
         if ctx.slices and not isinstance(captured, Folded):
             self.by_hand, self.again_by_hand = splits_by_hand(captured, ctx)
-        gathered_again = {one.name for one in self.by_hand if one.along != OF_INPUT}
+        gathered_again = {one.name for one in self.by_hand if one.kept_slices}
         self.choices = [
             [
                 one
@@ -166,51 +166,69 @@ class Looks:
         return split_families(self.captured, self.ctx)
 
     def deciding(self, key: Key, decisions: Sequence[Decision]) -> Key:
-        """Another decision for some parameters; what can no longer run in slices is whole."""
+        """Another decision for some parameters; only of what is gathered again slices are kept."""
+        if not any(one.kept_slices for one in key.splits):
+            return key._replace(decisions=tuple(decisions))
         by_name = dict(zip((one.name for one in self.ctx.parameters), decisions, strict=True))
-        whole = {
-            name
-            for family in (self.families if key.splits else ())
-            if not family.of_input
-            and not all(by_name[name].again for name in family.names)
-            for name in family.names
-        }
-        splits = (one for one in key.splits if one.along == OF_INPUT or one.name not in whole)
+        splits = (
+            one if by_name[one.name].again else one._replace(kept_slices=0) for one in key.splits
+        )
         return key._replace(decisions=tuple(decisions), splits=tuple(splits))
 
-    def slicing(self, key: Key, family: Family, slices: int) -> Key:
-        """The same with a family in so many slices, gathered again where its weights are sliced.
+    def slicing(self, key: Key, family: Family, slices: int, kept: int | None = None) -> Key:
+        """The same with a family in so many slices; 1: whole.
 
-        1: whole.
+        ``kept``: so many slices of each layer are kept, and the others gathered again
+        (:meth:`Family.keeping`); None: what was decided on the weights stays, as it does where the
+        weights themselves are not sliced.
         """
         others = [one for one in key.splits if one.name not in family.names]
         if slices == 1:
             return key._replace(splits=tuple(others))
+        split = family.into(slices)
         decisions = list(key.decisions)
-        for index, one in enumerate(self.ctx.parameters):
-            if one.name in family.names and not family.of_input:
-                within = decisions[index].within_host
-                decisions[index] = (
-                    Decision.SHARD_HOST_AGAIN if within else Decision.SHARD_AGAIN
-                )
+        if kept is not None and not family.of_input:
+            keeping = family.keeping(slices, kept)
+            for index, one in enumerate(self.ctx.parameters):
+                if one.name in keeping:
+                    whole = keeping[one.name] == slices
+                    decisions[index] = _sharded(decisions[index].within_host, keeps=whole)
+            split = tuple(
+                one._replace(kept_slices=keeping[one.name] % slices) for one in split
+            )
         again = [name for name in family.recompute if name not in key.recompute]
         return key._replace(
             decisions=tuple(decisions),
             recompute=(*key.recompute, *again),
-            splits=tuple(sorted([*others, *family.into(slices)])),
+            splits=tuple(sorted([*others, *split])),
         )
 
-    def slices_of(self, key: Key, family: Family) -> int:
-        """In how many slices a family runs."""
-        return next((one.slices for one in key.splits if one in family.into(one.slices)), 1)
+    def slices_of(self, key: Key, family: Family) -> tuple[int, int | None]:
+        """In how many slices a family runs, and how many of a layer's are kept.
+
+        None: its weights are replicated, or not sliced themselves.
+        """
+        own = {one.name: one for one in key.splits}
+        split = [own.get(name) for name, along, like in family.layers[0].along]
+        first = split[0]
+        if first is None or (first.along == OF_INPUT) != family.of_input:
+            return 1, None
+        by_name = dict(zip((one.name for one in self.ctx.parameters), key.decisions, strict=True))
+        if family.of_input or not all(by_name[one.name].sharded for one in split if one):
+            return first.slices, None
+        kept = [
+            one.slices if by_name[one.name].keeps else one.kept_slices for one in split if one
+        ]
+        return first.slices, sum(kept)
 
     @functools.cached_property
     def limited(self) -> bool:
         """Whether the limit takes anything from the fastest of the plans looked at so far.
 
-        It may keep it out, or leave its schedule less room than it could use.
+        It may keep it out, or leave its schedule less room than it could use. Of a folded step
+        nothing is recomputed or sliced for it, so it is not asked.
         """
-        if self.ctx.limit_bytes is None:
+        if self.ctx.limit_bytes is None or isinstance(self.captured, Folded):
             return False
         fastest = min(self.seen, key=self.seconds)
         plan, said = self.seen[fastest]
@@ -280,6 +298,13 @@ def _collect() -> None:
         gc.collect(0)
 
 
+def _sharded(within_host: bool, keeps: bool) -> Decision:
+    """To shard, over all ranks or within hosts, and keep what is gathered or gather it again."""
+    if within_host:
+        return Decision.SHARD_HOST_KEEP if keeps else Decision.SHARD_HOST_AGAIN
+    return Decision.SHARD_KEEP if keeps else Decision.SHARD_AGAIN
+
+
 def _tied(captured: Captured | Folded, ctx: Context) -> list[list[int]]:
     """Indices of parameters by what is decided on together, in the parameters' order."""
     place: dict[str, Hashable] = {}
@@ -298,11 +323,15 @@ def _rows(
     sliced = {one.name: one for one in splits}
     rows = []
     for p, decision in zip(ctx.parameters, decisions, strict=True):
-        _, slices, along, like = sliced.get(p.name, Split(p.name, 1))
+        split = sliced.get(p.name, Split(p.name, 1))
         saved_bytes = p.state_bytes(1) - p.state_bytes(ctx.cut(decision).ranks)
         rows.append(
             ParameterPlan(
-                p.name, p.shape, p.dtype, decision, saved_bytes, "", slices, along, like
+                **split._asdict(),
+                shape=p.shape,
+                dtype=p.dtype,
+                decision=decision,
+                saved_bytes=saved_bytes,
             )
         )
     return tuple(rows)

@@ -47,6 +47,9 @@ from passes.memory import STATIC
 #: meta key of a node that was copied from the forward: its key if it was to be saved, else "".
 RECOMPUTED = "recomputed"
 
+#: meta key of what a backward is given: the forward's node that it is, if that has another name.
+SAVES = "saves"
+
 _SAVE = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 _UNREPEATABLE_TAGS = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
@@ -101,7 +104,7 @@ class Cut:
         self.saved: dict[fx.Node, fx.Node] = {}
         self.there: dict[fx.Node, fx.Node] = {}
         for node in backward.nodes:
-            origin = by_name.get(node.name)
+            origin = by_name.get(node.meta.get(SAVES, node.name))
             if origin is None:
                 continue
             if node.op == "placeholder":

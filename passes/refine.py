@@ -87,14 +87,35 @@ def _recomputing_other(looks: Looks, best: Key) -> Key:
 
 
 def _slicing_other(looks: Looks, best: Key) -> Key:
-    """The same with a family in more slices or fewer, where plans with slices were looked at."""
+    """The same with a family in more slices or fewer, or with one more or less of them kept.
+
+    Where plans with slices were looked at.
+    """
     if not any(key.splits for key in looks.seen):
         return best
     for family in looks.families:
         for slices in (1, *SLICES):
-            if slices != looks.slices_of(best, family):
-                best = _faster(looks, best, looks.slicing(best, family, slices))
+            now, kept = looks.slices_of(best, family)
+            if slices != now:
+                for as_many in _as_many(kept, now, slices, family.most_kept(slices)):
+                    best = _faster(looks, best, looks.slicing(best, family, slices, as_many))
+        slices, kept = looks.slices_of(best, family)
+        for one in () if kept is None else (kept - 1, kept + 1):
+            if 0 <= one <= family.most_kept(slices):
+                best = _faster(looks, best, looks.slicing(best, family, slices, one))
     return best
+
+
+def _as_many(kept: int | None, now: int, slices: int, most: int) -> list[int | None]:
+    """How many of other slices to keep, where so many of ``now`` are: the same share.
+
+    Of smaller slices up to three more: one of the larger would have been too much.
+    """
+    if kept is None:
+        return [None]
+    share = kept * slices // now
+    more = 3 if slices > now else 0
+    return list(range(share, min(share + more, most) + 1))
 
 
 def _faster(looks: Looks, best: Key, tried: Key) -> Key:

@@ -2,8 +2,8 @@
 
 In slices less of a weight, of its gradient and of what lies between two products is there at a
 time. So a plan that does not fit may fit, and one that does may have more overlap. Which weights
-can be sliced together is known (``passes/split_families.py``); in how many slices, only the
-simulator knows.
+can be sliced together is known (``passes/split_families.py``); in how many slices, and how many
+of these are kept for the backward while the others are gathered again, only the simulator knows.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def slice_some(looks: Looks) -> None:
         for family in families:
             for slices in SLICES[:2]:
                 looks.look(looks.slicing(best, family, slices))
+                _keep_some(looks, best, family, slices)
 
 
 def _faster_ones(looks: Looks) -> list[Key]:
@@ -51,7 +52,22 @@ def _faster_ones(looks: Looks) -> list[Key]:
 
 
 def _until_it_fits(looks: Looks, key: Key, family: Family) -> None:
-    """In ever more slices."""
+    """In ever more slices, with what was decided on the weights or some of the slices kept."""
     for slices in SLICES:
-        if looks.fits(looks.look(looks.slicing(key, family, slices))):
+        said = looks.look(looks.slicing(key, family, slices))
+        if looks.fits(said) or _keep_some(looks, key, family, slices):
             return
+
+
+def _keep_some(looks: Looks, key: Key, family: Family, slices: int) -> bool:
+    """As many slices kept as fit, the others gathered again; whether any number of them fits."""
+    if family.of_input or not looks.fits(looks.look(looks.slicing(key, family, slices, 0))):
+        return False
+    fits, too_many = 0, family.most_kept(slices) + 1
+    while too_many - fits > 1:
+        kept = (fits + too_many) // 2
+        if looks.fits(looks.look(looks.slicing(key, family, slices, kept))):
+            fits = kept
+        else:
+            too_many = kept
+    return True

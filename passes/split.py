@@ -135,6 +135,12 @@ class Splitter:
         self.weights_cut: dict[tuple[str, int], None] = {}
         self.joined: dict[fx.Node, fx.Node] = {}
         self.unjoined: dict[fx.Node, Sliced] = {}  # the other way round
+        #: Slices of weights that a backward is given.
+        self.kept = {
+            node.meta["gathered"]: node
+            for node in graph.find_nodes(op="placeholder")
+            if "gathered" in node.meta
+        }
         #: What reads whole tensors.
         self.done = {output_node(graph)}
         #: Of every new node the slice that it belongs to.
@@ -287,7 +293,7 @@ class Splitter:
         return Sliced(dim, Slices(size, len(nodes), ranks, hosts), nodes)
 
     def _gathered(self, node: fx.Node) -> Sliced | None:
-        """A parameter's slices, each gathered by itself."""
+        """A parameter's slices, each gathered by itself if it was not kept."""
         shard, name, shape, sharded, *marks = arguments_of(node)
         found = slices_of(name, self.ctx)
         if found is None:
@@ -295,6 +301,10 @@ class Splitter:
         dim, slices = found
         nodes = []
         for index in range(slices.count):
+            kept = self.kept.get(slice_name(name, index))
+            if kept is not None:
+                nodes.append(kept)
+                continue
             own = list(shape)
             own[dim] = slices.part(index) if dim else slices.ranks * slices.strip
             part = self._part(shard, dim, slices, index)

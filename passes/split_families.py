@@ -87,6 +87,22 @@ class Family:
             for name, along, like in layer.along
         )
 
+    def most_kept(self, slices: int) -> int:
+        """How many slices a layer has: of all its weights."""
+        return slices * len(self.layers[0].along)
+
+    def keeping(self, slices: int, kept: int) -> dict[str, int]:
+        """How many slices of each weight are kept, if so many of each layer's are.
+
+        The backward reads a layer's last weight first, when nothing has been computed yet that a
+        gather could hide behind: that one is kept first.
+        """
+        return {
+            name: min(max(kept - place * slices, 0), slices)
+            for layer in self.layers
+            for place, (name, _, _) in enumerate(reversed(layer.along))
+        }
+
 
 def split_families(captured: Captured, ctx: Context) -> list[Family]:
     """What could be split, the largest first; not weights much smaller than the largest."""
@@ -144,7 +160,8 @@ def splits_by_hand(
     families = _families(captured, ctx)
     found: dict[str, Split] = {}
     again: dict[str, None] = {}
-    for name, slices in ctx.slices or ():
+    kept_of = {name: kept for name, _, kept in ctx.slices or ()}
+    for name, slices, kept in ctx.slices or ():
         if slices == 1:
             continue
         own = [
@@ -158,10 +175,16 @@ def splits_by_hand(
                 f"parameter {name!r} cannot run in slices: no product or embedding reads it, or "
                 "it is too small to be sharded"
             )
-        _, layer = max(own, key=lambda pair: pair[0])
+        of_input, layer = max(own, key=lambda pair: pair[0])
+        if of_input and kept:
+            raise ValueError(
+                f"parameter {name!r} is gathered as a whole, as the rows of its input are sliced: "
+                f"not {kept} of {slices} slices can be kept"
+            )
         again.update(dict.fromkeys(layer.recompute))
         for one, along, like in layer.along:
-            if found.setdefault(one, Split(one, slices, along, like)).slices != slices:
+            split = Split(one, slices, along, like, kept_of.get(one, kept))
+            if found.setdefault(one, split).slices != slices:
                 raise ValueError(
                     f"parameters {name!r} and {one!r} run in slices together and are to be in "
                     f"{slices} and {found[one].slices}: give one number"

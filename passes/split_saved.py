@@ -12,18 +12,24 @@ Before::                              After (two slices)::
     def backward(h, dy):                  def backward(h0, h1, dy):
         ...                                   h = join_slices(h0, h1)
 
-``split`` then finds that nothing need be taken, nor joined: the whole tensor is nowhere.
+``split`` then finds that nothing need be taken, nor joined: the whole tensor is nowhere. A weight
+that is kept is such a tensor. Of one that is gathered again in part, the slices that are kept are
+given to the backward besides, where ``split`` takes them in place of gathering them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
 from torch import fx
 
 from passes.context import Context
 from passes.graph import call, copy_module, output_node
+from passes.markers import UNSHARD
 from passes.recompute import Cut, save_instead
-from passes.slices import JOIN_SLICES, TAKE_SLICE, Slices
-from passes.split import splits, splitter_of
+from passes.slices import JOIN_SLICES, TAKE_SLICE, Slices, slice_name
+from passes.split import Sliced, splits, splitter_of
 
 
 def split_saved(forward: fx.GraphModule, backward: fx.GraphModule, ctx: Context) -> None:
@@ -37,13 +43,13 @@ def split_saved(forward: fx.GraphModule, backward: fx.GraphModule, ctx: Context)
     output = output_node(forward.graph)
     returned = list(output.args[0])  # type: ignore[arg-type]
     first = len(returned) - len(cut.saved)
-    saved: list[fx.Node] = []
+    saved = _kept_slices(forward.graph, backward.graph, sliced, ctx)
     for node in returned[first:]:
         found = sliced.get(node.name)
         if found is None:
             saved.append(node)
             continue
-        taken = _taken(node, output, found.dim, found.slices)
+        taken = _taken(node, output, found, range(found.slices.count))
         _given(cut.saved[node], taken, found.dim, found.slices)
         saved.extend(taken)
     save_instead(output, first, saved)
@@ -51,30 +57,63 @@ def split_saved(forward: fx.GraphModule, backward: fx.GraphModule, ctx: Context)
     backward.recompile()
 
 
-def _taken(node: fx.Node, output: fx.Node, dim: int, slices: Slices) -> list[fx.Node]:
-    """A tensor's slices, at the end of the forward."""
+def _kept_slices(
+    forward: fx.Graph, backward: fx.Graph, sliced: dict[str, Sliced], ctx: Context
+) -> list[fx.Node]:
+    """Slices of weights that the backward is given, though it gathers the others again."""
+    output = output_node(forward)
+    again = {node.args[1] for node in backward.find_nodes(op="call_function", target=UNSHARD)}
+    tensors = (n for n in backward.nodes if isinstance(n.meta.get("val"), torch.Tensor))
+    first = next(tensors, None)
+    kept: list[fx.Node] = []
+    for node in forward.find_nodes(op="call_function", target=UNSHARD):
+        name = node.args[1]
+        found = sliced.get(node.name)
+        if name not in again or found is None or first is None:
+            continue
+        indices = range(min(ctx.plan[name].kept_slices, found.slices.count))
+        taken = _taken(node, output, found, indices)
+        with backward.inserting_before(first):
+            for index, one in enumerate(taken):
+                _placeholder(backward, one, slice_name(name, index))
+        kept.extend(taken)
+    return kept
+
+
+def _taken(node: fx.Node, output: fx.Node, found: Sliced, indices: Iterable[int]) -> list[fx.Node]:
+    """Some of a tensor's slices, at the end of the forward."""
     with node.graph.inserting_before(output):
         return [
             call(
                 node.graph,
                 TAKE_SLICE,
-                slices.to_take(node, dim, index),
+                found.slices.to_take(node, found.dim, index),
                 f"{node.name}_slice",
             )
-            for index in range(slices.count)
+            for index in indices
         ]
 
 
 def _given(saved: fx.Node, taken: list[fx.Node], dim: int, slices: Slices) -> None:
     """The slices as inputs of the backward, where the whole was one."""
     graph = saved.graph
-    inputs = []
+    name = saved.meta.get("gathered")
     with graph.inserting_before(saved):
-        for one in taken:
-            inputs.append(graph.placeholder(one.name))
-            inputs[-1].meta.update(val=one.meta["val"], saved=True)
+        inputs = [
+            _placeholder(graph, one, slice_name(name, index) if name else None)
+            for index, one in enumerate(taken)
+        ]
     top = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(top):
         joined = call(graph, JOIN_SLICES, slices.to_join(inputs, dim))
     saved.replace_all_uses_with(joined)
     graph.erase_node(saved)
+
+
+def _placeholder(graph: fx.Graph, of: fx.Node, gathered: str | None) -> fx.Node:
+    """What stands for a tensor of the forward; ``gathered``: the weight's slice that it is."""
+    found = graph.placeholder(of.name)
+    found.meta.update(val=of.meta["val"], saved=True)
+    if gathered is not None:
+        found.meta["gathered"] = gathered
+    return found

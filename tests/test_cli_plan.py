@@ -75,6 +75,22 @@ def test_the_plan_its_prediction_and_the_alternatives(here, capsys):
     assert " no " in ddp  # 8.4 MB of parameters and as much of gradients, 16.8 of state
 
 
+def test_what_runs_in_slices_is_said_by_hand(here, capsys):
+    given = ["models_of_mine:one_batch", "--world-size", "8", "--memory-limit", "16MB"]
+    assert run(*given, "--slices", "up.weight=4:1", "--out", "plan.json") == 0
+    found = {row.name: row for row in Plan.load(here / "plan.json").parameters}
+    for name in ("up.weight", "down.weight"):  # the one is sliced with the other
+        assert (found[name].slices, found[name].kept_slices) == (4, 1)
+    assert run(*given, "--slices", "1", "--out", "plan.json") == 0
+    assert {row.slices for row in Plan.load(here / "plan.json").parameters} == {1}
+    capsys.readouterr()
+    assert run(*given, "--slices", "nothing=4") != 0
+    assert "no parameter's name matches 'nothing'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run(*given, "--slices", "up.weight=four")
+    assert "'up.weight=four' is not like up.weight=4" in capsys.readouterr().err
+
+
 def test_a_batch_size_is_passed_on(here, capsys):
     saved = []
     for batch in ("4", "64"):

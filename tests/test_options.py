@@ -55,6 +55,8 @@ def test_an_unknown_option_lists_all_that_are_known():
         ("slices", "four", "neither 1 nor a mapping", "'blocks.*.up.weight': 4"),
         ("slices", 4, "neither 1 nor a mapping", "'blocks.*.up.weight': 4"),
         ("slices", {"up": 0}, "'up': 0 is not a number of slices", "'blocks.*.up.weight': 4"),
+        ("slices", {"up": (4, 1.0)}, "(4, 1.0) is not a number of slices", "(4, 1) to keep one"),
+        ("slices", {"up": (4, 4)}, "'up': (4, 4) keeps 4 of 4 slices", "(4, 1) to keep one"),
         ("debug", 3, "neither True, False nor a folder", "a folder"),
         ("passes", ["bucket"], "not a list of passes.pipeline.Pass", "default_passes()"),
         ("passes", default_passes()[2:], "needs", "default_passes()"),
@@ -229,4 +231,6 @@ def test_slices_are_said_once():
         Options.parse({"plan": plan, "slices": 1})
     assert Options.parse({"slices": 1}).slices == {}
     assert Options.parse({"slices": {"*.weight": 2}}).slices == {"*.weight": 2}
+    kept = Options.parse({"slices": {"up": (4, 1), "down": [2, 0]}}).slices
+    assert kept == {"up": (4, 1), "down": 2}
     assert Options.parse({}).slices is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import logging
 import re
@@ -36,6 +37,17 @@ def test_a_row_says_what_was_decided_and_why():
     one = row("head.weight", KEEP, 3 * MIB // 2, "gather 2.5 ms, 1.0 ms exposed", (256, 512))
     why = "gather 2.5 ms, 1.0 ms exposed"
     assert cells(plan(one)) == [["head.weight", "256x512", "shard, keep", "1.50 MiB", why]]
+
+
+def test_slices_and_how_many_of_them_are_kept():
+    four = dataclasses.replace(row("up.weight"), slices=4)
+    one_kept = dataclasses.replace(four, kept_slices=1)
+    said = ["shard, again, in 4 slices", "shard, again, in 4 slices, 1 of them kept"]
+    assert [cells(plan(one))[0][2] for one in (four, one_kept)] == said
+    layers = [
+        dataclasses.replace(one, name=f"{i}.up.weight") for i, one in enumerate((four, one_kept))
+    ]
+    assert len(cells(plan(*layers))) == 2
 
 
 def test_what_saves_nothing_says_nothing_and_a_scalar_is_called_one():

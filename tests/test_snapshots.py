@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +109,17 @@ def test_a_step_in_slices(osdp_graphs, world_size):
     whole = [line for line in texts["forward/split"].splitlines() if "2048] =" in line]
     rows = 1024 // world_size
     assert [line.split(": ")[1] for line in whole] == [f"f32[{rows},2048] = input[across.weight]"]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_step_in_slices_of_which_some_are_kept(osdp_graphs, world_size):
+    model, batch = wide()
+    plan = Plan.uniform(model.named_parameters(), "shard_again", world_size=world_size)
+    plan = plan.split("up.weight", 2, kept_slices=1)
+    plan = plan.split("across.weight", 2, along=1, like="up.weight", kept_slices=1)
+    texts = osdp_graphs(model, batch, world_size=world_size, plan=plan, after=["backward/split"])
+    gathered = re.findall(r"unshard\(%\d+, '([^']+)'", texts["backward/split"])
+    assert gathered == ["across.weight#1"]  # of the first layer nothing reads the weight
 
 
 @ONE_TORCH

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from osdp_compile import PeakMemory, Plan, plan_of
 from passes.decisions import OF_INPUT
+from tests.ranks import Ranks
 from tests.training import (
     SLOW,
     Recipe,
@@ -51,12 +52,68 @@ def batch(step: int, micro: int, rank: int) -> Tensor:
 RECIPE = Recipe(optimizer=adamw, steps=10, batch=batch, max_norm=1.0)
 
 
-@pytest.mark.parametrize(("make", "slices"), [(even, 4), (uneven, 3)])
-def test_an_mlp_in_slices_trains_like_a_whole_one(two_ranks, make, slices: int):
-    plan = Plan.uniform(make().named_parameters(), "shard_again", world_size=2)
-    plan = plan.split("up.weight", slices).split("down.weight", slices, along=1, like="up.weight")
-    outcome = trains_like_reference(two_ranks, make, plan, RECIPE)
-    assert outcome.decisions["up.weight"] == "shard_again"
+class Everything(nn.Module):
+    """All that can run in slices, and the loss of guessing the tokens; tokens: [rows, length]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(61, 24)
+        self.by_rows = nn.Linear(24, 40)
+        self.by_columns = nn.Linear(40, 24)
+        self.up = nn.Linear(24, 53)
+        self.down = nn.Linear(53, 24)
+        self.experts = nn.Parameter(torch.randn(9, 24, 24) / 24)
+        self.head = nn.Linear(24, 61, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens).flatten(0, 1)
+        x = x + self.by_columns(torch.tanh(self.by_rows(x)))
+        x = x + self.down(F.gelu(self.up(x)))
+        x = x + torch.bmm(x.expand(9, *x.shape), self.experts).mean(0)
+        return F.cross_entropy(self.head(x), tokens.flatten())
+
+
+def some_tokens(step: int, micro: int, rank: int) -> Tensor:
+    """More of them from the fifth step on: a graph is compiled again, for that number."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(0, 61, (3 if step < 5 else 4, 7), generator=generator)
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    loss: Tensor = model(tokens)
+    return loss
+
+
+def check_everything(ranks: Ranks, slices: int, along: int, kept: int) -> None:
+    """``along``: which dimension of the batched weight is sliced; ``kept``: of each weight."""
+    plan = Plan.uniform(Everything().named_parameters(), "shard_again", world_size=ranks.world_size)
+    for name, dim, like in (
+        ("words.weight", 1, None),
+        ("by_rows.weight", 0, None),
+        ("by_columns.weight", 1, None),
+        ("up.weight", 0, None),
+        ("down.weight", 1, "up.weight"),
+        ("experts", along, None),
+    ):
+        plan = plan.split(name, slices, dim, like, kept_slices=kept)
+    plan = plan.split("head.weight", slices, along=OF_INPUT)
+    recipe = Recipe(step=loss_of, batch=some_tokens, optimizer=adamw, steps=10, max_norm=1.0)
+    trains_like_reference(ranks, Everything, plan, recipe)
+
+
+def test_all_kinds_of_operators_in_slices(two_ranks):
+    check_everything(two_ranks, slices=3, along=0, kept=1)
+
+
+def test_all_kinds_of_operators_in_slices_on_four_ranks(four_ranks):
+    check_everything(four_ranks, slices=4, along=1, kept=3)
+
+
+def test_an_mlp_in_slices_that_are_kept_trains_like_a_whole_one(two_ranks):
+    plan = Plan.uniform(uneven().named_parameters(), "shard_keep", world_size=2)
+    plan = plan.split("up.weight", 3).split("down.weight", 3, along=1, like="up.weight")
+    outcome = trains_like_reference(two_ranks, uneven, plan, RECIPE)
+    assert outcome.decisions["up.weight"] == "shard_keep"
 
 
 def _with_option(rank, world_size, slices):
@@ -103,37 +160,15 @@ WORDS, TOKENS = 8192, 256
 class Guessing(nn.Module):
     """Many words, few dimensions, and the loss of guessing them; tokens: [batch, tokens]."""
 
-    def __init__(self, words: int = WORDS) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.words = nn.Embedding(words, 16)
+        self.words = nn.Embedding(WORDS, 16)
         self.mix = nn.Linear(16, 16)
-        self.head = nn.Linear(16, words, bias=False)
+        self.head = nn.Linear(16, WORDS, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         logits = self.head(torch.tanh(self.mix(self.words(tokens))))
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-
-
-def few_words() -> nn.Module:
-    return Guessing(61)
-
-
-def some_tokens(step: int, micro: int, rank: int) -> Tensor:
-    """More of them from the fifth step on: a graph is compiled again, for that number."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randint(0, 61, (3 if step < 5 else 4, 7), generator=generator)
-
-
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    loss: Tensor = model(tokens)
-    return loss
-
-
-def test_a_head_by_tokens_trains_like_a_whole_one_also_if_there_are_more(two_ranks):
-    plan = Plan.uniform(few_words().named_parameters(), "shard_again", world_size=2)
-    plan = plan.split("head.weight", 4, along=OF_INPUT)
-    recipe = Recipe(step=loss_of, batch=some_tokens, optimizer=adamw, steps=10)
-    trains_like_reference(two_ranks, few_words, plan, recipe)
 
 
 def guessed(rank, world_size, slices):

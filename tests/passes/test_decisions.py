@@ -12,6 +12,7 @@ from torch import nn
 
 from passes.decisions import (
     FLAT_DECISIONS,
+    OF_INPUT,
     Collective,
     Decision,
     ParameterPlan,
@@ -35,6 +36,8 @@ def a_plan() -> Plan:
         parameters=(
             ParameterPlan("a", (4, 2), "float32", Decision.SHARD_AGAIN, 64, "memory"),
             ParameterPlan("b", (), "bfloat16", Decision.REPLICATE),
+            ParameterPlan("up", (8, 2), "float32", Decision.SHARD_AGAIN, 64, "", 2, 0, None, 1),
+            ParameterPlan("down", (2, 8), "float32", Decision.SHARD_AGAIN, 64, "", 2, 1, "up"),
         ),
         world_size=2,
         memory_limit_bytes=1 << 30,
@@ -264,3 +267,30 @@ def test_a_damaged_plan_is_refused(damage):
     damage(data)
     with pytest.raises(ValueError):
         Plan.from_dict(data)
+
+
+def test_a_split_is_what_the_row_says_and_leaves_the_rest_open():
+    split = a_plan().split("up", 4, kept_slices=3)
+    assert (split["up"].slices, split["up"].along, split["up"].kept_slices) == (4, 0, 3)
+    assert split["up"].kept_share == 0.75 and a_plan()["down"].kept_share == 0.0
+    assert split.prediction is None and not split.order
+    assert split["down"] == a_plan()["down"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("a", 5), r"'a' of shape \(4, 2\) has no 5 slices along 0"),
+        (("b", 2), r"'b' of shape \(\) has no 2 slices along 0"),
+        (("down", 4, 1, "up"), "'down' cannot be sliced like 'up': that must be in 4 slices"),
+        (("down", 2, 1, "a"), "'down' cannot be sliced like 'a'"),
+        (("up", 2, 0, None, 3), "'up': 3 of 2 slices cannot be kept"),
+        (("up", 2, OF_INPUT, None, 1), "'up' is shard_again and sliced by the rows of its input"),
+        (("kept", 2, 0, None, 1), "'kept' is shard_keep: some slices are kept and others not"),
+    ],
+)
+def test_a_split_that_cannot_be_is_refused(arguments, message: str):
+    kept = ParameterPlan("kept", (4,), "float32", Decision.SHARD_KEEP)
+    plan = a_plan().replace(parameters=(*a_plan().parameters, kept))
+    with pytest.raises(ValueError, match=message):
+        plan.split(*arguments)

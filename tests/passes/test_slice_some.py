@@ -66,29 +66,60 @@ def test_what_no_other_plan_fits_fits_in_slices(make, along):
 
 def test_by_hand_whatever_else_is_decided():
     step, ctx = capture_step(Mlp(256, bias=True), torch.randn(3, 6), world_size=4)
-    ctx = ctx.replace(slices=(("up.weight", 3),))
+    ctx = ctx.replace(slices=(("up.weight", 3, 0),))
     for limit in (None, round(1.2 * least_bytes(step, ctx))):
         found = planned(step, ctx, limit)
         assert {row.name: row.slices for row in found.parameters if row.slices > 1} == {
             "up.weight": 3,
             "down.weight": 3,
         }
-        assert found.decision("up.weight") is Decision.SHARD_AGAIN
+    assert found.decision("up.weight") is Decision.SHARD_AGAIN
 
 
-def test_what_is_kept_is_not_sliced():
+def test_slices_and_decisions_are_changed_apart():
     step, ctx = capture_step(Mlp(256, bias=False), torch.randn(3, 6), world_size=4)
     looks = Looks(step, ctx, default_passes())
     key = Key((Decision.SHARD_KEEP,) * len(ctx.parameters))
     (family,) = [one for one in looks.families if "up.weight" in one.names]
-    split = looks.slicing(key, family, 4)
+    kept = looks.slicing(key, family, 4)
+    assert kept.decisions == key.decisions
+    assert looks.slicing(key, family, 4, 8) == kept  # all of both weights
+    split = looks.slicing(key, family, 4, 5)
     decided = dict(zip((one.name for one in ctx.parameters), split.decisions, strict=True))
-    assert decided["up.weight"] is decided["down.weight"] is Decision.SHARD_AGAIN
-    assert decided["first.weight"] is Decision.SHARD_KEEP
-    assert looks.slices_of(split, family) == 4
-    assert looks.slices_of(looks.slicing(split, family, 1), family) == 1
-    kept = looks.deciding(split, key.decisions)
-    assert kept == key
+    # The backward reads the last weight first: that one is kept, and of the other one slice.
+    assert decided["up.weight"] is Decision.SHARD_AGAIN
+    assert decided["down.weight"] is decided["first.weight"] is Decision.SHARD_KEEP
+    assert {one.name: one.kept_slices for one in split.splits} == {"up.weight": 1, "down.weight": 0}
     whole = looks.slicing(split, family, 1)
+    replicated = looks.deciding(kept, (Decision.REPLICATE,) * len(ctx.parameters))
+    for one, slices in (
+        (kept, (4, 8)),
+        (split, (4, 5)),
+        (whole, (1, None)),
+        (replicated, (4, None)),
+    ):
+        assert looks.slices_of(one, family) == slices
+    assert looks.deciding(split, key.decisions) == kept
+    again = looks.slicing(key, family, 4, 0)
     tight = ctx.replace(limit_bytes=1)
-    assert looks.price(split, tight, 0)[1].peak_bytes < looks.price(whole, tight, 0)[1].peak_bytes
+    peaks = [
+        looks.price(one, tight, 0)[1].peak_bytes
+        for one in (again, split, kept, looks.slicing(again, family, 1))
+    ]
+    assert peaks[0] < peaks[1] <= peaks[2] and peaks[0] < peaks[3]
+
+
+def test_memory_is_filled_slice_by_slice():
+    """Between all gathered again and all kept there are steps in time, each with its slices."""
+    torch.manual_seed(0)
+    step, ctx = capture_step(*wide(), world_size=8)
+    least = least_bytes(step, ctx)
+    whole_bytes = sum(ctx.parameter(name).full_bytes for name in ("up.weight", "down.weight"))
+    found = [planned(step, ctx, least + whole_bytes * part // 8) for part in range(5)]
+    kept = [
+        sum(row.kept_share * row.slices for row in plan.parameters if row.slices > 1)
+        for plan in found
+    ]
+    seconds = [plan.prediction.step_seconds for plan in found]
+    assert kept == sorted(kept) and len(set(kept)) > 2
+    assert seconds == sorted(seconds, reverse=True) and seconds[-1] < seconds[0]

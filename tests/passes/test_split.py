@@ -93,13 +93,20 @@ class Experts(nn.Module):
         return torch.bmm(torch.tanh(self.mix(x)), self.weight)
 
 
-def sliced(plan: Plan, rows: Mapping[str, tuple[int, int, str | None]]) -> Plan:
-    """The plan with some parameters in slices: how many, along what, like whose rows."""
+def sliced(
+    plan: Plan, rows: Mapping[str, tuple[int, int, str | None]], kept_slices: int = 0
+) -> Plan:
+    """The plan with some parameters in slices: how many, along what, like whose rows.
+
+    ``kept_slices``: how many of each are kept.
+    """
     found = []
     for row in plan.parameters:
         if row.name in rows:
             slices, along, like = rows[row.name]
-            row = dataclasses.replace(row, slices=slices, along=along, like=like)
+            row = dataclasses.replace(
+                row, slices=slices, along=along, like=like, kept_slices=kept_slices
+            )
         found.append(row)
     return plan.replace(parameters=tuple(found))
 
@@ -113,6 +120,7 @@ def check_step(
     rows: Mapping[str, tuple[int, int, str | None]],
     decision: Decision = AGAIN,
     recompute: tuple[str, ...] = (),
+    kept_slices: int = 0,
     **changes: object,
 ) -> None:
     """Every rank's output, and its part of the mean gradients, are those of eager PyTorch."""
@@ -120,7 +128,8 @@ def check_step(
     captured, ctx = capture_step(
         training.model, training.batches[0], world_size=world_size, **changes
     )
-    plan = sliced(decided(ctx, decision, bucket_bytes=0), rows).replace(recompute=recompute)
+    plan = sliced(decided(ctx, decision, bucket_bytes=0), rows, kept_slices)
+    plan = plan.replace(recompute=recompute)
     contexts = [ctx.replace(rank=rank) for rank in range(world_size)]
     training.check(captured, contexts, plan)
 
@@ -143,6 +152,88 @@ def test_the_two_linears_of_an_mlp(world_size: int, slices: int, hidden: int, by
     batches = [torch.randn(3, 6) for _ in range(world_size)]
     rows = {"up.weight": (slices, 0, None), "down.weight": (slices, 1, "up.weight")}
     check_step(trained(model, batches), rows, by_exchange=by_exchange)
+
+
+UP_AND_DOWN = ("up.weight", "down.weight")
+
+
+def in_slices(slices: int) -> dict[str, tuple[int, int, str | None]]:
+    """The two linears of an MLP."""
+    return {"up.weight": (slices, 0, None), "down.weight": (slices, 1, "up.weight")}
+
+
+@pytest.mark.parametrize("decision", [Decision.SHARD_KEEP, Decision.REPLICATE])
+@pytest.mark.parametrize(("slices", "hidden"), [(2, 48), (4, 23), (3, 23)])
+def test_the_two_linears_of_an_mlp_kept_or_replicated(slices: int, hidden: int, decision: Decision):
+    torch.manual_seed(0)
+    batches = [torch.randn(3, 6) for _ in range(2)]
+    training = trained(Mlp(hidden, bias=True), batches)
+    check_step(training, in_slices(slices), decision)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("slices", "hidden", "kept_slices"), [(2, 48, 1), (4, 48, 3), (3, 23, 1), (8, 23, 5), (2, 9, 2)]
+)
+def test_some_slices_of_an_mlp_kept(world_size: int, slices: int, hidden: int, kept_slices: int):
+    torch.manual_seed(0)
+    batches = [torch.randn(3, 6) for _ in range(world_size)]
+    training = trained(Mlp(hidden, bias=True), batches)
+    check_step(training, in_slices(slices), kept_slices=kept_slices)
+
+
+def test_some_slices_of_an_embedding_and_a_batched_weight_kept():
+    torch.manual_seed(0)
+    words = [torch.randint(0, 11, (2, 5)) for _ in range(2)]
+    training = trained(Words(), words)
+    check_step(training, {"words.weight": (2, 1, None)}, kept_slices=1)
+    experts = trained(Experts(), [torch.randn(5, 3, 6) for _ in range(2)])
+    for along in (0, 1, 2):
+        check_step(experts, {"weight": (2, along, None)}, kept_slices=1)
+
+
+@pytest.mark.parametrize("kept_slices", range(5))
+def test_what_is_kept_is_not_gathered_again(kept_slices: int):
+    step, ctx = capture_step(Mlp(48, bias=False), torch.randn(3, 6), world_size=2)
+    plan = decided(ctx, AGAIN, bucket_bytes=0)
+    found = predict(step, sliced(plan, in_slices(4), kept_slices), ctx, default_passes())
+    gathered = {
+        name
+        for node in found.backward.graph.nodes
+        if is_collective(node) and (purpose := node.meta["collective"]).gathers
+        for name in purpose.names
+    }
+    assert {name for name in gathered if "#" in name} == {
+        f"{name}#{index}"
+        for name in (UP_AND_DOWN if kept_slices < 4 else ())
+        for index in range(kept_slices, 4)
+    }
+    given = [
+        node.meta["gathered"]
+        for node in found.backward.graph.find_nodes(op="placeholder")
+        if "gathered" in node.meta
+    ]
+    assert sorted(given) == sorted(
+        f"{name}#{index}" for name in UP_AND_DOWN for index in range(kept_slices)
+    )
+
+
+def test_every_slice_that_is_kept_takes_its_own_bytes_and_spares_a_gather():
+    step, ctx = capture_step(Mlp(1 << 12, bias=False), torch.randn(3, 6), world_size=2)
+    tight = ctx.replace(limit_bytes=1)  # no overlap
+    plan = decided(ctx, AGAIN, bucket_bytes=0)
+    said = [
+        predict(step, sliced(plan, in_slices(8), kept), tight, default_passes()).prediction
+        for kept in range(8)
+    ]
+    assert all(one.exposed_seconds > more.exposed_seconds for one, more in itertools.pairwise(said))
+    # With the first few the most is held elsewhere: in the backward, and not at its beginning.
+    slice_bytes = sum(ctx.parameter(name).full_bytes for name in UP_AND_DOWN) // 8
+    more_bytes = [more.peak_bytes - one.peak_bytes for one, more in itertools.pairwise(said)]
+    assert more_bytes[2:] == [slice_bytes] * 5
+    keep = decided(ctx, Decision.SHARD_KEEP, bucket_bytes=0)
+    whole = predict(step, keep, tight, default_passes())
+    assert said[7].peak_bytes < whole.prediction.peak_bytes
 
 
 @pytest.mark.parametrize("along", [0, 1])

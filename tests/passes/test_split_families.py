@@ -89,8 +89,9 @@ def test_layers_that_are_alike_are_split_alike_and_each_by_itself():
         assert all(name.startswith(f"blocks.{number}.") for name, *_ in layer.along)
 
 
-def by_hand(ctx: Context, **slices: int) -> Context:
-    return ctx.replace(slices=tuple((name.replace("__", "."), n) for name, n in slices.items()))
+def by_hand(ctx: Context, kept: int = 0, **slices: int) -> Context:
+    named = ((name.replace("__", "."), n, kept) for name, n in slices.items())
+    return ctx.replace(slices=tuple(named))
 
 
 def test_by_hand_one_layer_and_what_is_sliced_like_it():
