@@ -5,8 +5,8 @@
 Two language models under a memory limit, in fp32 with Adam. For each batch size of a rank the
 planner's plan is beside shard-all (gather again, as FSDP), which may use the same memory for its
 schedule; both with the batch size that is best for them. Predicted, not measured: no such machine
-is here. The paper's gains, beside them, are measured, on another stack (FairScale), and with
-operator splitting, which is not built here yet.
+is here. The paper's gains, beside them, are measured, on another stack (FairScale). Of the first,
+whose many layers are planned by a few, nothing runs in slices here.
 """
 
 from __future__ import annotations

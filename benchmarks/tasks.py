@@ -86,6 +86,23 @@ class WideLayer(nn.Module):
         return logits
 
 
+MANY_WORDS, MANY_WORDS_TOKENS = 1 << 17, 1024
+
+
+class ManyWords(nn.Module):
+    """An embedding and a head of many words, and the loss of guessing the next; [rows, length]."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.words = nn.Embedding(MANY_WORDS, width)
+        self.mix = nn.Linear(width, width)
+        self.head = nn.Linear(width, MANY_WORDS, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.head(torch.tanh(self.mix(self.words(tokens))))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 def convolutional() -> nn.Module:
     """Convolutions of growing width with group norm, then two linear layers."""
     layers: list[nn.Module] = []
@@ -132,5 +149,9 @@ TASKS: dict[str, Task] = {
     "conv net": Task(convolutional, _pictures((16, 3, 32, 32)), learning_rate=1e-4),
     "HF Llama": Task(Llama, words(1024, 4, 128)),
 }
-#: And one that only the benchmark of slices trains.
-ALL_TASKS = {**TASKS, "wide layer": Task(lambda: Scored(WideLayer()), _pictures((64, 1024)))}
+#: And those that only the benchmarks of slices train.
+ALL_TASKS = {
+    **TASKS,
+    "wide layer": Task(lambda: Scored(WideLayer()), _pictures((64, 1024))),
+    "many words": Task(ManyWords, words(MANY_WORDS, 4, MANY_WORDS_TOKENS // 4)),
+}
