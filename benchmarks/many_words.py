@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
+from benchmarks.claims import conclude
 from benchmarks.compare import LOSS_TOLERANCE
 from benchmarks.hosts import Hosts, HostsError
 from benchmarks.launch import measure_on
@@ -103,14 +102,7 @@ def main() -> None:
         f"(predicted {format_bytes(found.predicted_bytes)}); "
         f"DDP: {found.ddp_seconds:.2f} s, {format_bytes(found.ddp_bytes)}"
     )
-    held = claims(found)
-    for claim, holds in held.items():
-        console.print(("[green]yes[/green] " if holds else "[red]no[/red]  ") + claim)
-    record = {"torch": torch.__version__, **dataclasses.asdict(found), "claims": held}
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(record, indent=1) + "\n")
-    if not all(held.values()):
-        sys.exit(1)
+    conclude(console, claims(found), dataclasses.asdict(found), given.out)
 
 
 if __name__ == "__main__":

@@ -17,17 +17,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.claims import conclude
 from benchmarks.compare import LOSS_TOLERANCE
 from benchmarks.hosts import Hosts, HostsError
 from benchmarks.launch import measure_on
@@ -189,20 +188,12 @@ def main() -> None:
         f"under {format_bytes(only.limit_bytes)}: {only.step_seconds:.3f} s a step, "
         f"{format_bytes(only.peak_bytes)} at the peak (DDP: {only.ddp_seconds:.3f} s)"
     )
-    held = claims(rows, only, held_bytes)
-    for claim, holds in held.items():
-        console.print(("[green]yes[/green] " if holds else "[red]no[/red]  ") + claim)
     record = {
-        "torch": torch.__version__,
         "state_bytes": held_bytes,
         "rows": [dataclasses.asdict(row) for row in rows],
         "only": dataclasses.asdict(only),
-        "claims": held,
     }
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(record, indent=1) + "\n")
-    if not all(held.values()):
-        sys.exit(1)
+    conclude(console, claims(rows, only, held_bytes), record, given.out)
 
 
 if __name__ == "__main__":
