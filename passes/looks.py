@@ -12,7 +12,6 @@ from passes.bucket import PACKABLE, Packable, bucket_bytes_for, packed
 from passes.capture import Captured
 from passes.context import Context, Phase
 from passes.decisions import (
-    OF_INPUT,
     Collective,
     Decision,
     ParameterPlan,
@@ -208,18 +207,16 @@ class Looks:
 
         None: its weights are replicated, or not sliced themselves.
         """
-        own = {one.name: one for one in key.splits}
-        split = [own.get(name) for name, along, like in family.layers[0].along]
-        first = split[0]
-        if first is None or (first.along == OF_INPUT) != family.of_input:
+        own = {(one.name, one.along): one for one in key.splits}
+        places = [(name, along) for name, along, _ in family.layers[0].along]
+        if not all(place in own for place in places):
             return 1, None
+        split = [own[place] for place in places]
         by_name = dict(zip((one.name for one in self.ctx.parameters), key.decisions, strict=True))
-        if family.of_input or not all(by_name[one.name].sharded for one in split if one):
-            return first.slices, None
-        kept = [
-            one.slices if by_name[one.name].keeps else one.kept_slices for one in split if one
-        ]
-        return first.slices, sum(kept)
+        if family.of_input or not all(by_name[one.name].sharded for one in split):
+            return split[0].slices, None
+        kept = (one.slices if by_name[one.name].keeps else one.kept_slices for one in split)
+        return split[0].slices, sum(kept)
 
     @functools.cached_property
     def limited(self) -> bool:

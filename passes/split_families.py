@@ -79,6 +79,13 @@ class Family:
         """Whether not the weights but what they are multiplied with is sliced."""
         return self.layers[0].along[0][1] == OF_INPUT
 
+    def is_in(self, other: Family) -> bool:
+        """Whether another one slices all its parameters, and along the same if they are several."""
+        own, theirs = (
+            {name: along for name, along, _ in family.layers[0].along} for family in (self, other)
+        )
+        return own.keys() <= theirs.keys() and (len(own) == 1 or own.items() <= theirs.items())
+
     def into(self, slices: int) -> tuple[Split, ...]:
         """Its parameters in so many slices."""
         return tuple(
@@ -111,14 +118,18 @@ def split_families(captured: Captured, ctx: Context) -> list[Family]:
 
 
 def _families(captured: Captured, ctx: Context, least_bytes: int = 0) -> list[Family]:
-    """The largest first; matrices that are in one are not there by themselves again.
+    """The largest first; a matrix that is in one is not there by itself again.
+
+    Nor are several, if the larger family slices them along the same dimensions. (In a GPT the two
+    linears of an MLP are sliced along what lies between them, or, with the one before, along the
+    residual stream: these are two.)
 
     ``least_bytes``: of the weights that families are looked for of.
     """
     found = sorted(_all(captured, ctx, least_bytes), key=lambda one: -one.layer_bytes)
     kept: list[Family] = []
     for one in found:
-        within = any(one.names <= other.names for other in kept if not other.of_input)
+        within = any(one.is_in(other) for other in kept if not other.of_input)
         batched = any(len(ctx.parameter(name).shape) > 2 for name in one.names)
         if one.of_input or batched or not within:
             kept.append(one)
@@ -175,7 +186,7 @@ def splits_by_hand(
                 f"parameter {name!r} cannot run in slices: no product or embedding reads it, or "
                 "it is too small to be sharded"
             )
-        of_input, layer = max(own, key=lambda pair: pair[0])
+        of_input, layer = max(own, key=lambda pair: _meant(name, *pair))
         if of_input and kept:
             raise ValueError(
                 f"parameter {name!r} is gathered as a whole, as the rows of its input are sliced: "
@@ -190,6 +201,14 @@ def splits_by_hand(
                     f"{slices} and {found[one].slices}: give one number"
                 )
     return tuple(sorted(found.values())), tuple(again)
+
+
+def _meant(name: str, of_input: bool, layer: Layer) -> tuple[bool, bool, int]:
+    """How much a layer is what is meant by naming one of its parameters.
+
+    Its rows are, with what goes with them, or else the smallest group that it is in.
+    """
+    return of_input, layer.along[0][0] == name, -len(layer.along)
 
 
 def _together(

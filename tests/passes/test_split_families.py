@@ -111,6 +111,36 @@ def test_by_hand_one_layer_and_what_is_sliced_like_it():
     assert splits == (Split("head.weight", 2, OF_INPUT),) and again
 
 
+class Residual(nn.Module):
+    """A linear, and an MLP beside which its result goes on; x: [batch, 6]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+        self.up = nn.Linear(6, 24)
+        self.down = nn.Linear(24, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.proj(torch.tanh(x))
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def test_an_mlp_is_sliced_by_what_lies_between_its_linears_whatever_else_it_is_in():
+    captured, ctx = capture_step(Residual(), ROWS, world_size=2)
+    mlp = {"up.weight": 0, "down.weight": 1}
+    found = [
+        {name: along for name, along, _ in family.layers[0].along}
+        for family in split_families(captured, ctx)
+    ]
+    assert mlp in found
+    assert {"proj.weight": 0, "up.weight": 1, "down.weight": 0} in found
+    assert {"down.weight": 0} not in found  # by itself
+    for name in mlp:
+        splits, _ = splits_by_hand(captured, by_hand(ctx, **{name.replace(".", "__"): 2}))
+        assert {one.name: one.along for one in splits} == mlp
+
+
 def test_what_cannot_be_is_refused_and_named():
     captured, ctx = capture_step(Mlp(48, bias=True), ROWS, world_size=2)
     with pytest.raises(ValueError, match=r"'up\.bias' cannot run in slices"):
