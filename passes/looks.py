@@ -168,11 +168,14 @@ class Looks:
         """Another decision for some parameters; only of what is gathered again slices are kept."""
         if not any(one.kept_slices for one in key.splits):
             return key._replace(decisions=tuple(decisions))
-        by_name = dict(zip((one.name for one in self.ctx.parameters), decisions, strict=True))
+        by_name = self._by_name(decisions)
         splits = (
             one if by_name[one.name].again else one._replace(kept_slices=0) for one in key.splits
         )
         return key._replace(decisions=tuple(decisions), splits=tuple(splits))
+
+    def _by_name(self, decisions: Sequence[Decision]) -> dict[str, Decision]:
+        return dict(zip((one.name for one in self.ctx.parameters), decisions, strict=True))
 
     def slicing(self, key: Key, family: Family, slices: int, kept: int | None = None) -> Key:
         """The same with a family in so many slices; 1: whole.
@@ -212,7 +215,7 @@ class Looks:
         if not all(place in own for place in places):
             return 1, None
         split = [own[place] for place in places]
-        by_name = dict(zip((one.name for one in self.ctx.parameters), key.decisions, strict=True))
+        by_name = self._by_name(key.decisions)
         if family.of_input or not all(by_name[one.name].sharded for one in split):
             return split[0].slices, None
         kept = (one.slices if by_name[one.name].keeps else one.kept_slices for one in split)

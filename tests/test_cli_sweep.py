@@ -76,6 +76,11 @@ def network(bytes_per_second: float, latency_seconds: float = 1e-6) -> Hardware:
 
 
 def test_more_of_anything_is_never_slower_and_fsdp_is_never_faster(traced):
+    in_slices = traced  # as fast under the least limit as under none, on a fast network
+
+    def traced(batch, length):
+        return dataclasses.replace(in_slices(batch, length), slices=())
+
     free = traced(8, None).plan({"ranks": 4}, network(1e9)).prediction.peak_bytes
     least = traced(8, None).least_bytes({"ranks": 4}, network(1e9))
     grid = Grid(
@@ -98,12 +103,9 @@ def test_more_of_anything_is_never_slower_and_fsdp_is_never_faster(traced):
         assert point.limit_bytes is None or point.best.said.peak_bytes <= point.limit_bytes
         assert point.without_limit >= 1 and point.without_bandwidth >= 0.999
         assert point.fsdp is None or point.times_fsdp >= 1
-    gained = []
     for bandwidth in grid.bandwidths:
         rates = [reached[bandwidth, limit].best.rate for limit in grid.limits[1:]]
-        assert rates == sorted(rates)
-        gained.append(rates[-1] > rates[0])
-    assert any(gained)  # in slices a step may be as fast under the least limit as under none
+        assert rates == sorted(rates) and rates[-1] > rates[0]
     for limit in grid.limits[1:]:
         rates = [reached[bandwidth, limit].best.rate for bandwidth in grid.bandwidths]
         assert all(more >= 0.98 * less for less, more in itertools.pairwise(rates))
