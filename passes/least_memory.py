@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 from passes.bucket import bucket_bytes_for
 from passes.bucket_sizes import BUCKET_MISSES
 from passes.decisions import Plan, Prediction
@@ -12,8 +10,8 @@ from passes.looks import LEAST_BUCKET_BYTES, Key, Looks
 from passes.predict import predict
 from passes.slice_some import SLICES
 
-#: How many plans a descent may look at.
-_MOST_LOOKS = 48
+#: How many plans a descent may look at, and how many of the leanest are tried in slices.
+_MOST_LOOKS, _MOST_STARTS = 48, 2
 
 
 def least_memory(looks: Looks) -> Prediction:
@@ -64,6 +62,18 @@ def least_memory(looks: Looks) -> Prediction:
                             break
         return best
 
+    def sliced(best: Key) -> Key:
+        """In slices what spares most, then what does beside that."""
+        improved = True
+        while improved and not looks.fits(known[best][1]):
+            before = best
+            for family in looks.families:
+                best = min(best, looks.slicing(before, family, SLICES[-1], 0), key=peak)
+                if looks.fits(known[best][1]):
+                    break
+            improved = best != before
+        return best
+
     # Where all weights of a step fit into one bucket, smaller ones decide what is best.
     best = min(starts, key=peak)
     if not looks.fits(known[best][1]):
@@ -76,15 +86,15 @@ def least_memory(looks: Looks) -> Prediction:
     best = descended(best, flat)
     if flat != looks.choices:
         best = descended(best, looks.choices)
-    without = best
+    without, starting = best, [best]
     for one in [] if looks.fits(known[best][1]) else looks.sets:
-        best = min(best, without.recomputing(one), key=peak)
+        starting.append(without.recomputing(one))
+        best = min(best, starting[-1], key=peak)
         if looks.fits(known[best][1]):
             break
-    for family, slices in itertools.product(looks.families, SLICES):
-        if looks.fits(known[best][1]):
-            break
-        best = min(best, looks.slicing(best, family, slices, 0), key=peak)
+    for start in sorted(starting, key=peak)[:_MOST_STARTS]:
+        if not looks.fits(known[best][1]):
+            best = min(best, sliced(start), key=peak)
     if best is not without:
         best = descended(best, looks.choices)
     chosen, misses = known[best], 0
