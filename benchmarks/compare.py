@@ -140,8 +140,10 @@ def run(
     """Measure every way. A way that fails is told, and the others go on."""
     rows = {name: Row(name, ROWS[name]) for name in names}
     with tempfile.TemporaryDirectory(prefix="osdp-bench-cache") as folder:
-        cache = Path(folder)
-        for limit in _swept(hosts, work, limits, cache) if limits else ():
+        cache = Path(folder) / "code"
+        # As a user has it: what a limit is feasible by is what it is planned by.
+        profiles = Path(folder) / "profiles" if limits else None
+        for limit in _swept(hosts, work, limits, cache, profiles) if limits else ():
             name = f"osdp, limit {format_bytes(limit)}"
             rows[name] = Row(name, "osdp", {"memory_limit": limit})
         told_rates = [rows[name] for name in (OVERLAP, KEEP_OVERLAP) if name in rows]
@@ -161,7 +163,7 @@ def run(
                 if name == LIMITED:
                     row.options = {"memory_limit": rows["FSDP2"].peak_bytes}
                 try:
-                    got = measure_on(hosts, work, row.way, phase, row.options, cache)
+                    got = measure_on(hosts, work, row.way, phase, row.options, cache, profiles)
                 except HostsError as error:
                     row.failed = str(error)
                     console.print(row.failed, style="red", markup=False, soft_wrap=True)
@@ -170,10 +172,16 @@ def run(
     return list(rows.values())
 
 
-def _swept(hosts: Hosts, work: Work, count: int, cache: Path) -> list[int]:
+def _swept(
+    hosts: Hosts, work: Work, count: int, cache: Path, profiles: Path | None
+) -> list[int]:
     """Limits from the least that is feasible to what is used without one, evenly spaced."""
-    least = measure_on(hosts, work, "osdp", "least", {"memory_limit": 1}, cache)["least_bytes"]
-    most = measure_on(hosts, work, "osdp", "least", {}, cache)["least_bytes"]
+
+    def bytes_of(**options: int) -> int:
+        found = measure_on(hosts, work, "osdp", "least", options, cache, profiles)
+        return int(found["least_bytes"])
+
+    least, most = bytes_of(memory_limit=1), bytes_of()
     return [least + (most - least) * i // max(1, count - 1) for i in range(count)]
 
 

@@ -47,6 +47,12 @@ def fsdp2(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     return model
 
 
+def fsdp2_as_one(model: nn.Module, options: dict[str, Any]) -> nn.Module:
+    """fully_shard on the root alone: what a model of one block is cut into."""
+    fully_shard(model)
+    return model
+
+
 def fsdp2_compiled(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     """fully_shard, and every block compiled."""
     for unit in units(model):
@@ -91,6 +97,7 @@ WAYS: dict[str, Way] = {
     "DDP": ddp,
     "DDP + compile": ddp_compiled,
     "FSDP2": fsdp2,
+    "FSDP2 as one": fsdp2_as_one,
     "FSDP2 + compile": fsdp2_compiled,
     "SimpleFSDP + compile": simple_fsdp_compiled,
     "SimpleFSDP + overlap": simple_fsdp_overlap,
