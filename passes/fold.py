@@ -15,6 +15,7 @@ inner layers are alike, one by one, and each layer reads from its neighbours onl
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Hashable, Sequence
 
@@ -26,9 +27,19 @@ from passes.capture import Captured
 from passes.context import Context, Parameter, Phase
 from passes.decisions import Decision, Plan
 from passes.flops import flops_of
-from passes.graph import bytes_of, fake_mode_of, group_of, is_collective, once, output_node, root_of
+from passes.graph import (
+    bytes_of,
+    copy_module,
+    fake_mode_of,
+    group_of,
+    is_collective,
+    once,
+    output_node,
+    root_of,
+)
 from passes.markers import LEFT_OUT, UNSHARD
 from passes.memory import STATIC
+from passes.recompute import KEY, RECOMPUTED, keys_of, recompute, recomputed
 from passes.simulate import Simulation
 from passes.slices import parameter_of
 
@@ -36,9 +47,8 @@ from passes.slices import parameter_of
 _ENDS = 3
 #: The fewest that are worth it.
 _FEWEST_LAYERS = 8
-#: meta keys: a node's layer; that it is the one by which its layer is timed; that the layers left
-#: out were before it.
-_LAYER, _ANCHOR, _CUT = "layer", "anchor", "cut"
+#: meta keys: a node's layer; that it is the one by which its layer is timed.
+_LAYER, _ANCHOR = "layer", "anchor"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,13 +57,14 @@ class Folded:
 
     ``layers``: the parameters of every layer, alike ones at the same place, in the order in which
     the layers run. ``inner``: those that are left out, by their place in it.
-    ``saved_bytes``: what each of these saves for the backward.
+    ``operators``: the keys of the forward's operators in every layer but the first and the last,
+    alike ones at the same place (:func:`passes.recompute.keys_of`).
     """
 
     captured: Captured
     layers: tuple[tuple[str, ...], ...]
     inner: range
-    saved_bytes: int
+    operators: tuple[tuple[str, ...], ...]
 
     def decisions(self, layer: int, plan: Plan) -> tuple[Decision, ...]:
         """A layer's decisions."""
@@ -73,6 +84,20 @@ class Folded:
         raise ValueError(
             f"layer {layer} of a folded step has other decisions than both layers "
             f"{self.inner[0] - 1} and {self.inner[-1] + 1}: it cannot be priced"
+        )
+
+    @functools.cached_property
+    def alike(self) -> dict[str, tuple[str, ...]]:
+        """Of the key of an operator of a layer those of all layers' that are like it."""
+        return {key: own for own in zip(*self.operators, strict=True) for key in own}
+
+    def without_inner(self, plan: Plan) -> Plan:
+        """A plan that recomputes nothing of what is left out."""
+        first = self.inner[0] - 1  # the first and the last layer are not in ``operators``
+        gone = {key for own in self.operators[first : first + len(self.inner)] for key in own}
+        return plan.replace(
+            recompute=tuple(key for key in plan.recompute if key not in gone),
+            also_save=tuple(key for key in plan.also_save if key not in gone),
         )
 
     def layer_bytes(self, ctx: Context) -> int:
@@ -96,6 +121,8 @@ def fold(captured: Captured, parameters: Sequence[Parameter]) -> Folded | None:
     inner = range(_ENDS, len(layers) - _ENDS)
     number = {name: index + 1 for index, names in enumerate(layers) for name in names}
     saved_in: dict[str, int] = {}  # layers of forward nodes, by their names
+    keys = keys_of(captured.forward.graph)
+    operators: list[list[str]] = [[] for _ in layers]
     graphs: list[fx.GraphModule] = []
     for gm, phase in (
         (captured.forward, Phase.FORWARD),
@@ -104,13 +131,16 @@ def fold(captured: Captured, parameters: Sequence[Parameter]) -> Folded | None:
         layer = _layers_of_nodes(gm.graph, phase, number, saved_in, len(layers))
         if phase is Phase.FORWARD:
             saved_in = {node.name: layer[node] for node in gm.graph.nodes}
-            saved_bytes = _saved_bytes(gm.graph, layer, inner[0] + 1)
-        cut = _cut(gm, phase, layer, inner, number)
+            for node, key in keys.items():
+                if layer[node]:
+                    operators[layer[node] - 1].append(key)
+        cut = _cut(gm, phase, layer, inner, number, keys)
         if cut is None:
             return None
         graphs.append(cut)
     forward, backward = graphs
-    return Folded(Captured(forward, backward), layers, inner, saved_bytes)
+    alike = tuple(map(tuple, operators[1:-1]))
+    return Folded(Captured(forward, backward), layers, inner, alike)
 
 
 def layers_of(captured: Captured, parameters: Sequence[Parameter]) -> tuple[tuple[str, ...], ...]:
@@ -168,13 +198,15 @@ def _layers_of_nodes(
     return layer
 
 
-def _saved_bytes(forward: fx.Graph, layer: dict[fx.Node, int], number: int) -> int:
+def _saved_bytes(forward: fx.Graph, number: int) -> int:
     """Bytes that the forward keeps of one layer, views of one tensor counted once."""
     roots = dict.fromkeys(map(root_of, output_node(forward).all_input_nodes))
     return sum(
         bytes_of(node.meta["val"])
         for node in roots
-        if layer[node] == number and not node.meta.get(STATIC) and node.target is not UNSHARD
+        if node.meta.get(_LAYER) == number
+        and not node.meta.get(STATIC)
+        and node.target is not UNSHARD
     )
 
 
@@ -184,6 +216,7 @@ def _cut(
     layer: dict[fx.Node, int],
     inner: range,
     number: dict[str, int],
+    keys: dict[fx.Node, str],
 ) -> fx.GraphModule | None:
     """The graph without the inner layers; None if they are not alike."""
     members: dict[int, list[fx.Node]] = {}
@@ -226,11 +259,9 @@ def _cut(
             copies[node] = graph.node_copy(node, copy_of)
             copies[node].meta[_LAYER] = layer[node]
             copies[node].meta[_ANCHOR] = layer[node] in alike and place[node] == anchor
-    next_layer = behind if phase is Phase.FORWARD else before
-    first = next(node for node in members[next_layer] if node.op == "call_function")
-    copies[first].meta[_CUT] = True
+            if node in keys:
+                copies[node].meta[KEY] = keys[node]
     return fx.GraphModule(gm, graph)
-
 
 
 def _kinds(
@@ -276,15 +307,16 @@ def _flops(node: fx.Node) -> int:
 def put_in(laid: Captured, folded: Folded, plan: Plan, ctx: Context) -> None:
     """Put what the layers left out hold into graphs that are laid out for a plan."""
     owned = [ctx.parameter(name) for layer in folded.inner for name in folded.layers[layer]]
+    before, behind = folded.inner[0], folded.inner[-1] + 2  # of the nodes, from 1
     saved = {
-        "activations": folded.saved_bytes * len(folded.inner),
+        "activations": _saved_bytes(laid.forward.graph, before) * len(folded.inner),
         "gathered": sum(round(plan[p.name].kept_share * p.full_bytes) for p in owned),
     }
     gradient_bytes = sum(
         p.shard_bytes(ctx.cut(plan.decision(p.name)).ranks) for p in owned if p.requires_grad
     )
     forward, backward = laid.forward.graph, laid.backward.graph
-    ends, behind = _cut_at(forward), _cut_at(backward)
+    ends, begins = _end_before(forward, behind), _end_before(backward, before)
     inputs: list[fx.Node] = []
     last = list(backward.find_nodes(op="placeholder"))[-1]
     for kind, size_bytes in saved.items():
@@ -298,15 +330,21 @@ def put_in(laid: Captured, folded: Folded, plan: Plan, ctx: Context) -> None:
                 node.meta["gathered"] = "the layers left out"
         _return(forward, ends)
     # Layer by layer what was saved is freed and gradients come: never is all of both there.
-    freed = _held(backward, behind, 0, inputs)
+    freed = _held(backward, begins, 0, inputs)
     gradients = _held(backward, freed, gradient_bytes, [freed])
     gradients.meta["gradient_of"] = "the layers left out"
     _return(backward, gradients)
 
 
-def _cut_at(graph: fx.Graph) -> fx.Node:
-    """The node after which the layers left out were."""
-    return next(node for node in graph.nodes if node.meta.get(_CUT)).prev
+def _end_before(graph: fx.Graph, layer: int) -> fx.Node:
+    """The node after which the layers left out were, whose next is this one."""
+    return next(node for node in graph.nodes if _of_its_own(node) == layer).prev
+
+
+def _of_its_own(node: fx.Node) -> int | None:
+    """The layer of an operator that is where it was captured; None of what is recomputed."""
+    own = node.op == "call_function" and RECOMPUTED not in node.meta
+    return node.meta.get(_LAYER) if own else None
 
 
 def _held(
@@ -352,7 +390,11 @@ def seconds_of(
     """
     like_before = sum(folded.is_like_before(layer, plan) for layer in folded.inner)
     like_behind = len(folded.inner) - like_before
-    anchors = {node.meta[_LAYER]: node for node in lowered.nodes if node.meta.get(_ANCHOR)}
+    anchors = {
+        node.meta[_LAYER]: node
+        for node in lowered.nodes
+        if _of_its_own(node) and node.meta.get(_ANCHOR)
+    }
     before, behind = folded.inner[0], folded.inner[-1] + 2  # of the nodes, from 1
     total = Seconds(0.0, 0.0)
     for count, one, other in (
@@ -366,6 +408,33 @@ def seconds_of(
             each = Seconds(max(passed.step, network), passed.compute)
             total = total.plus(each.times(count))
     return total
+
+
+def recomputes_regularly(folded: Folded, one: Plan) -> bool:
+    """Whether as much is computed again between two layers before what is left out as behind it.
+
+    Otherwise the first layers or the last are not like those between, and nothing follows from
+    them. ``one``: of its decisions nothing is asked.
+    """
+    forward, backward = map(copy_module, (folded.captured.forward, folded.captured.backward))
+    if recompute(forward, backward, folded.without_inner(one)):
+        return False
+    anchors, copies = {}, 0
+    for node in backward.graph.nodes:
+        copies += RECOMPUTED in node.meta
+        if _of_its_own(node) and node.meta.get(_ANCHOR):
+            anchors[node.meta[_LAYER]] = copies
+    before, behind = folded.inner[0], folded.inner[-1] + 2  # of the nodes, from 1
+    return anchors[before - 1] - anchors[before] == anchors[behind] - anchors[behind + 1]
+
+
+def recomputed_of(folded: Folded, backward: fx.Graph) -> tuple[int, float]:
+    """Bytes of what a lowered backward and the layers left out compute again, and the seconds."""
+    size_bytes, seconds = recomputed(backward.nodes)
+    one = [node for node in backward.nodes if node.meta.get(_LAYER) == folded.inner[0]]
+    each_bytes, each_seconds = recomputed(one)
+    count = len(folded.inner)
+    return size_bytes + count * each_bytes, seconds + count * each_seconds
 
 
 def _between(graph: fx.Graph, simulation: Simulation, one: fx.Node, other: fx.Node) -> Seconds:

@@ -19,7 +19,7 @@ from passes.decisions import (
     Prediction,
     Split,
 )
-from passes.fold import Folded
+from passes.fold import Folded, recomputes_regularly
 from passes.knapsack import choices_of, together
 from passes.pipeline import Pass
 from passes.predict import Step, predict, state_bytes
@@ -89,8 +89,8 @@ class Looks:
         if isinstance(captured, Folded):  # a bucket of several layers is not seen in it
             self.most_bucket_bytes = min(MOST_BUCKET_BYTES, captured.layer_bytes(ctx))
         self.seen: dict[Key, tuple[Plan, Prediction]] = {}
-        #: Of a folded step: what the last proposal that fits may take (``passes/propose.py``).
-        self.budget_bytes: int | None = None
+        #: Of a folded step: what the last proposal that fits may take, by what is recomputed.
+        self.budgets: dict[RecomputeSet | None, int] = {}
         self.left = self.affordable()  # that refining may still take
         #: Bucket sizes that were priced under the limit: what was seen is the best of them.
         self.sizes: dict[Key, set[int]] = {}
@@ -152,9 +152,22 @@ class Looks:
 
     @functools.cached_property
     def sets(self) -> list[RecomputeSet]:
-        """What may be recomputed, from a little to as much as helps; of a folded step nothing."""
+        """What may be recomputed, from a little to as much as helps.
+
+        Of a folded step the same in every layer but the first and the last.
+        """
         if isinstance(self.captured, Folded):
-            return []
+            folded = self.captured
+            found = recompute_sets(folded.captured, self.ctx, RECOMPUTE_SETS, folded.alike)
+            plans = (
+                self.empty.replace(recompute=one.recompute, also_save=one.also_save)
+                for one in found
+            )
+            return [
+                one
+                for one, plan in zip(found, plans, strict=True)
+                if recomputes_regularly(folded, plan)
+            ]
         return recompute_sets(self.captured, self.ctx, RECOMPUTE_SETS)
 
     @functools.cached_property
@@ -226,14 +239,14 @@ class Looks:
         """Whether the limit takes anything from the fastest of the plans looked at so far.
 
         It may keep it out, or leave its schedule less room than it could use. Of a folded step
-        nothing is recomputed or sliced for it, so it is not asked.
+        only the first is asked, for it has few looks.
         """
-        if self.ctx.limit_bytes is None or isinstance(self.captured, Folded):
+        if self.ctx.limit_bytes is None:
             return False
         fastest = min(self.seen, key=self.seconds)
         plan, said = self.seen[fastest]
-        if not self.fits(said):
-            return True
+        if not self.fits(said) or isinstance(self.captured, Folded):
+            return not self.fits(said)
         _, free = self.price(fastest, self.ctx.replace(limit_bytes=None), plan.bucket_bytes)
         return not self.fits(free)
 

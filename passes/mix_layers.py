@@ -29,6 +29,8 @@ def mix_layers(looks: Looks) -> None:
     fits = looks.fitting()
     promises: list[tuple[float, int, Key, Key]] = []
     for one, other in itertools.product(fast, fits):
+        if (one.recompute, one.also_save) != (other.recompute, other.also_save):
+            continue  # what is recomputed is, in all layers
         over, under = looks.seen[one][1], looks.seen[other][1]
         share = (limit_bytes - under.peak_bytes) / (over.peak_bytes - under.peak_bytes)
         count = int(share * layers)
@@ -50,7 +52,7 @@ def mix_layers(looks: Looks) -> None:
                         number, other.decisions, first.decisions, last.decisions, strict=True
                     )
                 )
-                said = looks.look(Key(mixed))
+                said = looks.look(other._replace(decisions=mixed))
                 if looks.fits(said):
                     best = min(best, said.step_seconds)
                     break

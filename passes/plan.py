@@ -41,7 +41,7 @@ from passes.looks import Looks, orders
 from passes.mix_layers import mix_layers
 from passes.pipeline import Pass
 from passes.predict import predict
-from passes.propose import WEIGHTS, look_at_uniform, propose, recompute_some
+from passes.propose import look_at_uniform, propose_all, recompute_some
 from passes.refine import look_at_all, refine
 from passes.slice_some import slice_some
 from passes.units import format_bytes
@@ -79,8 +79,7 @@ def make_plan(captured: Captured | Folded, ctx: Context, passes: Sequence[Pass])
 def _searched(captured: Captured | Folded, ctx: Context, passes: Sequence[Pass]) -> Plan:
     looks = Looks(captured, ctx, passes)
     look_at_uniform(looks)
-    seconds = {weights: propose(looks, weights) for weights in WEIGHTS}
-    recompute_some(looks, min(seconds, key=seconds.__getitem__))
+    recompute_some(looks, propose_all(looks))
     slice_some(looks)
     if ctx.limit_bytes is not None and looks.feasible(1) is None:
         least = least_memory(looks)

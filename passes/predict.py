@@ -10,7 +10,7 @@ from torch import fx
 from passes.capture import Captured, lay_out
 from passes.context import Context, Phase
 from passes.decisions import Plan, Prediction
-from passes.fold import Folded, Seconds, put_in, seconds_of
+from passes.fold import Folded, Seconds, put_in, recomputed_of, seconds_of
 from passes.graph import bytes_of, output_node, shared_values
 from passes.memory import MEMORY
 from passes.pipeline import Pass, Stage, run
@@ -90,7 +90,7 @@ def predict(
 def _predict(
     captured: Captured, folded: Folded | None, plan: Plan, ctx: Context, passes: Sequence[Pass]
 ) -> Step:
-    laid = lay_out(captured, plan, ctx)
+    laid = lay_out(captured, folded.without_inner(plan) if folded else plan, ctx)
     if folded is not None:
         put_in(laid, folded, plan, ctx)
     state = state_bytes(ctx, plan)
@@ -127,7 +127,10 @@ def _predict(
     peak = {k: v for k, v in max(peaks, key=lambda kinds: sum(kinds.values())).items() if v}
     step_seconds = forward.step_seconds + backward.step_seconds + unseen.step
     compute_seconds = forward.compute_seconds + backward.compute_seconds + unseen.compute
-    recomputed_bytes, recomputed_seconds = recomputed(lowered[1].graph)
+    if folded is None:
+        recomputed_bytes, recomputed_seconds = recomputed(lowered[1].graph.nodes)
+    else:
+        recomputed_bytes, recomputed_seconds = recomputed_of(folded, lowered[1].graph)
     prediction = Prediction(
         step_seconds=step_seconds + update_seconds,
         compute_seconds=compute_seconds + update_seconds,

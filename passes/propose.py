@@ -27,6 +27,20 @@ def look_at_uniform(looks: Looks) -> None:
         looks.look(Key(tuple(o[min(option, len(o) - 1)].decision for o in looks.choices)))
 
 
+def propose_all(looks: Looks) -> tuple[float, float]:
+    """Look at proposals of all weightings; returns that of the fastest plan that fits.
+
+    Of a folded step, where nothing fits by the first, not by the others: only what is recomputed
+    can help then.
+    """
+    seconds: dict[tuple[float, float], float] = {}
+    for weights in WEIGHTS:
+        seconds[weights] = propose(looks, weights)
+        if isinstance(looks.captured, Folded) and seconds[weights] == math.inf:
+            break
+    return min(seconds, key=seconds.__getitem__)
+
+
 def propose(looks: Looks, weights: tuple[float, float], one: RecomputeSet | None = None) -> float:
     """Look at the dynamic programme's plans for ever smaller budgets until one fits.
 
@@ -36,7 +50,7 @@ def propose(looks: Looks, weights: tuple[float, float], one: RecomputeSet | None
     """
     table = Table(looks.tied_choices, weights, looks.ctx)
     limit_bytes = looks.ctx.limit_bytes
-    bounds = (table.most_bytes, limit_bytes, looks.budget_bytes)
+    bounds = (table.most_bytes, limit_bytes, looks.budgets.get(one))
     budget = min(bound for bound in bounds if bound is not None)
     too_much, shrink_bytes, known = budget, table.unit_bytes, len(looks.seen)
     while len(looks.seen) < known + _MOST_TRIES:
@@ -56,7 +70,7 @@ def propose(looks: Looks, weights: tuple[float, float], one: RecomputeSet | None
         return math.inf
     seconds = said.step_seconds
     if isinstance(looks.captured, Folded):  # few looks: ``passes/mix_layers.py`` fits more closely
-        looks.budget_bytes = budget
+        looks.budgets[one] = budget
         return seconds
     for _ in range(_CLOSER_TRIES if limit_bytes is not None else 0):
         between = (budget + too_much) // 2
@@ -86,6 +100,8 @@ def recompute_some(looks: Looks, weights: tuple[float, float]) -> None:
         near = [i for i in (best, best - step, best + step) if 0 <= i < len(looks.sets)]
         best = min(near, key=seconds)
         step //= 2
+    if isinstance(looks.captured, Folded):
+        return
     for other in WEIGHTS:
         if other != weights:
             propose(looks, other, looks.sets[best])

@@ -31,7 +31,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,9 @@ RECOMPUTED = "recomputed"
 #: meta key of what a backward is given: the forward's node that it is, if that has another name.
 SAVES = "saves"
 
+#: meta key of a node whose graph is a part of a step: its key in the whole (:func:`keys_of`).
+KEY = "key"
+
 _SAVE = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 _UNREPEATABLE_TAGS = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
@@ -65,7 +68,7 @@ def keys_of(graph: fx.Graph) -> dict[fx.Node, str]:
     for node in graph.nodes:
         if node.op == "call_function" and node.target is not UNSHARD:
             place = f"{_module_of(node)}:{_operator(node.target)}"
-            found[node] = f"{place}:{counts[place]}"
+            found[node] = node.meta.get(KEY, f"{place}:{counts[place]}")
             counts[place] += 1
     return found
 
@@ -193,9 +196,12 @@ def _drops_nothing(node: fx.Node, target: torch._ops.OpOverload) -> bool:
     return False
 
 
-def recomputed(backward: fx.Graph) -> tuple[int, float]:
-    """Bytes of what an annotated backward was not given but computes again, and the seconds."""
-    copies = [node for node in backward.nodes if RECOMPUTED in node.meta]
+def recomputed(backward: Iterable[fx.Node]) -> tuple[int, float]:
+    """Bytes of what an annotated backward was not given but computes again, and the seconds.
+
+    ``backward``: its nodes, or some of them.
+    """
+    copies = [node for node in backward if RECOMPUTED in node.meta]
     roots = {root_of(node): None for node in copies if node.meta[RECOMPUTED]}
     return (
         sum(bytes_of(root.meta["val"]) for root in roots),

@@ -73,27 +73,67 @@ class _Saved:
     instead: int | None = None
 
 
-def recompute_sets(captured: Captured, ctx: Context, most: int) -> list[RecomputeSet]:
-    """Up to ``most`` sets, each holding less than the one before it and taking longer."""
+def recompute_sets(
+    captured: Captured,
+    ctx: Context,
+    most: int,
+    alike: Mapping[str, Sequence[str]] | None = None,
+) -> list[RecomputeSet]:
+    """Up to ``most`` sets, each holding less than the one before it and taking longer.
+
+    ``alike``: of a key those of all tensors that are recomputed if it is, which need not be in
+    this step (:attr:`passes.fold.Folded.alike`).
+    """
+    alike = alike or {}
     forward = annotate(copy_module(captured.forward), ctx.replace(phase=Phase.FORWARD))
-    saved = _saved_tensors(forward.graph, captured.backward.graph)
+    saved = _all_or_none(_saved_tensors(forward.graph, captured.backward.graph), alike)
     search = _Growing(saved, _seconds_of(forward.graph, ctx))
+    together = _together(saved, alike)
     found: list[frozenset[int]] = []
     for bound_bytes in search.bounds():
         grown = list(search.grow(bound_bytes))
-        found += [*grown[:: len(grown) // _MOST_SAMPLES + 1], *grown[-1:]]
+        sampled = [*grown[:: len(grown) // _MOST_SAMPLES + 1], *grown[-1:]]
+        found += dict.fromkeys(_closed(chosen, together) for chosen in sampled)
+
+    def keys(chosen: Iterable[int]) -> tuple[str, ...]:
+        own = (key for index in chosen for key in saved[index].keys)
+        return tuple(dict.fromkeys(one for key in own for one in alike.get(key, (key,))))
+
     picked: list[RecomputeSet] = []
     for chosen in _spaced(search, found, most):
-        useful = search.without_useless(chosen)
+        useful = _closed(search.without_useless(chosen), together)
         picked.append(
             RecomputeSet(
-                tuple(key for i in sorted(useful) if saved[i].last >= 0 for key in saved[i].keys),
-                tuple(key for i in search.besides(useful) for key in saved[i].keys),
+                keys(index for index in sorted(useful) if saved[index].last >= 0),
+                keys(search.besides(useful)),
                 search.held(useful)[0],
                 search.seconds(useful),
             )
         )
     return picked
+
+
+def _all_or_none(saved: list[_Saved], alike: Mapping[str, Sequence[str]]) -> list[_Saved]:
+    """Without the chain of what is like something that nothing can compute again."""
+    own = _together(saved, alike)
+    return [
+        one if all(saved[i].chain for i in own[index]) else dataclasses.replace(one, chain=())
+        for index, one in enumerate(saved)
+    ]
+
+
+def _together(saved: Sequence[_Saved], alike: Mapping[str, Sequence[str]]) -> list[list[int]]:
+    """Of each tensor all that are recomputed if it is."""
+    found: dict[Sequence[str], list[int]] = {}
+    own = [alike.get(one.keys[0], one.keys) for one in saved]
+    for index, kind in enumerate(own):
+        found.setdefault(kind, []).append(index)
+    return [found[kind] for kind in own]
+
+
+def _closed(chosen: Iterable[int], together: Sequence[Sequence[int]]) -> frozenset[int]:
+    """With all that come with any of them."""
+    return frozenset(other for index in chosen for other in together[index])
 
 
 def _spaced(

@@ -15,9 +15,11 @@ from passes.context import Context
 from passes.decisions import Decision, Plan
 from passes.fold import Folded, fold, layers_of
 from passes.hardware import Hardware, LinkRate
+from passes.looks import Looks
 from passes.pipeline import default_passes
 from passes.plan import Infeasible, make_plan
 from passes.predict import Step, predict
+from passes.recompute_sets import RecomputeSet
 from tests.passes.captures import capture_step
 from tests.passes.graphs import hardware, plan_of
 
@@ -134,6 +136,57 @@ def test_a_folded_step_takes_as_much_memory_as_the_whole(mix):
     assert few.prediction.step_seconds == pytest.approx(whole.prediction.step_seconds, rel=0.04)
 
 
+@functools.cache
+def sets() -> list[RecomputeSet]:
+    ctx = captured()[1].replace(hardware=network(NETWORKS["even"]))
+    return Looks(folded(), ctx, PASSES).sets
+
+
+def test_what_is_recomputed_is_in_all_layers():
+    assert len(sets()) > 1
+    alike = folded().alike
+    for one in sets():
+        of_layers = [key for key in (*one.recompute, *one.also_save) if key in alike]
+        assert of_layers
+        for key in of_layers:
+            assert len(alike[key]) == LAYERS - 2
+            assert {*alike[key]} <= {*one.recompute, *one.also_save}
+
+
+@pytest.mark.parametrize("number", (0, 1), ids=["a little", "as much as helps"])
+@pytest.mark.parametrize("mix", MIXES[2:], ids="-".join)
+def test_a_folded_step_that_recomputes_is_like_the_whole(mix, number):
+    _, ctx = captured()
+    ctx = ctx.replace(hardware=network(NETWORKS["even"]))
+    one = sets()[-number]
+    plan = decided(mix, ctx)
+    saving, _ = both(plan, ctx.replace(limit_bytes=0))
+    plan = plan.replace(recompute=one.recompute, also_save=one.also_save)
+    whole, few = both(plan, ctx.replace(limit_bytes=0))
+    assert whole.prediction.peak_bytes < saving.prediction.peak_bytes
+    assert few.prediction.peak_bytes == pytest.approx(whole.prediction.peak_bytes, rel=0.05)
+    whole, few = both(plan, ctx)
+    assert few.prediction.step_seconds == pytest.approx(whole.prediction.step_seconds, rel=0.02)
+    assert few.prediction.recomputed_bytes == whole.prediction.recomputed_bytes > 0
+    assert few.prediction.recomputed_seconds == pytest.approx(
+        whole.prediction.recomputed_seconds, rel=0.01
+    )
+
+
+def test_a_limit_that_only_recomputing_keeps_is_kept_by_the_whole_step():
+    step, ctx = captured()
+    ctx = ctx.replace(hardware=network(NETWORKS["even"]))
+    everything_again = decided(("shard_again", "shard_again"), ctx)
+    saving, _ = both(everything_again, ctx.replace(limit_bytes=0))
+    limit_bytes = int(0.85 * saving.prediction.peak_bytes)
+    limited = ctx.replace(limit_bytes=limit_bytes)
+    plan = make_plan(folded(), limited, PASSES)
+    assert plan.recompute and plan.prediction.peak_bytes <= limit_bytes
+    there = predict(step, plan, limited.replace(deciding=True), PASSES).prediction
+    assert there.peak_bytes <= 1.05 * limit_bytes
+    assert there.step_seconds == pytest.approx(plan.prediction.step_seconds, rel=0.05)
+
+
 def test_layers_are_found_in_the_order_they_run():
     layers = layers_of(captured()[0], captured()[1].parameters)
     assert len(layers) == LAYERS
@@ -168,7 +221,7 @@ def least_bytes(ctx: Context) -> int:
 
 def test_a_plan_of_a_folded_step_is_near_that_of_the_whole(monkeypatch):
     """And between plans for all layers alike there are some for which others fit."""
-    # Of a folded step nothing is recomputed, and nothing runs in slices.
+    # Of a folded step nothing runs in slices; recomputing has tests of its own.
     monkeypatch.setattr("passes.looks.recompute_sets", lambda *_: [])
     step, ctx = captured()
     ctx = ctx.replace(hardware=network(NETWORKS["slow"]), slices=())
