@@ -181,7 +181,9 @@ def _swept(
         found = measure_on(hosts, work, "osdp", "least", options, cache, profiles)
         return int(found["least_bytes"])
 
-    least, most = bytes_of(memory_limit=1), bytes_of()
+    # Under one byte nothing can be measured: a limit that is nearly enough finds what is said
+    # of the least one with the profile that it will be planned by.
+    least, most = bytes_of(memory_limit=bytes_of(memory_limit=1) * 9 // 10), bytes_of()
     return [least + (most - least) * i // max(1, count - 1) for i in range(count)]
 
 

@@ -48,7 +48,6 @@ from osdp_compile.unmarked import only_reads, unmarked
 from passes.capture import Captured, NothingSaved
 from passes.context import Context
 from passes.decisions import Plan
-from passes.hardware import Hardware
 from passes.pipeline import Pass, default_passes, validate
 from passes.plan import complete
 from passes.predict import state_bytes
@@ -211,32 +210,31 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
         captured.append(step.captured(context, passes))
         return options.hardware is None and backend_of(group, device.type) != "fake"
 
-    def decide() -> tuple[Plan, Hardware]:
+    def decide() -> Plan:
         if not captured:
-            return given[0], context.hardware
+            return given[0]
         if given:
             try:
-                return complete(given[0], captured[0], context, passes), context.hardware
+                return complete(given[0], captured[0], context, passes)
             except NothingSaved as error:
                 raise PlanMismatch(f"the plan given in options does not fit: {error}") from None
         asked = context.replace(slices=slices_of(options.slices, context.parameters))
-        return planned_whole(captured[0], asked, passes), context.hardware
+        return planned_whole(captured[0], asked, passes)
 
     measures = from_rank_zero(prepare, group)
     if measures:
         first = captured[0] if captured else None
         hardware = with_step_seconds(first, context, group, device, spare_bytes)
-        context = context.replace(hardware=hardware)
-    plan, hardware = from_rank_zero(decide, group)
-    if measures:
+    hardware = from_rank_zero(lambda: hardware, group)
+    context = context.replace(
+        hardware=hardware, levels=levels_of(levels, hardware, by_exchange)
+    )
+    if measures:  # also if the limit is refused: the one that the error names is of this profile
         keep(hardware, group, device, along)
+    plan = from_rank_zero(decide, group)
     for one in (group, *along.values()):
         register_group(one)
-    context = context.replace(
-        plan=plan,
-        hardware=hardware,
-        levels=levels_of(levels, hardware, by_exchange),  # of rank 0's profile
-    )
+    context = context.replace(plan=plan)
     renewed = step.lay_out(context, optimizers)
     state = state_bytes(context, plan)
     context = context.replace(

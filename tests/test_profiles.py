@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 import socket
@@ -12,8 +13,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from osdp_compile import profiles
+from osdp_compile import InfeasibleLimit, plan_of, profiles
 from osdp_compile.errors import OsdpError
 from osdp_compile.profiles import cache_folder, hardware_of
 from passes.hardware import Hardware, LinkRate, generic
@@ -173,6 +175,35 @@ def test_the_times_of_operators_are_kept_too(two_ranks, tmp_path):
     assert len(files(tmp_path)) == 1
     # Where nothing is kept on disk it holds for the process.
     assert two_ranks.run(with_a_kernel, "") == [[kernel, {}]] * 2
+
+
+def refused_and_planned(rank, world_size, folder):
+    """The least limit that a refused one names; whether it works, as the first did not, next."""
+    model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
+    optimizer = torch.optim.AdamW(model.parameters())
+    given = torch.ones(64, 256)
+
+    def first_call(limit_bytes):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="osdp", options={"memory_limit": limit_bytes})
+        with mock.patch.dict(profiles._in_process, clear=True):  # as a run of its own
+            compiled(given).sum().backward()
+
+    with mock.patch.dict(os.environ, {"OSDP_CACHE_DIR": folder}):
+        with pytest.raises(InfeasibleLimit) as refused:
+            first_call(5 << 20)  # two linears of 1 MiB, with their gradients and Adam's state
+        (kept,) = files(Path(folder))
+        kernels = len(json.loads(kept.read_text())["kernel_seconds"])
+        first_call(refused.value.least_bytes)
+    assert optimizer.param_groups
+    return kernels, refused.value.least_bytes, plan_of(model).prediction.peak_bytes
+
+
+def test_the_limit_that_an_error_names_works_in_the_next_run(two_ranks, tmp_path):
+    """By the same profile: what was measured is kept although nothing was planned."""
+    for kernels, least_bytes, peak_bytes in two_ranks.run(refused_and_planned, str(tmp_path)):
+        assert kernels
+        assert peak_bytes <= least_bytes
 
 
 def along(rank, world_size, dimension):
