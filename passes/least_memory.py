@@ -74,20 +74,21 @@ def least_memory(looks: Looks) -> Prediction:
             improved = best != before
         return best
 
-    # Where all weights of a step fit into one bucket, smaller ones decide what is best.
+    # Where all weights of a step fit into one bucket, smaller ones decide what is best; where
+    # something else takes the most for now, they will once that is spared.
     best = min(starts, key=peak)
     if not looks.fits(known[best][1]):
         smaller = [(size_bytes // factor, key) for factor in (4, 16) for key in starts]
         found = {one: priced(one[1], one[0]) for one in smaller if one[0]}
-        least = min(found, key=lambda one: found[one][1].peak_bytes)
-        if found[least][1].peak_bytes < peak(best):
+        least = min(found, key=lambda one: (found[one][1].peak_bytes, one[0]))
+        if found[least][1].peak_bytes <= peak(best):
             size_bytes, best = least
             known = {best: found[least]}
     best = descended(best, flat)
     if flat != looks.choices:
         best = descended(best, looks.choices)
     without, starting = best, [best]
-    for one in [] if looks.fits(known[best][1]) else looks.sets:
+    for one in [] if looks.fits(known[best][1]) else looks.lean_sets:
         starting.append(without.recomputing(one))
         best = min(best, starting[-1], key=peak)
         if looks.fits(known[best][1]):

@@ -20,6 +20,7 @@ from passes.decisions import (
     Split,
 )
 from passes.fold import Folded, recomputes_regularly
+from passes.hardware import generic
 from passes.knapsack import choices_of, together
 from passes.pipeline import Pass
 from passes.predict import Step, predict, state_bytes
@@ -156,19 +157,28 @@ class Looks:
 
         Of a folded step the same in every layer but the first and the last.
         """
-        if isinstance(self.captured, Folded):
-            folded = self.captured
-            found = recompute_sets(folded.captured, self.ctx, RECOMPUTE_SETS, folded.alike)
-            plans = (
-                self.empty.replace(recompute=one.recompute, also_save=one.also_save)
-                for one in found
-            )
-            return [
-                one
-                for one, plan in zip(found, plans, strict=True)
-                if recomputes_regularly(folded, plan)
-            ]
-        return recompute_sets(self.captured, self.ctx, RECOMPUTE_SETS)
+        return self._sets(self.ctx)
+
+    @functools.cached_property
+    def lean_sets(self) -> list[RecomputeSet]:
+        """The same at prices that are not this machine's.
+
+        What takes the least memory must not differ from one measuring to the next.
+        """
+        return self._sets(self.ctx.replace(hardware=generic()))
+
+    def _sets(self, ctx: Context) -> list[RecomputeSet]:
+        if not isinstance(self.captured, Folded):
+            return recompute_sets(self.captured, ctx, RECOMPUTE_SETS)
+        found = recompute_sets(self.captured.captured, ctx, RECOMPUTE_SETS, self.captured.alike)
+        plans = [
+            self.empty.replace(recompute=one.recompute, also_save=one.also_save) for one in found
+        ]
+        return [
+            one
+            for one, plan in zip(found, plans, strict=True)
+            if recomputes_regularly(self.captured, plan)
+        ]
 
     @functools.cached_property
     def families(self) -> list[Family]:

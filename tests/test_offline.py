@@ -16,7 +16,7 @@ from osdp_compile.trace import fake_world
 from passes.hardware import generic
 from tests.training import SLOW
 
-SMALL = GPTConfig(vocab=61, layers=2, width=64, heads=2, context=12)
+SMALL = GPTConfig(vocab=61, layers=1, width=64, heads=2, context=12)
 
 
 def batch(rows: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,7 +42,7 @@ def first_call_plan(model: nn.Module, args, world_size: int, **options) -> Plan:
     return found
 
 
-@pytest.mark.parametrize("limit", [None, "600KiB"])
+@pytest.mark.parametrize("limit", [None, "400KiB"])
 def test_the_plan_is_that_of_the_first_call(limit):
     options = {} if limit is None else {"memory_limit": limit}
     offline = osdp_compile.plan(on_meta(), batch(), world_size=8, hardware=SLOW, **options)
