@@ -141,7 +141,7 @@ def run(
     rows = {name: Row(name, ROWS[name]) for name in names}
     with tempfile.TemporaryDirectory(prefix="osdp-bench-cache") as folder:
         cache = Path(folder) / "code"
-        # As a user has it: what a limit is feasible by is what it is planned by.
+        # As users have it: measured once and kept.
         profiles = Path(folder) / "profiles" if limits else None
         for limit in _swept(hosts, work, limits, cache, profiles) if limits else ():
             name = f"osdp, limit {format_bytes(limit)}"
@@ -181,9 +181,7 @@ def _swept(
         found = measure_on(hosts, work, "osdp", "least", options, cache, profiles)
         return int(found["least_bytes"])
 
-    # Under one byte nothing can be measured: a limit that is nearly enough finds what is said
-    # of the least one with the profile that it will be planned by.
-    least, most = bytes_of(memory_limit=bytes_of(memory_limit=1) * 9 // 10), bytes_of()
+    least, most = bytes_of(memory_limit=1), bytes_of()
     return [least + (most - least) * i // max(1, count - 1) for i in range(count)]
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Hashable, Sequence
 
@@ -91,10 +92,21 @@ class Folded:
         """Of the key of an operator of a layer those of all layers' that are like it."""
         return {key: own for own in zip(*self.operators, strict=True) for key in own}
 
+    @functools.cached_property
+    def _gone(self) -> frozenset[str]:
+        """The keys of the operators that are left out."""
+        first = self.inner[0] - 1  # the first and the last layer are not in ``operators``
+        left_out = self.operators[first : first + len(self.inner)]
+        return frozenset(key for own in left_out for key in own)
+
+    @property
+    def at_the_cut(self) -> tuple[int, int]:
+        """The layers before and behind what is left out, as nodes count them: from 1."""
+        return self.inner[0], self.inner[-1] + 2
+
     def without_inner(self, plan: Plan) -> Plan:
         """A plan that recomputes nothing of what is left out."""
-        first = self.inner[0] - 1  # the first and the last layer are not in ``operators``
-        gone = {key for own in self.operators[first : first + len(self.inner)] for key in own}
+        gone = self._gone
         return plan.replace(
             recompute=tuple(key for key in plan.recompute if key not in gone),
             also_save=tuple(key for key in plan.also_save if key not in gone),
@@ -307,7 +319,7 @@ def _flops(node: fx.Node) -> int:
 def put_in(laid: Captured, folded: Folded, plan: Plan, ctx: Context) -> None:
     """Put what the layers left out hold into graphs that are laid out for a plan."""
     owned = [ctx.parameter(name) for layer in folded.inner for name in folded.layers[layer]]
-    before, behind = folded.inner[0], folded.inner[-1] + 2  # of the nodes, from 1
+    before, behind = folded.at_the_cut
     saved = {
         "activations": _saved_bytes(laid.forward.graph, before) * len(folded.inner),
         "gathered": sum(round(plan[p.name].kept_share * p.full_bytes) for p in owned),
@@ -390,12 +402,8 @@ def seconds_of(
     """
     like_before = sum(folded.is_like_before(layer, plan) for layer in folded.inner)
     like_behind = len(folded.inner) - like_before
-    anchors = {
-        node.meta[_LAYER]: node
-        for node in lowered.nodes
-        if _of_its_own(node) and node.meta.get(_ANCHOR)
-    }
-    before, behind = folded.inner[0], folded.inner[-1] + 2  # of the nodes, from 1
+    anchors = _anchors(lowered)
+    before, behind = folded.at_the_cut
     total = Seconds(0.0, 0.0)
     for count, one, other in (
         (like_before, before - 1, before),
@@ -419,22 +427,33 @@ def recomputes_regularly(folded: Folded, one: Plan) -> bool:
     forward, backward = map(copy_module, (folded.captured.forward, folded.captured.backward))
     if recompute(forward, backward, folded.without_inner(one)):
         return False
-    anchors, copies = {}, 0
-    for node in backward.graph.nodes:
-        copies += RECOMPUTED in node.meta
-        if _of_its_own(node) and node.meta.get(_ANCHOR):
-            anchors[node.meta[_LAYER]] = copies
-    before, behind = folded.inner[0], folded.inner[-1] + 2  # of the nodes, from 1
-    return anchors[before - 1] - anchors[before] == anchors[behind] - anchors[behind + 1]
+    copied = itertools.accumulate(RECOMPUTED in node.meta for node in backward.graph.nodes)
+    until = dict(zip(backward.graph.nodes, copied, strict=True))
+    anchors = _anchors(backward.graph)
+    before, behind = folded.at_the_cut
+    return (
+        until[anchors[before - 1]] - until[anchors[before]]
+        == until[anchors[behind]] - until[anchors[behind + 1]]
+    )
 
 
 def recomputed_of(folded: Folded, backward: fx.Graph) -> tuple[int, float]:
     """Bytes of what a lowered backward and the layers left out compute again, and the seconds."""
     size_bytes, seconds = recomputed(backward.nodes)
-    one = [node for node in backward.nodes if node.meta.get(_LAYER) == folded.inner[0]]
+    before, _ = folded.at_the_cut
+    one = [node for node in backward.nodes if node.meta.get(_LAYER) == before]
     each_bytes, each_seconds = recomputed(one)
     count = len(folded.inner)
     return size_bytes + count * each_bytes, seconds + count * each_seconds
+
+
+def _anchors(graph: fx.Graph) -> dict[int, fx.Node]:
+    """By layer the node that the layer is timed by."""
+    return {
+        node.meta[_LAYER]: node
+        for node in graph.nodes
+        if _of_its_own(node) and node.meta.get(_ANCHOR)
+    }
 
 
 def _between(graph: fx.Graph, simulation: Simulation, one: fx.Node, other: fx.Node) -> Seconds:

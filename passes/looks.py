@@ -171,13 +171,13 @@ class Looks:
         if not isinstance(self.captured, Folded):
             return recompute_sets(self.captured, ctx, RECOMPUTE_SETS)
         found = recompute_sets(self.captured.captured, ctx, RECOMPUTE_SETS, self.captured.alike)
-        plans = [
-            self.empty.replace(recompute=one.recompute, also_save=one.also_save) for one in found
-        ]
         return [
             one
-            for one, plan in zip(found, plans, strict=True)
-            if recomputes_regularly(self.captured, plan)
+            for one in found
+            if recomputes_regularly(
+                self.captured,
+                self.empty.replace(recompute=one.recompute, also_save=one.also_save),
+            )
         ]
 
     @functools.cached_property
@@ -255,8 +255,9 @@ class Looks:
             return False
         fastest = min(self.seen, key=self.seconds)
         plan, said = self.seen[fastest]
-        if not self.fits(said) or isinstance(self.captured, Folded):
-            return not self.fits(said)
+        fits = self.fits(said)
+        if not fits or isinstance(self.captured, Folded):
+            return not fits
         _, free = self.price(fastest, self.ctx.replace(limit_bytes=None), plan.bucket_bytes)
         return not self.fits(free)
 

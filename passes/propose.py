@@ -100,7 +100,7 @@ def recompute_some(looks: Looks, weights: tuple[float, float]) -> None:
         near = [i for i in (best, best - step, best + step) if 0 <= i < len(looks.sets)]
         best = min(near, key=seconds)
         step //= 2
-    if isinstance(looks.captured, Folded):
+    if isinstance(looks.captured, Folded):  # few looks
         return
     for other in WEIGHTS:
         if other != weights:

@@ -86,9 +86,10 @@ def recompute_sets(
     """
     alike = alike or {}
     forward = annotate(copy_module(captured.forward), ctx.replace(phase=Phase.FORWARD))
-    saved = _all_or_none(_saved_tensors(forward.graph, captured.backward.graph), alike)
-    search = _Growing(saved, _seconds_of(forward.graph, ctx))
+    saved = _saved_tensors(forward.graph, captured.backward.graph)
     together = _together(saved, alike)
+    saved = _all_or_none(saved, together)
+    search = _Growing(saved, _seconds_of(forward.graph, ctx))
     found: list[frozenset[int]] = []
     for bound_bytes in search.bounds():
         grown = list(search.grow(bound_bytes))
@@ -113,12 +114,11 @@ def recompute_sets(
     return picked
 
 
-def _all_or_none(saved: list[_Saved], alike: Mapping[str, Sequence[str]]) -> list[_Saved]:
+def _all_or_none(saved: Sequence[_Saved], together: Sequence[Sequence[int]]) -> list[_Saved]:
     """Without the chain of what is like something that nothing can compute again."""
-    own = _together(saved, alike)
     return [
-        one if all(saved[i].chain for i in own[index]) else dataclasses.replace(one, chain=())
-        for index, one in enumerate(saved)
+        one if all(saved[i].chain for i in own) else dataclasses.replace(one, chain=())
+        for one, own in zip(saved, together, strict=True)
     ]
 
 
