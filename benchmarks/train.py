@@ -4,8 +4,7 @@ Started by the other benchmarks on every rank, with torch.distributed's variable
 ``--phase``: what is measured, for one disturbs the other:
 
 * ``time``: seconds of steps, after warm-up;
-* ``memory``: the peak of tensor bytes since before the model was built, over three steps
-  (the profiler that counts them slows steps down);
+* ``memory``: the peak of tensor bytes since before the model was built, over three steps;
 * ``first``: seconds of the first forward and backward;
 * ``least``: the least memory limit that osdp can hold, or what it predicts if none is given.
 

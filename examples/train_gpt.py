@@ -101,7 +101,6 @@ def generate(model: nn.Module, prompt: str, length: int, temperature: float = 0.
 
 def main() -> None:
     args = arguments()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or PeakMemory's profiler prints its stages
     if "RANK" in os.environ:  # torchrun started us
         dist.init_process_group("gloo")
     rank = dist.get_rank() if dist.is_initialized() else 0

@@ -5,6 +5,7 @@ Nothing else in ``osdp_compile/`` imports from ``torch._*``.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -34,6 +35,9 @@ from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTIn
 # 2.13.0: the fake tensors' mode of the graph that is being compiled.
 from torch._guards import CompileContext, TracingContext
 
+# 2.13.0: compiles C++ as Inductor compiles its own, into its cache, and loads it.
+from torch._inductor.codecache import CppCodeCache
+
 # 2.11.0, 2.13.0: Inductor's front door, with a hook for the compiler of each partition.
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -54,6 +58,7 @@ __all__ = [
     "aot_input_index",
     "compile_fx",
     "compile_fx_inner",
+    "compiled_library",
     "copy_source",
     "current_frame",
     "evaluate_prefixes",
@@ -185,6 +190,12 @@ class Partitioner(CustomPartitionerFn):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (self.uuid(),)  # all that the cache's key needs of it
+
+
+def compiled_library(source: str) -> ctypes.CDLL:
+    """A library of C++ source, compiled once a cache."""
+    library: ctypes.CDLL = CppCodeCache.load(source)
+    return library
 
 
 def fake_store() -> Any:

@@ -64,7 +64,7 @@ class LaidOut:
                 "the model was sharded by a plan already, which says what runs in slices: leave "
                 "out options={'slices'}, or use Plan.split on the plan before"
             )
-        return dataclasses.replace(options, mesh=self.given_mesh, plan=self.plan)
+        return dataclasses.replace(options, mesh=self.given_mesh).with_plan(self.plan)
 
     def parameters(self, root: nn.Module) -> list[ModelParameter]:
         """The model's parameters, ready for training.

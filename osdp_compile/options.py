@@ -80,7 +80,15 @@ class Options:
                 "the two (Plan.split puts slices into a plan)"
             )
         values.setdefault("debug", _debug_everywhere())
-        return cls(**values)
+        read = cls(**values)
+        return read if read.plan is None else read.with_plan(read.plan)
+
+    def with_plan(self, plan: Plan) -> Options:
+        """These options with a plan, under the limit it was made for if they give none."""
+        limit_bytes = self.memory_limit_bytes
+        if limit_bytes is None:
+            limit_bytes = plan.memory_limit_bytes
+        return dataclasses.replace(self, plan=plan, memory_limit_bytes=limit_bytes)
 
 
 def _debug_everywhere() -> bool | Path:

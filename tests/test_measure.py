@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
 import torch
 from torch import nn
 
-from osdp_compile import PeakMemory
+from osdp_compile import OsdpError, PeakMemory
 from osdp_compile.collectives import all_gather_single
-from osdp_compile.measure import _Alive
 
 MIB = 1 << 20
 
@@ -33,10 +33,10 @@ def test_what_is_alive_at_once_is_counted():
 
 def test_what_lived_before_does_not_count_even_when_it_dies_inside():
     with PeakMemory():
-        known_to_the_profiler = tensor(8)
+        known_to_the_first = tensor(8)
     old = tensor(8)
     with PeakMemory() as memory:
-        del known_to_the_profiler, old
+        del known_to_the_first, old
         new = tensor(1)
     assert (memory.peak_bytes, memory.current_bytes) == (MIB, MIB)
     del new
@@ -65,7 +65,7 @@ def test_a_second_measurement_begins_at_zero():
         assert (memory.peak_bytes, memory.current_bytes) == (mib * MIB, 0)
 
 
-def test_an_error_inside_comes_out_and_leaves_the_profiler_usable():
+def test_an_error_inside_comes_out_and_leaves_it_usable():
     with pytest.raises(ZeroDivisionError), PeakMemory():
         1 / 0  # noqa: B018
     with PeakMemory() as memory:
@@ -91,16 +91,36 @@ def test_a_collective_leaves_nothing_behind(two_ranks):
         assert current_bytes == pytest.approx(2 * MIB, abs=8192)
 
 
-def test_memory_given_out_again_was_free():
-    alive = _Alive()
-    for address, size in ((100, 50), (150, 50), (300, 10)):
-        alive.allocate(address, size)
-    alive.allocate(120, 60)  # over the ends of two blocks whose frees nobody saw
-    assert alive.total_bytes == 70
-    alive.allocate(180, 20)  # beside it
-    alive.free(120)
-    alive.free(150)  # gone already
-    assert alive.total_bytes == 30
+def test_what_another_thread_frees_is_free():
+    with PeakMemory() as memory:
+        held = [tensor(8)]
+        freeing = threading.Thread(target=held.clear)
+        freeing.start()
+        freeing.join()
+        small = tensor(1)
+    assert (memory.peak_bytes, memory.current_bytes) == (8 * MIB, MIB)
+    del small
+
+
+def test_what_was_measured_may_be_freed_after():
+    with PeakMemory() as memory:
+        held = tensor(8)
+    del held
+    with PeakMemory() as memory:
+        held = tensor(2)
+        held.resize_(MIB)  # elements: 4 MiB, while the 2 are still there
+    assert (memory.peak_bytes, memory.current_bytes) == (6 * MIB, 4 * MIB)
+    del held
+
+
+def test_two_at_once_are_refused():
+    with PeakMemory() as memory:
+        held = tensor(1)
+        with pytest.raises(OsdpError, match="measured already"), PeakMemory():
+            pass
+        other = tensor(1)
+    assert memory.peak_bytes == 2 * MIB
+    del held, other
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -117,6 +117,16 @@ def test_well_formed_options_are_read(tmp_path):
     assert Options.parse(None) == Options() == Options.parse({})
 
 
+def test_a_plan_keeps_the_limit_it_was_made_for(tmp_path):
+    plan = Plan.uniform([("weight", torch.empty(4, 2))], "shard_keep", world_size=2)
+    limited = plan.replace(memory_limit_bytes=1 << 20)
+    limited.save(tmp_path / "plan.json")
+    assert Options.parse({"plan": plan}).memory_limit_bytes is None
+    assert Options.parse({"plan": tmp_path / "plan.json"}).memory_limit_bytes == 1 << 20
+    assert Options.parse({"plan": limited, "memory_limit": "2 MiB"}).memory_limit_bytes == 2 << 20
+    assert Options().with_plan(limited).memory_limit_bytes == 1 << 20
+
+
 @pytest.mark.parametrize(
     ("said", "debug"), [("0", False), ("", False), ("1", True), ("graphs", Path("graphs"))]
 )
