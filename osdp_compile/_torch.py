@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -35,6 +36,10 @@ from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTIn
 # 2.13.0: the fake tensors' mode of the graph that is being compiled.
 from torch._guards import CompileContext, TracingContext
 
+# 2.11.0, 2.13.0: what Inductor fuses, with hooks (``InductorChoices.can_fuse_horizontal``); what
+# the hooks look at: ``name_to_node``, ``ancestors``, ``min_order``, ``is_extern``, ``users``.
+from torch._inductor.choices import InductorChoices
+
 # 2.13.0: compiles C++ as Inductor compiles its own, into its cache, and loads it.
 from torch._inductor.codecache import CppCodeCache
 
@@ -43,6 +48,12 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 # 2.11.0, 2.13.0: the hook for the partitioner.
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+# 2.11.0, 2.13.0: what is fused.
+from torch._inductor.scheduler import BaseSchedulerNode
+
+# 2.11.0, 2.13.0: where Inductor finds its choices.
+from torch._inductor.virtualized import V
 
 # 2.11.0, 2.13.0: tensors that have a shape and a device but no memory.
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -53,7 +64,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
+    "BaseSchedulerNode",
     "FakeTensorMode",
+    "InductorChoices",
     "Partitioner",
     "aot_input_index",
     "compile_fx",
@@ -73,6 +86,7 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
     "whole_stand_in",
+    "with_choices",
     "without_autograd_cache",
     "without_dtensor_handler",
 ]
@@ -185,8 +199,9 @@ class Partitioner(CustomPartitionerFn):
         return self.function(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> str:
-        # Inductor's cache looks up the graphs after our passes: nothing to add to its key.
-        return "osdp_compile"
+        # Inductor's cache looks up the graphs after our passes, so only what is fused in another
+        # way (``osdp_compile/fusing.py``) need be in its key.
+        return "osdp_compile, kernels in place"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (self.uuid(),)  # all that the cache's key needs of it
@@ -196,6 +211,12 @@ def compiled_library(source: str) -> ctypes.CDLL:
     """A library of C++ source, compiled once a cache."""
     library: ctypes.CDLL = CppCodeCache.load(source)
     return library
+
+
+def with_choices(choices: InductorChoices) -> AbstractContextManager[None]:
+    """A context in which Inductor's choices are these, on this thread."""
+    context: AbstractContextManager[None] = V.set_choices_handler(choices)
+    return context
 
 
 def fake_store() -> Any:

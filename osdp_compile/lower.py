@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import osdp_compile.exchange  # noqa: F401  (what the graphs call)
 from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
+from osdp_compile.fusing import in_place
 from osdp_compile.observed import CompiledStep, timed
 from osdp_compile.roots import marked_name, placeholders
 from osdp_compile.session import Session, base_parts, find
@@ -129,7 +130,8 @@ def lower(
             graph = run(session.passes, Stage.JOINT, graph, ctx, watch)
         graph = run(session.passes, Stage.PARTS, graph, ctx, watch)
         _look_at(graph, ctx, session, step)
-        return (compile_inner or _torch.compile_fx_inner)(graph, example_inputs, **kwargs)
+        with in_place():
+            return (compile_inner or _torch.compile_fx_inner)(graph, example_inputs, **kwargs)
 
     with _torch.without_autograd_cache():
         compiled: Any = _torch.compile_fx(
