@@ -5,13 +5,16 @@ from __future__ import annotations
 from passes.bucket import bucket_bytes_for
 from passes.bucket_sizes import BUCKET_MISSES
 from passes.decisions import Plan, Prediction
+from passes.fold import Folded
 from passes.knapsack import Choice
 from passes.looks import LEAST_BUCKET_BYTES, Key, Looks
 from passes.predict import predict
 from passes.slice_some import SLICES
 
-#: How many plans a descent may look at, and how many of the leanest are tried in slices.
-_MOST_LOOKS, _MOST_STARTS = 48, 2
+#: How many plans a descent may look at; of a folded step, which takes long to simulate.
+_MOST_LOOKS, _FOLDED_LOOKS = 48, 12
+#: How many of the leanest are tried in slices.
+_MOST_STARTS = 2
 
 
 def least_memory(looks: Looks) -> Prediction:
@@ -35,6 +38,7 @@ def least_memory(looks: Looks) -> Prediction:
         for place in (2, 1, 0)
     ]
     size_bytes = bucket_bytes_for(ctx)
+    most_looks = _FOLDED_LOOKS if isinstance(looks.captured, Folded) else _MOST_LOOKS
     known: dict[Key, tuple[Plan, Prediction]] = {}
 
     def priced(key: Key, bucket_bytes: int) -> tuple[Plan, Prediction]:
@@ -47,7 +51,7 @@ def least_memory(looks: Looks) -> Prediction:
         return known[key][1].peak_bytes
 
     def descended(best: Key, choices: list[list[Choice]]) -> Key:
-        most, improved = len(known) + _MOST_LOOKS, True
+        most, improved = len(known) + most_looks, True
         while improved and len(known) < most and not looks.fits(known[best][1]):
             improved = False
             for members in looks.alike():

@@ -12,6 +12,7 @@ from passes.bucket import PACKABLE, Packable, bucket_bytes_for, packed
 from passes.capture import Captured
 from passes.context import Context, Phase
 from passes.decisions import (
+    OF_INPUT,
     Collective,
     Decision,
     ParameterPlan,
@@ -115,12 +116,23 @@ class Looks:
             recompute=tuple(dict.fromkeys((*key.recompute, *self.again_by_hand))),
             also_save=key.also_save,
         )
-        if bucket_bytes is not None:
-            plan = plan.replace(bucket_bytes=bucket_bytes)
+        if bucket_bytes is None:
+            bucket_bytes = self._apart(plan)
+        plan = plan.replace(bucket_bytes=bucket_bytes)
         step = predict(self.captured, plan, ctx.replace(deciding=True), self.passes)
         # A pass of the user's own in the place of ours may leave nothing.
         self.packable[key] = [gm.meta.get(PACKABLE) for gm in (step.forward, step.backward)]
         return plan.replace(order=orders(step)), step.prediction
+
+    def _apart(self, plan: Plan) -> int:
+        """The size of buckets to begin with: in which the largest slices do not meet again."""
+        sliced = [
+            self.ctx.parameter(row.name).full_bytes // row.slices
+            for row in plan.parameters
+            if row.slices > 1 and row.along != OF_INPUT
+        ]
+        largest = max(sliced, default=plan.bucket_bytes)
+        return max(LEAST_BUCKET_BYTES, min(plan.bucket_bytes, largest))
 
     def fits(self, said: Prediction) -> bool:
         """Whether a peak is within the limit."""
@@ -163,8 +175,11 @@ class Looks:
     def lean_sets(self) -> list[RecomputeSet]:
         """The same at prices that are not this machine's.
 
-        What takes the least memory must not differ from one measuring to the next.
+        What takes the least memory must not differ from one measuring to the next. A folded step
+        is priced by a profile that was given.
         """
+        if isinstance(self.captured, Folded):
+            return self.sets
         return self._sets(self.ctx.replace(hardware=generic()))
 
     def _sets(self, ctx: Context) -> list[RecomputeSet]:

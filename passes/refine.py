@@ -67,7 +67,7 @@ def _recomputing_other(looks: Looks, best: Key) -> Key:
     Of a plan that recomputes nothing: the smallest set, where a plan with one was looked at.
     """
     if not best.recompute:
-        if not looks.sets or not any(key.recompute for key in looks.seen):
+        if not any(key.recompute for key in looks.seen) or not looks.sets:
             return best
         return _faster(looks, best, best.recomputing(looks.sets[0]))
     alike: dict[str, list[str]] = {}
