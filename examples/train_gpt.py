@@ -42,6 +42,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--batch", type=int, default=2, help=f"rows of {CONTEXT} bytes a rank")
+    parser.add_argument("--sample", type=int, default=300, help="bytes to write at the end")
     return parser.parse_args()
 
 
@@ -155,8 +156,10 @@ def main() -> None:
                 break
 
     console.print(f"held-out loss {held_out_loss(compiled, held_out_text, args.batch):.3f}")
-    console.print("a sample:", style="bold")
-    console.print(generate(compiled, "def read(self", 300), markup=False, highlight=False)
+    if args.sample:
+        console.print("a sample:", style="bold")
+        sample = generate(compiled, "def read(self", args.sample)
+        console.print(sample, markup=False, highlight=False)
 
     if plan is None:
         console.print(f"measured peak memory: {format_bytes(memory.peak_bytes)}")

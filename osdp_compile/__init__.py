@@ -6,6 +6,7 @@ Importing this package changes nothing; ``torch.compile`` finds the backend by i
 """
 
 from osdp_compile.errors import InfeasibleLimit, OsdpError, PlanMismatch, RanksDiffer
+from osdp_compile.full_parameters import full_parameters
 from osdp_compile.measure import PeakMemory
 from osdp_compile.offline import plan
 from osdp_compile.session import plan_of
@@ -26,6 +27,7 @@ __all__ = [
     "Prediction",
     "RanksDiffer",
     "Report",
+    "full_parameters",
     "plan",
     "plan_of",
     "report",

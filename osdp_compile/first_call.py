@@ -61,7 +61,7 @@ class _Step:
 
     ``captured``: gives the training step with whole parameters.
     ``lay_out``: lays the model out as the context's plan says; gives its parameters as they are
-    then.
+    then. ``reading``: how they are read then.
     """
 
     gm: fx.GraphModule
@@ -71,6 +71,7 @@ class _Step:
     mesh: DeviceMesh
     captured: Callable[[Context, Sequence[Pass]], Captured]
     lay_out: Callable[[Context, OptimizerIndex], Sequence[nn.Parameter]]
+    reading: Reading
 
 
 def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Session:
@@ -84,6 +85,7 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
     device = plain_parameters(gm, inputs)[0][1].device
     mesh = flat_mesh(options.mesh, device.type)
     roots, entries = on_every_rank(lambda: owned_parameters(gm, inputs), mesh.get_group())
+    reading = Reading(whole=True)
 
     def captured(context: Context, passes: Sequence[Pass]) -> Captured:
         return captured_step(gm, inputs, entries, context, passes)
@@ -92,11 +94,11 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
         values = [entry.parameter.detach() for entry in entries]
         synchronize([*values, *buffers_of(roots)], mesh.get_group())
         if not context.plan.shards:
-            return keep_in_place(entries, context)
+            return keep_in_place(entries, context, reading)
         own = own_mesh(mesh, options.mesh, context.plan)
-        return shard_in_place(entries, own, context, optimizers, Reading(whole=True))
+        return shard_in_place(entries, own, context, optimizers, reading)
 
-    step = _Step(gm, inputs, roots, entries, mesh, captured, lay_out)
+    step = _Step(gm, inputs, roots, entries, mesh, captured, lay_out, reading)
     session = _session(step, options)
     _log(session)
     return session
@@ -146,9 +148,10 @@ def first_call_of_sharded(
             synchronize(of_hosts, next(iter(groups_along(laid_out.given_mesh).values())))
         return [entry.parameter for entry in entries]
 
-    step = _Step(gm, inputs, [("", root)], entries, mesh, captured, lay_out)
+    reading = laid_out.reading
+    step = _Step(gm, inputs, [("", root)], entries, mesh, captured, lay_out, reading)
     session = _session(step, given, to_train=trains)
-    laid_out.reading.whole = True
+    reading.whole = True
     if trains:
         end_waiting(root)
         write_as_into_whole_ones()
@@ -240,7 +243,7 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
     context = context.replace(
         base_bytes=context.base_bytes + state["parameters"] + state["optimizer"]
     )
-    session = Session(plan, mesh, context, options, passes)
+    session = Session(plan, mesh, context, options, passes, step.reading)
     names = [entry.name for entry in entries]
     remember(session, [root for _, root in step.roots], list(zip(names, renewed, strict=True)))
     return session

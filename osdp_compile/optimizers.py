@@ -12,6 +12,10 @@ from torch.distributed.tensor import DTensor
 from osdp_compile.optimizer_names import optimizer_name, state_bytes_per_element
 
 
+#: State of torch's optimizers that is one number, whatever the parameter.
+_OF_STEPS = frozenset({"step", "mu_product", "eta", "mu"})
+
+
 class OptimizerIndex:
     """Every living optimizer that holds one of some parameters."""
 
@@ -39,7 +43,7 @@ class OptimizerIndex:
         """Put ``new`` where an optimizer holds ``old``, its state laid out by ``lay_out``.
 
         State with the parameter's shape is laid out like it; step counts and other
-        small things stay as they are.
+        small things stay as they are, also where the parameter is as small.
         """
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -48,7 +52,9 @@ class OptimizerIndex:
                 state = optimizer.state.pop(old)
                 optimizer.state[new] = {
                     key: lay_out(value)
-                    if isinstance(value, Tensor) and value.shape == old.shape and value.dim() > 0
+                    if isinstance(value, Tensor)
+                    and value.shape == old.shape
+                    and key not in _OF_STEPS
                     else value
                     for key, value in state.items()
                 }

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from osdp_compile.laid_out import waiting
 from osdp_compile.observed import Observed
 from osdp_compile.options import Options
+from osdp_compile.state import Reading
 from passes.context import Context
 from passes.decisions import Plan
 from passes.pipeline import Pass
@@ -26,6 +27,7 @@ class Session:
 
     ``context``: with the plan, the hardware, the parameters, and the bytes this rank holds
     between steps as ``base_bytes``.
+    ``reading``: how its modules read its parameters.
     ``observed``: its graphs as they were compiled, and how long its steps take.
     """
 
@@ -34,6 +36,7 @@ class Session:
     context: Context
     options: Options
     passes: tuple[Pass, ...]
+    reading: Reading
     observed: Observed = dataclasses.field(default_factory=Observed)
 
 

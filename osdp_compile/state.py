@@ -14,7 +14,7 @@ operators for each, and for a DTensor that takes longer than a small one's arith
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from osdp_compile import _torch, markers
+from osdp_compile import _torch, markers, state_dicts
 from osdp_compile.errors import OsdpError, PlanMismatch
 from osdp_compile.optimizers import OptimizerIndex
 from passes.context import Context
@@ -46,10 +46,12 @@ class Reading:
 
     ``whole``: through markers. Not yet: as the DTensors that they are, so that what initialises
     the model writes into them; compiled code reads through markers all the same.
+    ``in_place``: some of them are whole tensors for a while, and these are read as they are.
     """
 
     def __init__(self, whole: bool) -> None:
         self.whole = whole
+        self.in_place = False
 
 
 def model_parameters(roots: Sequence[tuple[str, nn.Module]]) -> list[ModelParameter]:
@@ -175,8 +177,10 @@ def _reader(
 
     def read(module: nn.Module) -> Any:
         parameter: Any = module._parameters[attribute]
-        if not (torch.compiler.is_compiling() or reading.whole):
-            return parameter
+        if not torch.compiler.is_compiling():
+            in_place = reading.in_place and not isinstance(parameter, DTensor)
+            if in_place or not reading.whole:
+                return parameter
         if plain:
             return markers.read(parameter, name, shape, sharded, *marks)
         if not isinstance(parameter, DTensor):
@@ -196,7 +200,8 @@ def raise_replaced(name: str) -> NoReturn:
     _torch.raise_to_user(
         OsdpError(
             f"parameter {name!r} was replaced by a plain tensor after the model was sharded: write "
-            "into the parameter instead (load_state_dict without assign=True, copy_)"
+            "into the parameter instead (load_state_dict without assign=True, copy_). Inside "
+            "osdp_compile.full_parameters call the model itself, not what torch.compile returned"
         )
     )
 
@@ -217,9 +222,14 @@ def _flat_weights(module: Any) -> list[Tensor]:
     return [getattr(module, name) for name in module._flat_weights_names]
 
 
-def _swap_class(module: nn.Module, readers: dict[str, property]) -> None:
+def _swap_class(
+    module: nn.Module,
+    readers: dict[str, property],
+    parts: dict[str, Callable[[Tensor], DTensor]],
+) -> None:
+    """Give a module's class readers; ``parts``: what cuts those of its parameters that are cut."""
     cls = type(module)
-    namespace: dict[str, Any] = dict(readers)
+    namespace: dict[str, Any] = {**readers, **(state_dicts.members(cls, parts) if parts else {})}
     if isinstance(module, nn.RNNBase):
         namespace["_flat_weights"] = property(_flat_weights, lambda module, value: None)
     namespace["__module__"] = cls.__module__
@@ -267,11 +277,13 @@ def shard_in_place(
             module._parameters[attribute] = new
         optimizers.rebind(old, new, partial(lay_out, mesh=mesh, decision=decision, cut=cut))
         renewed.append(new)
-    _read_through_markers(parameters, ctx, reading, plain=False)
+    _read_through_markers(parameters, ctx, reading, mesh)
     return renewed
 
 
-def keep_in_place(parameters: Sequence[ModelParameter], ctx: Context) -> list[nn.Parameter]:
+def keep_in_place(
+    parameters: Sequence[ModelParameter], ctx: Context, reading: Reading
+) -> list[nn.Parameter]:
     """Leave all parameters what they are, for a plan that shards nothing; read them as it says.
 
     Returns them, in their order.
@@ -282,7 +294,7 @@ def keep_in_place(parameters: Sequence[ModelParameter], ctx: Context) -> list[nn
             parameter.grad = _mean_gradient(
                 entry, parameter.detach(), decision, ctx.cut(decision)
             )
-    _read_through_markers(parameters, ctx, Reading(whole=True), plain=True)
+    _read_through_markers(parameters, ctx, reading, None)
     return [entry.parameter for entry in parameters]
 
 
@@ -295,21 +307,32 @@ def _mean_gradient(entry: ModelParameter, local: Tensor, decision: Decision, cut
 
 
 def _read_through_markers(
-    parameters: Sequence[ModelParameter], ctx: Context, reading: Reading, plain: bool
+    parameters: Sequence[ModelParameter],
+    ctx: Context,
+    reading: Reading,
+    mesh: DeviceMesh | None,
 ) -> None:
-    """Give every module that owns some of the parameters its readers."""
-    readers: dict[int, tuple[nn.Module, dict[str, property]]] = {}
+    """Give every module that owns some of the parameters its readers.
+
+    ``mesh``: on which they are DTensors; None: they are none.
+    """
+    owners: dict[int, nn.Module] = {}
+    readers: dict[int, dict[str, property]] = {}
+    parts: dict[int, dict[str, Callable[[Tensor], DTensor]]] = {}
     for entry in parameters:
         shape = tuple(entry.parameter.shape)
         decision = ctx.plan.decision(entry.name)
-        marks = ctx.cut(decision).marks
+        cut = ctx.cut(decision)
         for module, attribute in entry.places:
-            owned = readers.setdefault(id(module), (module, {}))[1]
-            owned[attribute] = _reader(
-                entry.name, attribute, shape, decision.sharded, marks, reading, plain
+            owners[id(module)] = module
+            readers.setdefault(id(module), {})[attribute] = _reader(
+                entry.name, attribute, shape, decision.sharded, cut.marks, reading, mesh is None
             )
-    for module, owned in readers.values():
-        _swap_class(module, owned)
+            if mesh is not None:
+                part = partial(lay_out, mesh=mesh, decision=decision, cut=cut)
+                parts.setdefault(id(module), {})[attribute] = part
+    for key, module in owners.items():
+        _swap_class(module, readers[key], parts.get(key, {}))
 
 
 def buffers_of(roots: Sequence[tuple[str, nn.Module]]) -> Iterator[Tensor]:

@@ -1,0 +1,98 @@
+"""Full parameters: a model's weights as whole tensors for a while, to evaluate or to export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from osdp_compile.errors import OsdpError
+from osdp_compile.laid_out import waiting
+from osdp_compile.session import session_for
+from osdp_compile.state import ModelParameter, Reading, model_parameters
+from osdp_compile.state_dicts import part_of
+
+
+@contextmanager
+def full_parameters(model: nn.Module, *, write_back: bool = False) -> Iterator[None]:
+    """Inside, the model's parameters are whole plain tensors, on every rank. Collective.
+
+    ::
+
+        with osdp_compile.full_parameters(model), torch.no_grad():
+            model.eval()(tokens)                  # nothing is gathered any more
+            save_file(model.state_dict(), path)
+
+    Each takes as much memory as the whole model, beside what the rank holds. They need no
+    gradients; the model is called itself, not what ``torch.compile`` returned for it. Outside, the
+    parameters are what they were.
+
+    Args:
+        model: what was trained, what ``torch.compile`` returned for it, or a module in it. Of a
+            model that is not sharded nothing is changed.
+        write_back: what is written into the whole tensors (the same on all ranks) is kept when the
+            context is left without an error; otherwise it is lost.
+
+    Raises:
+        OsdpError: on entering, inside another one of the same model; on leaving, if a parameter
+            was replaced that is to be written back.
+    """
+    root: nn.Module = getattr(model, "_orig_mod", model)
+    reading = _reading_of(root)
+    if reading is None:
+        yield
+        return
+    if reading.in_place:
+        raise OsdpError("the model's parameters are full already: leave full_parameters first")
+    entries = [e for e in model_parameters([("", root)]) if isinstance(e.parameter, DTensor)]
+    full = [nn.Parameter(_whole(entry.parameter), requires_grad=False) for entry in entries]
+    for entry, whole in zip(entries, full, strict=True):
+        _put(entry, whole)
+    reading.in_place = True
+    try:
+        yield
+        if write_back:
+            for entry, whole in zip(entries, full, strict=True):
+                _write_back(entry, whole)
+    finally:
+        reading.in_place = False
+        for entry in entries:
+            _put(entry, entry.parameter)
+
+
+def _reading_of(root: nn.Module) -> Reading | None:
+    """How a model's parameters are read; None if it was not laid out."""
+    session = session_for(root)
+    if session is not None:
+        return session.reading
+    return next((laid_out.reading for _, laid_out in waiting(root.parameters())), None)
+
+
+def _whole(parameter: nn.Parameter) -> torch.Tensor:
+    """A DTensor's values in a plain tensor that shares no memory with it."""
+    placed = cast(DTensor, parameter.detach())
+    full = placed.full_tensor()
+    own = full.untyped_storage().data_ptr() == placed.to_local().untyped_storage().data_ptr()
+    return full.clone() if own else full
+
+
+def _put(entry: ModelParameter, parameter: nn.Parameter) -> None:
+    for module, attribute in entry.places:
+        module._parameters[attribute] = parameter
+
+
+def _write_back(entry: ModelParameter, whole: nn.Parameter) -> None:
+    """Into this rank's part, as a state dict is loaded."""
+    for module, attribute in entry.places:
+        if module._parameters[attribute] is not whole:
+            raise OsdpError(
+                f"parameter {entry.name!r} was replaced inside full_parameters: write into it "
+                "instead (copy_, load_state_dict without assign=True)"
+            )
+    module, attribute = entry.places[0]
+    with torch.no_grad():
+        entry.parameter.copy_(part_of(module, attribute, whole.detach()))
