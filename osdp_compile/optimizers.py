@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from osdp_compile.optimizer_names import optimizer_name, state_bytes_per_element
 
-
 #: State of torch's optimizers that is one number, whatever the parameter.
 _OF_STEPS = frozenset({"step", "mu_product", "eta", "mu"})
 

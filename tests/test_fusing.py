@@ -1,0 +1,70 @@
+"""What Inductor fuses, and where the kernels are then."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
+
+from osdp_compile.fusing import in_place
+
+
+def early_and_late(x, one, other):
+    """Two results that read ``x``: the late one needs a product that the early one does not."""
+    early = x.sin()
+    first = early @ one
+    second = other @ other
+    late = x * second
+    return first, late
+
+
+def read_and_kept(x, one, other):
+    """A result that a product reads, and that a later one reads besides."""
+    early = x.sin()
+    first = early @ one
+    late = early * (other @ other)
+    return first, late
+
+
+def read_once(x, one, other):
+    """A result that nothing reads but what is late: it may as well be computed there."""
+    return x.sin() * (other @ other), one
+
+
+def called(function) -> list[str]:
+    """The products and the kernels of a function, in the order in which they are called."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    inputs = [torch.randn(64, 64) / 8 for _ in range(3)]
+    wanted = function(*inputs)
+    with config.patch(fx_graph_cache=False):  # its key knows of neither way
+        given, (code,) = run_and_get_code(torch.compile(function), *inputs)
+    torch.testing.assert_close(given, wanted, atol=1e-5, rtol=1e-5)
+    return re.findall(r"^\s+(?:extern_kernels\.)?(mm|cpp_fused)\w*\(", code, re.MULTILINE)
+
+
+@pytest.mark.parametrize("function", [early_and_late, read_and_kept])
+def test_a_kernel_is_not_put_off_behind_an_operator_that_it_does_not_need(function):
+    plain = called(function)
+    assert plain in (["mm", "cpp_fused", "mm"], ["cpp_fused", "mm", "mm", "cpp_fused"])
+    with in_place():
+        assert called(function) == ["cpp_fused", "mm", "mm", "cpp_fused"]
+
+
+def test_inductor_by_itself_does_put_it_off():
+    assert called(early_and_late) == ["mm", "cpp_fused", "mm"]
+
+
+def test_what_only_the_later_one_reads_is_fused():
+    with in_place():
+        assert called(read_once) == ["mm", "cpp_fused"]
+
+
+def test_other_compilations_are_as_they_were():
+    before = called(early_and_late)
+    with in_place():
+        called(early_and_late)
+    assert called(early_and_late) == before
