@@ -117,22 +117,21 @@ class Looks:
             also_save=key.also_save,
         )
         if bucket_bytes is None:
-            bucket_bytes = self._apart(plan)
+            bucket_bytes = self.apart(key, plan.bucket_bytes)
         plan = plan.replace(bucket_bytes=bucket_bytes)
         step = predict(self.captured, plan, ctx.replace(deciding=True), self.passes)
         # A pass of the user's own in the place of ours may leave nothing.
         self.packable[key] = [gm.meta.get(PACKABLE) for gm in (step.forward, step.backward)]
         return plan.replace(order=orders(step)), step.prediction
 
-    def _apart(self, plan: Plan) -> int:
-        """The size of buckets to begin with: in which the largest slices do not meet again."""
+    def apart(self, key: Key, bucket_bytes: int) -> int:
+        """A size of buckets, or the one below it in which a plan's largest slices do not meet."""
         sliced = [
-            self.ctx.parameter(row.name).full_bytes // row.slices
-            for row in plan.parameters
-            if row.slices > 1 and row.along != OF_INPUT
+            self.ctx.parameter(one.name).full_bytes // one.slices
+            for one in (*self.by_hand, *key.splits)
+            if one.slices > 1 and one.along != OF_INPUT
         ]
-        largest = max(sliced, default=plan.bucket_bytes)
-        return max(LEAST_BUCKET_BYTES, min(plan.bucket_bytes, largest))
+        return max(LEAST_BUCKET_BYTES, min(bucket_bytes, max(sliced, default=bucket_bytes)))
 
     def fits(self, said: Prediction) -> bool:
         """Whether a peak is within the limit."""
