@@ -36,7 +36,7 @@ from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTIn
 # 2.13.0: the fake tensors' mode of the graph that is being compiled.
 from torch._guards import CompileContext, TracingContext
 
-# 2.11.0, 2.13.0: what Inductor fuses, with hooks (``InductorChoices.can_fuse_horizontal``); what
+# 2.11.0, 2.13.0: what Inductor fuses, with hooks (``InductorChoices.can_fuse_vertical``); what
 # the hooks look at: ``name_to_node``, ``ancestors``, ``min_order``, ``is_extern``, ``users``.
 from torch._inductor.choices import InductorChoices
 

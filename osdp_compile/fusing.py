@@ -1,12 +1,10 @@
 """Fusing: what Inductor may fuse, so that kernels run where the schedule has them.
 
-Inductor fuses kernels that read the same, and puts the result where all that both need is there.
-The earlier one then waits for what the later one needs, and so does everything that reads it, a
-collective that was to start meanwhile too. A layer's norm was recomputed for the gradients of the
-weights behind it, and its own backward reads the same: all eight slices of these gradients came
-behind the last slice, and the peak was 1 % above what was planned. Inductor itself refuses what is
-more than 64 kernels apart; here what would wait for an operator that is called is refused, as
-``passes/kernels.py`` has it.
+Inductor fuses a kernel with one that reads its result, and puts them where all that both need is
+there. Whatever else reads the result then waits too, a collective that was to start meanwhile
+among it. A norm was recomputed for the gradients of the weights behind it, and its own backward reads
+it: the gradients of all eight slices came behind the last slice, and the peak was 1 % above what
+was planned. What would so wait for an operator that is called is refused here.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ _needed: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
 
 
 class InPlace(_torch.InductorChoices):
-    """Inductor's choices, but no kernel is put off behind an operator that it does not need."""
+    """Inductor's choices, but no result is put off behind an operator that it does not need."""
 
     @staticmethod
     def can_fuse_vertical(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
@@ -30,15 +28,6 @@ class InPlace(_torch.InductorChoices):
         if _puts_off(scheduler, node1, node2) and _has_others(node1, node2):
             return False
         choose = _torch.InductorChoices.can_fuse_vertical
-        return choose(scheduler, node1, node2, shared_data_score)
-
-    @staticmethod
-    def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-        """Both read something."""
-        earlier, later = sorted((node1, node2), key=lambda node: node.min_order)
-        if _puts_off(scheduler, earlier, later):
-            return False
-        choose = _torch.InductorChoices.can_fuse_horizontal
         return choose(scheduler, node1, node2, shared_data_score)
 
 
