@@ -2,9 +2,9 @@
 
 Inductor fuses a kernel with one that reads its result, and puts them where all that both need is
 there. Whatever else reads the result then waits too, a collective that was to start meanwhile
-among it. A norm was recomputed for the gradients of the weights behind it, and its own backward reads
-it: the gradients of all eight slices came behind the last slice, and the peak was 1 % above what
-was planned. What would so wait for an operator that is called is refused here.
+among it. A norm was recomputed for the gradients of the weights behind it, and its own backward
+reads it: the gradients of all eight slices came behind the last slice, and the peak was 1 % above
+what was planned. What would so wait for an operator that is called is refused here.
 """
 
 from __future__ import annotations
