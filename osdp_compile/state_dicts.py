@@ -41,13 +41,15 @@ def members(
         return {**dict.fromkeys(parts, _AS_THEY_LIE), **own}
 
     def _load_from_state_dict(
-        module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
+        module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *rest: Any
     ) -> None:
-        for name, part in parts.items():
+        # What is assigned replaces the parameter, which is refused at the next call.
+        assigned = metadata.get("assign_to_params_buffers", False)
+        for name, part in () if assigned else parts.items():
             key, parameter = prefix + name, module._parameters[name]
             if key in state_dict and _is_whole(state_dict[key], parameter):
                 state_dict[key] = part(state_dict[key].detach())
-        cls._load_from_state_dict(module, state_dict, prefix, *rest)
+        cls._load_from_state_dict(module, state_dict, prefix, metadata, *rest)
 
     return {
         _AS_THEY_LIE: property(as_they_lie),

@@ -47,7 +47,7 @@ def least_memory(looks: Looks) -> Prediction:
 
     def peak(key: Key) -> int:
         if key not in known:
-            known[key] = priced(key, looks.apart(key, size_bytes))
+            known[key] = priced(key, size_bytes)
         return known[key][1].peak_bytes
 
     def descended(best: Key, choices: list[list[Choice]]) -> Key:
@@ -103,7 +103,7 @@ def least_memory(looks: Looks) -> Prediction:
     if best is not without:
         best = descended(best, looks.choices)
     chosen, misses = known[best], 0
-    size_bytes = looks.apart(best, size_bytes) // 4
+    size_bytes //= 4
     while size_bytes >= LEAST_BUCKET_BYTES and misses < BUCKET_MISSES:
         if looks.fits(chosen[1]):
             break

@@ -12,7 +12,6 @@ from passes.bucket import PACKABLE, Packable, bucket_bytes_for, packed
 from passes.capture import Captured
 from passes.context import Context, Phase
 from passes.decisions import (
-    OF_INPUT,
     Collective,
     Decision,
     ParameterPlan,
@@ -116,22 +115,12 @@ class Looks:
             recompute=tuple(dict.fromkeys((*key.recompute, *self.again_by_hand))),
             also_save=key.also_save,
         )
-        if bucket_bytes is None:
-            bucket_bytes = self.apart(key, plan.bucket_bytes)
-        plan = plan.replace(bucket_bytes=bucket_bytes)
+        if bucket_bytes is not None:
+            plan = plan.replace(bucket_bytes=bucket_bytes)
         step = predict(self.captured, plan, ctx.replace(deciding=True), self.passes)
         # A pass of the user's own in the place of ours may leave nothing.
         self.packable[key] = [gm.meta.get(PACKABLE) for gm in (step.forward, step.backward)]
         return plan.replace(order=orders(step)), step.prediction
-
-    def apart(self, key: Key, bucket_bytes: int) -> int:
-        """A size of buckets, or the one below it in which a plan's largest slices do not meet."""
-        sliced = [
-            self.ctx.parameter(one.name).full_bytes // one.slices
-            for one in (*self.by_hand, *key.splits)
-            if one.slices > 1 and one.along != OF_INPUT
-        ]
-        return max(LEAST_BUCKET_BYTES, min(bucket_bytes, max(sliced, default=bucket_bytes)))
 
     def fits(self, said: Prediction) -> bool:
         """Whether a peak is within the limit."""
