@@ -6,9 +6,9 @@
     with Ranks(2) as ranks:
         assert ranks.run(double, 3) == [0, 6]
 
-Starting Python and torch takes seconds, so the processes stay alive and run one function
-after another. A function that fails or hangs takes its processes with it: the next one
-gets fresh ones.
+Starting Python and torch takes seconds, so the processes are forked from one that has imported
+all of it, stay alive, and run one function after another. A function that fails or hangs takes
+its processes with it: the next one gets fresh ones.
 """
 
 from __future__ import annotations
@@ -103,19 +103,19 @@ class Ranks:
         self._processes, self._pipes, self._folder = [], [], None
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.imported"])
         self._folder = tempfile.TemporaryDirectory(prefix="osdp-ranks-")
         folder = Path(self._folder.name)
         environment = dict(_ENVIRONMENT)
         if self._cache is not None:
             environment["TORCHINDUCTOR_CACHE_DIR"] = str(self._cache)
-        # A spawned process reads the environment before it imports torch.
+        # The first to start imports torch for all, and torch reads the environment then.
         with mock.patch.dict(os.environ, environment):
             for rank in range(self.world_size):
                 ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=_rank_main, args=(theirs, rank, self.world_size, folder), daemon=True
-                )
+                of_rank = (theirs, rank, self.world_size, folder, dict(os.environ))
+                process = context.Process(target=_rank_main, args=of_rank, daemon=True)
                 process.start()
                 theirs.close()
                 self._processes.append(process)
@@ -168,7 +168,11 @@ class Ranks:
         return (Path(self._folder.name) / f"rank{rank}.log").read_text(errors="replace")
 
 
-def _rank_main(pipe: Connection, rank: int, world_size: int, folder: Path) -> None:
+def _rank_main(
+    pipe: Connection, rank: int, world_size: int, folder: Path, environment: dict[str, str]
+) -> None:
+    os.environ.clear()  # the fork's is of the time of the first start
+    os.environ.update(environment)
     log = open(folder / f"rank{rank}.log", "w", buffering=1)  # noqa: SIM115 (open until the process ends)
     os.dup2(log.fileno(), sys.stdout.fileno())
     os.dup2(log.fileno(), sys.stderr.fileno())
