@@ -5,7 +5,7 @@ import torch._inductor.codegen.cpp
 import torch._inductor.compile_fx
 import torch._inductor.cpu_vec_isa
 import torch._inductor.fx_passes.post_grad
-import torch.distributed.checkpoint.state_dict  # noqa: F401
+import torch.distributed.checkpoint.state_dict
 
 import osdp_compile.backend  # noqa: F401
 
