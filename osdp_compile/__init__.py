@@ -5,6 +5,7 @@
 Importing this package changes nothing; ``torch.compile`` finds the backend by its name.
 """
 
+from osdp_compile.accumulating import no_sync
 from osdp_compile.errors import InfeasibleLimit, OsdpError, PlanMismatch, RanksDiffer
 from osdp_compile.full_parameters import full_parameters
 from osdp_compile.measure import PeakMemory
@@ -28,6 +29,7 @@ __all__ = [
     "RanksDiffer",
     "Report",
     "full_parameters",
+    "no_sync",
     "plan",
     "plan_of",
     "report",

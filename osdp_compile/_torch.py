@@ -80,6 +80,7 @@ __all__ = [
     "gradient_input_index",
     "handle_dtensor_operator",
     "raise_to_user",
+    "reduced_by_ddp",
     "register_work",
     "restart_tracing",
     "skip_code",
@@ -132,6 +133,13 @@ def raise_to_user(error: Exception) -> NoReturn:
     raised.__dict__.update(error.__dict__)
     raised.first_useful_frame = sys._getframe(1)
     raise raised.with_traceback(error.__traceback__) from error.__cause__
+
+
+def reduced_by_ddp() -> list[nn.Parameter]:
+    """The parameters of the DistributedDataParallel module that is being called, if one is."""
+    # 2.11.0, 2.13.0: what Dynamo itself asks to split graphs at DDP's buckets.
+    active = nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    return [] if active is None else list(active._module_parameters)
 
 
 def current_frame() -> int | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx
+from torch import fx, nn
 
 from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
@@ -23,7 +23,9 @@ from osdp_compile.laid_out import waiting
 from osdp_compile.lower import Compiler, lower, session_of
 from osdp_compile.options import Options
 from osdp_compile.plan_table import ensure_visible
-from osdp_compile.roots import plain_parameters
+from osdp_compile.precision import cast_while_traced, end_casting, is_cast
+from osdp_compile.roots import find_roots, plain_parameters
+from osdp_compile.session import check_kept
 from passes.pipeline import Observer
 
 log = logging.getLogger("osdp_compile")
@@ -60,16 +62,41 @@ def compile_graph(
     if alone is not None:
         say_once(f"{alone}: compiling with Inductor, nothing is sharded")
         return _torch.compile_fx(gm, list(inputs))
+    reduced = {id(parameter) for parameter in _torch.reduced_by_ddp()}
+    if any(id(value) in reduced for value in inputs):
+        raise OsdpError(
+            "the model is wrapped in DistributedDataParallel, which reduces gradients itself: give "
+            "torch.compile(..., backend='osdp') the module that it wraps (model.module), and call "
+            "what that returns. accelerate and transformers.Trainer wrap what they prepare"
+        )
     for root, laid_out in waiting(inputs):
+        if laid_out.read_in(root, options.precision):
+            _torch.restart_tracing()
         first_call_of_sharded(gm, inputs, options, root, laid_out)
     trained = [p for _, p in plain_parameters(gm, inputs) if p.requires_grad]
     if trained and torch.is_grad_enabled():
-        first_call(gm, inputs, options)
+        modules = _modules(gm, inputs)
+        if not is_cast(modules, options.precision):
+            cast_while_traced(modules, options.precision)
+            _torch.restart_tracing()
+        try:
+            first_call(gm, inputs, options)
+        finally:
+            end_casting(modules)  # also where it fails
         _torch.restart_tracing()
     session = session_of(gm, inputs)
     if session is None:
         return _torch.compile_fx(gm, list(inputs))
+    check_kept(session, options)
     return lower(gm, inputs, session, compile_inner, observe)
+
+
+def _modules(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[nn.Module]:
+    """Those that own the graph's parameters; none where :func:`first_call` will refuse it."""
+    try:
+        return [one for _, root in find_roots(gm, inputs) for one in root.modules()]
+    except OsdpError:
+        return []
 
 
 def why_alone(options: Options) -> str | None:

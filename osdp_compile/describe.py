@@ -13,6 +13,7 @@ from osdp_compile.capture import capture
 from osdp_compile.lower import static_inputs
 from osdp_compile.optimizer_names import state_bytes_per_element
 from osdp_compile.optimizers import OptimizerIndex
+from osdp_compile.precision import Precision
 from osdp_compile.roots import find_roots
 from osdp_compile.state import ModelParameter, buffers_of, check_shardable, model_parameters
 from passes.capture import Captured
@@ -106,6 +107,15 @@ def slices_of(
             raise ValueError(f"option 'slices': no parameter's name matches {pattern!r}")
         found.update(dict.fromkeys(names, (given, 0) if isinstance(given, int) else given))
     return tuple((name, *given) for name, given in sorted(found.items()))
+
+
+def accumulated_bytes_of(entries: Sequence[ModelParameter], precision: Precision) -> int:
+    """What :func:`osdp_compile.no_sync` takes: whole gradients twice.
+
+    What has added up, and a backward's, which are all there before the first of them is added.
+    """
+    trained = (entry.parameter for entry in entries if entry.parameter.requires_grad)
+    return 2 * sum(one.numel() * precision.gradient_dtype(one).itemsize for one in trained)
 
 
 def held_bytes_of(

@@ -12,9 +12,11 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from osdp_compile.accumulating import begin_if_waiting, check_if_waiting
 from osdp_compile.agreement import agree, fingerprint, from_rank_zero, on_every_rank
 from osdp_compile.collectives import backend_of
 from osdp_compile.describe import (
+    accumulated_bytes_of,
     captured_step,
     described,
     held_bytes_of,
@@ -30,6 +32,7 @@ from osdp_compile.meshes import flat_mesh, groups_along, level, levels_of, own_m
 from osdp_compile.optimizers import OptimizerIndex
 from osdp_compile.options import Options
 from osdp_compile.plan_table import log_plan
+from osdp_compile.precision import end_casting
 from osdp_compile.profiles import hardware_of, keep
 from osdp_compile.roots import plain_parameters
 from osdp_compile.session import Session, remember, session_for
@@ -85,12 +88,13 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
     device = plain_parameters(gm, inputs)[0][1].device
     mesh = flat_mesh(options.mesh, device.type)
     roots, entries = on_every_rank(lambda: owned_parameters(gm, inputs), mesh.get_group())
-    reading = Reading(whole=True)
+    reading = Reading(whole=True, precision=options.precision)
 
     def captured(context: Context, passes: Sequence[Pass]) -> Captured:
         return captured_step(gm, inputs, entries, context, passes)
 
     def lay_out(context: Context, optimizers: OptimizerIndex) -> Sequence[nn.Parameter]:
+        end_casting([module for _, root in roots for module in root.modules()])
         values = [entry.parameter.detach() for entry in entries]
         synchronize([*values, *buffers_of(roots)], mesh.get_group())
         if not context.plan.shards:
@@ -166,10 +170,14 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
     device = entries[0].parameter.device
     group, along = mesh.get_group(), groups_along(options.mesh)
     levels = [level(name, one) for name, one in along.items()]
-    agree(fingerprint(step.gm, entries), group)
+    check_if_waiting([entry.parameter for entry in entries], options)
+    agree([*fingerprint(step.gm, entries), *options.precision.lines()], group)
 
     optimizers = OptimizerIndex(entry.parameter for entry in entries)
-    held_bytes = held_bytes_of(step.roots, step.inputs, entries)
+    accumulated_bytes = 0
+    if options.accumulate:
+        accumulated_bytes = accumulated_bytes_of(entries, options.precision)
+    held_bytes = held_bytes_of(step.roots, step.inputs, entries) + accumulated_bytes
     spare_bytes = _spare_bytes(entries, held_bytes, options)
     hardware = hardware_of(
         group,
@@ -188,8 +196,11 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
         rank=mesh.get_local_rank(),
         group_name=group.group_name,
         base_bytes=held_bytes,
+        accumulated_bytes=accumulated_bytes,
         limit_bytes=options.memory_limit_bytes,
         by_exchange=by_exchange,
+        param_dtype=options.precision.param_dtype,
+        reduce_dtype=options.precision.reduce_dtype,
         levels=levels_of(levels, hardware, by_exchange),
     )
 
@@ -246,6 +257,7 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
     session = Session(plan, mesh, context, options, passes, step.reading)
     names = [entry.name for entry in entries]
     remember(session, [root for _, root in step.roots], list(zip(names, renewed, strict=True)))
+    begin_if_waiting(session)
     return session
 
 

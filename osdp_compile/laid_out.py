@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from osdp_compile.errors import OsdpError
 from osdp_compile.options import Options
+from osdp_compile.precision import Precision
 from osdp_compile.state import (
     ModelParameter,
     Reading,
@@ -25,7 +26,9 @@ from osdp_compile.state import (
     placements_of,
     raise_on_meta,
     raise_replaced,
+    read_through_markers,
 )
+from passes.context import Context
 from passes.decisions import Plan
 
 
@@ -34,10 +37,11 @@ class LaidOut:
     """How a model was laid out.
 
     ``mesh``: flat. ``given_mesh``: what the user gave, of one or two dimensions; None: all ranks.
-    ``own_mesh``: of the DTensors.
+    ``own_mesh``: of the DTensors. ``context``: in which it was laid out.
     """
 
     plan: Plan
+    context: Context
     mesh: DeviceMesh
     given_mesh: DeviceMesh | None
     own_mesh: DeviceMesh
@@ -65,6 +69,15 @@ class LaidOut:
                 "out options={'slices'}, or use Plan.split on the plan before"
             )
         return dataclasses.replace(options, mesh=self.given_mesh).with_plan(self.plan)
+
+    def read_in(self, root: nn.Module, precision: Precision) -> bool:
+        """From now on the model's parameters are read in these types; whether that is new."""
+        if self.reading.precision == precision:
+            return False
+        self.reading.precision = precision
+        entries = self.parameters(root)
+        read_through_markers(entries, self.context, self.reading, self.own_mesh)
+        return True
 
     def parameters(self, root: nn.Module) -> list[ModelParameter]:
         """The model's parameters, ready for training.

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 import osdp_compile.exchange  # noqa: F401  (what the graphs call)
-from osdp_compile import _torch
+from osdp_compile import _torch, accumulated
 from osdp_compile.errors import OsdpError
 from osdp_compile.fusing import in_place
 from osdp_compile.observed import CompiledStep, timed
@@ -177,11 +177,16 @@ def _recompute(forward: fx.GraphModule, backward: fx.GraphModule, session: Sessi
 
 def _look_at(gm: fx.GraphModule, ctx: Context, session: Session, step: CompiledStep) -> None:
     """Simulate a lowered graph as it will run: keep its timeline, compare it with the limit."""
+    base = base_parts(session)
+    if accumulated.is_active(session.reading.key):
+        # The graph has the gradients of one backward itself, of the two that there is room for.
+        own_bytes = ctx.accumulated_bytes // 2
+        ctx = ctx.replace(base_bytes=ctx.base_bytes - own_bytes)
+        base["accumulated"] = own_bytes
     if ctx.phase is Phase.INFERENCE:
         if ctx.limit_bytes is not None:
             _warn_above_limit(ctx, ctx.base_bytes + simulate(gm.graph).peak_bytes)
         return
-    base = base_parts(session)
     if ctx.phase is Phase.BACKWARD:
         base["returned"] = step.returned_bytes
     timeline = timeline_of(gm.graph, simulate(gm.graph), phase=ctx.phase.value, base=base)

@@ -50,9 +50,13 @@ def _unshard(
     group_name: str,
     between: str = "",
     hosts: int = 1,
+    *,
+    dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
     if not sharded:
-        return shard.clone()
+        return shard.to(dtype or shard.dtype, copy=True)
+    shard = shard.to(dtype or shard.dtype)
     group = group_of(group_name)
     ranks = group.size()
     rows = -(-shape[0] // ranks)
@@ -74,13 +78,16 @@ def _reduce_grad(
     group_name: str,
     between: str = "",
     hosts: int = 1,
+    *,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
+    grad = grad.to(reduce_dtype or grad.dtype)
     group = group_of(group_name)
     ranks, replicas = group.size(), group_of(between) if between else None
     mean = (grad / (ranks * (replicas.size() if replicas else 1))).contiguous()
     if not sharded:
         dist.all_reduce(mean, group=group)
-        return mean
+        return mean.to(shard.dtype)
     rows = -(-grad.shape[0] // ranks)
     reduced = mean.new_empty([rows, *grad.shape[1:]])
     if rows * ranks != grad.shape[0]:
@@ -88,7 +95,8 @@ def _reduce_grad(
     reduce_scatter_single(reduced, mean.view(rows * ranks, *grad.shape[1:]), group=group)
     if replicas is not None:
         dist.all_reduce(reduced, group=replicas)
-    return reduced[: shard.shape[0]].clone() if shard.shape[0] != rows else reduced
+    own = reduced[: shard.shape[0]].clone() if shard.shape[0] != rows else reduced
+    return own.to(shard.dtype)
 
 
 class _Replicated(torch.autograd.Function):
@@ -106,7 +114,12 @@ class _Replicated(torch.autograd.Function):
 
 
 def read(
-    local: Tensor, name: str, shape: tuple[int, ...], sharded: bool, *marks: str | int
+    local: Tensor,
+    name: str,
+    shape: tuple[int, ...],
+    sharded: bool,
+    *marks: str | int,
+    **dtypes: torch.dtype,
 ) -> Tensor:
     """The full parameter, from this rank's part of it. Differentiable; a marker in a trace.
 
@@ -114,9 +127,10 @@ def read(
         local: this rank's rows ``[rows/N, ...]`` if sharded, else the whole parameter.
         shape: the whole parameter's.
         marks: of its :class:`passes.cuts.Cut`.
+        dtypes: of its :class:`osdp_compile.precision.Precision`.
     """
-    if sharded or torch.compiler.is_compiling():
-        return torch.ops.osdp.unshard(local, name, shape, sharded, *marks)
+    if sharded or dtypes or torch.compiler.is_compiling():
+        return torch.ops.osdp.unshard(local, name, shape, sharded, *marks, **dtypes)
     if not torch.is_grad_enabled():
         return local
     return _Replicated.apply(local, name, *marks)

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -38,6 +39,9 @@ def plan(
     memory_limit: int | str | None = None,
     optimizer: int | str = "adamw",
     slices: int | Mapping[str, int | tuple[int, int]] | None = None,
+    param_dtype: torch.dtype | str | None = None,
+    reduce_dtype: torch.dtype | str | None = None,
+    accumulate: bool = False,
     passes: Sequence[Pass] | None = None,
 ) -> Plan:
     """The plan that ``torch.compile(model, backend="osdp")`` would make on such a cluster.
@@ -56,6 +60,9 @@ def plan(
         slices: 1 to run every operator as a whole, or numbers of slices by parameter, as
             ``{"blocks.*.up.weight": 4}``, or ``(4, 1)`` where one of the four is kept for the
             backward and the others are gathered again; None: the planner's choice.
+        param_dtype, reduce_dtype: in which parameters are gathered and computed with, and in which
+            gradients travel, as ``torch.bfloat16``; None: in their own.
+        accumulate: with room for whole gradients (:func:`osdp_compile.no_sync`).
 
     Raises:
         ValueError: for a malformed argument, naming it.
@@ -68,12 +75,23 @@ def plan(
             "memory_limit": memory_limit,
             "optimizer": optimizer,
             "slices": slices,
+            "param_dtype": param_dtype,
+            "reduce_dtype": reduce_dtype,
+            "accumulate": accumulate,
             "passes": None if passes is None else list(passes),
         }
     )
     assert checked.hardware is not None
     ranks = mesh_sizes(world_size, mesh)
-    step = trace(model, args, kwargs, optimizer=optimizer, passes=checked.passes)
+    step = trace(
+        model,
+        args,
+        kwargs,
+        optimizer=optimizer,
+        passes=checked.passes,
+        precision=checked.precision,
+        accumulate=checked.accumulate,
+    )
     step = dataclasses.replace(step, slices=slices_of(checked.slices, step.parameters))
     return step.plan(ranks, checked.hardware, checked.memory_limit_bytes)
 

@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from osdp_compile.meshes import check_mesh
 from osdp_compile.optimizer_names import known_optimizers
+from osdp_compile.precision import Precision
 from passes.decisions import Plan
 from passes.hardware import Hardware
 from passes.pipeline import Pass, validate
@@ -31,6 +33,11 @@ ALLOWED: dict[str, str] = {
     "slices": "1 to run every operator as a whole, or numbers of slices by parameter, as "
     "{'blocks.*.up.weight': 4}, or (4, 1) to keep one of them for the backward and gather the "
     "others again (default: the planner's choice)",
+    "param_dtype": "a torch.dtype or its name, as 'bfloat16': parameters are gathered and computed "
+    "with in it, and stay what they are themselves (default: their own)",
+    "reduce_dtype": "a torch.dtype or its name, in which gradients travel (default: the one they "
+    "are computed in)",
+    "accumulate": "True to plan with room for whole gradients, for osdp_compile.no_sync",
     "debug": "True to check the graph after every pass, or a folder to also write it to",
     "passes": "a list of passes.pipeline.Pass (default: passes.pipeline.default_passes())",
 }
@@ -51,8 +58,16 @@ class Options:
     plan: Plan | None = None
     hardware: Hardware | None = None
     slices: Mapping[str, int | tuple[int, int]] | None = None
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    accumulate: bool = False
     debug: Path | bool = False
     passes: tuple[Pass, ...] | None = None
+
+    @property
+    def precision(self) -> Precision:
+        """The two types."""
+        return Precision(self.param_dtype, self.reduce_dtype)
 
     @classmethod
     def parse(cls, options: dict[str, Any] | None) -> Options:
@@ -159,6 +174,19 @@ def _slices(value: Any) -> Mapping[str, int | tuple[int, int]]:
     return found
 
 
+def _dtype(value: Any) -> torch.dtype:
+    found = getattr(torch, value, None) if isinstance(value, str) else value
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"{value!r} is no type of floating-point numbers")
+    return found
+
+
+def _accumulate(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{value!r} is neither True nor False")
+    return value
+
+
 def _debug(value: Any) -> Path | bool:
     if isinstance(value, bool):
         return value
@@ -181,6 +209,9 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "plan": _plan,
     "hardware": _profile,
     "slices": _slices,
+    "param_dtype": _dtype,
+    "reduce_dtype": _dtype,
+    "accumulate": _accumulate,
     "debug": _debug,
     "passes": _passes,
 }

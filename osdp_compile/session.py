@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from osdp_compile.errors import OsdpError
 from osdp_compile.laid_out import waiting
 from osdp_compile.observed import Observed
 from osdp_compile.options import Options
@@ -19,6 +20,7 @@ from passes.context import Context
 from passes.decisions import Plan
 from passes.pipeline import Pass
 from passes.predict import state_bytes
+from passes.units import format_bytes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,7 +46,41 @@ def base_parts(session: Session) -> dict[str, int]:
     """Bytes this rank holds between steps, by part: the session's ``base_bytes`` taken apart."""
     state = state_bytes(session.context, session.plan)
     parts = {"parameters": state["parameters"], "optimizer": state["optimizer"]}
+    if session.context.accumulated_bytes:
+        parts["accumulated"] = session.context.accumulated_bytes
     return {**parts, "inputs": session.context.base_bytes - sum(parts.values())}
+
+
+def check_kept(session: Session, options: Options) -> None:
+    """Refuse options, of a later ``torch.compile`` of a model, that what is in force does not keep.
+
+    What they leave out stays as it was given first.
+
+    Raises:
+        OsdpError: naming the option.
+    """
+    if options == session.options:
+        return
+    first = session.options
+    wrong = ""
+    limit_bytes, said = options.memory_limit_bytes, session.plan.prediction
+    if limit_bytes is not None and said is not None and said.peak_bytes > limit_bytes:
+        wrong = (
+            f"memory_limit={format_bytes(limit_bytes)} is less than the "
+            f"{format_bytes(said.peak_bytes)} that the plan in force takes"
+        )
+    for name in ("plan", "slices", "param_dtype", "reduce_dtype"):
+        given = getattr(options, name)
+        before = session.plan if name == "plan" else getattr(first, name)
+        if given is not None and given != before and given != getattr(first, name):
+            wrong = f"{name!r} is another than at the model's first call"
+    if options.accumulate and not first.accumulate:
+        wrong = "'accumulate' was not given at the model's first call"
+    if wrong:
+        raise OsdpError(
+            f"options: {wrong}. A model is planned once: give the option at its first call, or "
+            "build the model again and load a checkpoint into it"
+        )
 
 
 _of_parameter: Any = WeakTensorKeyDictionary()

@@ -14,6 +14,7 @@ operators for each, and for a DTensor that takes longer than a small one's arith
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -24,9 +25,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from osdp_compile import _torch, markers, state_dicts
+from osdp_compile import _torch, accumulated, markers, state_dicts
 from osdp_compile.errors import OsdpError, PlanMismatch
 from osdp_compile.optimizers import OptimizerIndex
+from osdp_compile.precision import (
+    OWN_PRECISION,
+    Precision,
+    cast_what_it_is_called_with,
+    subclass,
+)
 from passes.context import Context
 from passes.cuts import Cut
 from passes.decisions import Decision, Plan
@@ -47,11 +54,21 @@ class Reading:
     ``whole``: through markers. Not yet: as the DTensors that they are, so that what initialises
     the model writes into them; compiled code reads through markers all the same.
     ``in_place``: some of them are whole tensors for a while, and these are read as they are.
+    ``precision``: in which types they are read and their gradients travel.
+    ``key``: of no other model.
     """
 
-    def __init__(self, whole: bool) -> None:
+    _keys = itertools.count()
+
+    def __init__(self, whole: bool, precision: Precision = OWN_PRECISION) -> None:
         self.whole = whole
         self.in_place = False
+        self.precision = precision
+        self.key = next(self._keys)
+
+    def is_cast(self) -> bool:
+        """Whether uncompiled code, too, reads them in these types."""
+        return self.whole and not self.in_place
 
 
 def model_parameters(roots: Sequence[tuple[str, nn.Module]]) -> list[ModelParameter]:
@@ -169,11 +186,14 @@ def _reader(
     marks: tuple[str | int, ...],
     reading: Reading,
     plain: bool,
+    dtypes: dict[str, torch.dtype],
 ) -> property:
     """The property through which a module reads one of its parameters.
 
-    ``plain``: it is no DTensor.
+    ``plain``: it is no DTensor. ``dtypes``: of its marker.
     """
+
+    key = reading.key
 
     def read(module: nn.Module) -> Any:
         parameter: Any = module._parameters[attribute]
@@ -182,12 +202,18 @@ def _reader(
             if in_place or not reading.whole:
                 return parameter
         if plain:
-            return markers.read(parameter, name, shape, sharded, *marks)
+            return whole(parameter)
         if not isinstance(parameter, DTensor):
             raise_replaced(name)
         if parameter.device.type == "meta":
             raise_on_meta(f"parameter {name!r}")
-        return markers.read(parameter.to_local(), name, shape, sharded, *marks)
+        return whole(parameter.to_local())
+
+    def whole(local: Tensor) -> Tensor:
+        full = markers.read(local, name, shape, sharded, *marks, **dtypes)
+        if torch.is_grad_enabled() and accumulated.is_active(key, name):
+            return accumulated.to_leaf(key, name, full.detach())
+        return full
 
     return property(read)
 
@@ -228,14 +254,12 @@ def _swap_class(
     parts: dict[str, Callable[[Tensor], DTensor]],
 ) -> None:
     """Give a module's class readers; ``parts``: what cuts those of its parameters that are cut."""
-    cls = type(module)
-    namespace: dict[str, Any] = {**readers, **(state_dicts.members(cls, parts) if parts else {})}
+    members: dict[str, Any] = dict(readers)
+    if parts:
+        members.update(state_dicts.members(type(module), parts))
     if isinstance(module, nn.RNNBase):
-        namespace["_flat_weights"] = property(_flat_weights, lambda module, value: None)
-    namespace["__module__"] = cls.__module__
-    namespace["__qualname__"] = cls.__qualname__
-    namespace["__doc__"] = cls.__doc__
-    module.__class__ = type(cls.__name__, (cls,), namespace)
+        members["_flat_weights"] = property(_flat_weights, lambda module, value: None)
+    subclass(module, members)
 
 
 def shard_in_place(
@@ -265,20 +289,26 @@ def shard_in_place(
         new = nn.Parameter(laid_out, requires_grad=old.requires_grad)
         new.__dict__.update(old.__dict__)  # people hang attributes on parameters
         if old.grad is not None:
-            new.grad = DTensor.from_local(
-                _mean_gradient(entry, laid_out.to_local().detach(), decision, cut),
-                mesh,
-                laid_out.placements,
-                run_check=False,
-                shape=new.shape,
-                stride=new.stride(),
-            )
+            local = laid_out.to_local().detach()
+            new.grad = gradient_like(laid_out, _mean_gradient(entry, local, decision, cut))
         for module, attribute in entry.places:
             module._parameters[attribute] = new
         optimizers.rebind(old, new, partial(lay_out, mesh=mesh, decision=decision, cut=cut))
         renewed.append(new)
-    _read_through_markers(parameters, ctx, reading, mesh)
+    read_through_markers(parameters, ctx, reading, mesh)
     return renewed
+
+
+def gradient_like(parameter: DTensor, local: Tensor) -> DTensor:
+    """This rank's part of a parameter's gradient, laid out as the parameter."""
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def keep_in_place(
@@ -294,7 +324,7 @@ def keep_in_place(
             parameter.grad = _mean_gradient(
                 entry, parameter.detach(), decision, ctx.cut(decision)
             )
-    _read_through_markers(parameters, ctx, reading, None)
+    read_through_markers(parameters, ctx, reading, None)
     return [entry.parameter for entry in parameters]
 
 
@@ -306,7 +336,7 @@ def _mean_gradient(entry: ModelParameter, local: Tensor, decision: Decision, cut
     return mean
 
 
-def _read_through_markers(
+def read_through_markers(
     parameters: Sequence[ModelParameter],
     ctx: Context,
     reading: Reading,
@@ -326,13 +356,23 @@ def _read_through_markers(
         for module, attribute in entry.places:
             owners[id(module)] = module
             readers.setdefault(id(module), {})[attribute] = _reader(
-                entry.name, attribute, shape, decision.sharded, cut.marks, reading, mesh is None
+                entry.name,
+                attribute,
+                shape,
+                decision.sharded,
+                cut.marks,
+                reading,
+                mesh is None,
+                reading.precision.marks(entry.parameter),
             )
             if mesh is not None:
                 part = partial(lay_out, mesh=mesh, decision=decision, cut=cut)
                 parts.setdefault(id(module), {})[attribute] = part
     for key, module in owners.items():
         _swap_class(module, readers[key], parts.get(key, {}))
+        if reading.precision.param_dtype is not None:
+            dtype = reading.precision.param_dtype
+            cast_what_it_is_called_with(module, dtype, reading.is_cast)
 
 
 def buffers_of(roots: Sequence[tuple[str, nn.Module]]) -> Iterator[Tensor]:

@@ -13,9 +13,16 @@ import torch
 from torch import fx, nn
 
 from osdp_compile import _torch
-from osdp_compile.describe import captured_step, described, held_bytes_of, owned_parameters
+from osdp_compile.describe import (
+    accumulated_bytes_of,
+    captured_step,
+    described,
+    held_bytes_of,
+    owned_parameters,
+)
 from osdp_compile.errors import InfeasibleLimit, OsdpError
 from osdp_compile.meshes import levels_of
+from osdp_compile.precision import OWN_PRECISION, Precision, traced_cast
 from osdp_compile.roots import plain_parameters
 from osdp_compile.stand_ins import stand_ins
 from osdp_compile.state import check_shardable, model_parameters
@@ -44,8 +51,8 @@ _GROUP = "osdp_offline"
 class TracedStep:
     """A model's training step, traced once, to be planned for any cluster.
 
-    ``held_bytes``: buffers, the batch, and what no graph shows. ``slices``: as the planner's
-    context has it.
+    ``held_bytes``: buffers, the batch, what no graph shows, and ``accumulated_bytes``, for whole
+    gradients that add up. ``slices``: as the planner's context has it.
     """
 
     captured: Captured
@@ -53,6 +60,7 @@ class TracedStep:
     held_bytes: int
     passes: tuple[Pass, ...]
     slices: tuple[tuple[str, int, int], ...] | None = None
+    accumulated_bytes: int = 0
 
     @functools.cached_property
     def folded(self) -> Folded | None:
@@ -85,6 +93,7 @@ class TracedStep:
             rank=0,
             group_name=_GROUP,
             base_bytes=self.held_bytes,
+            accumulated_bytes=self.accumulated_bytes,
             limit_bytes=limit_bytes,
             by_exchange=by_exchange,
             slices=self.slices,
@@ -227,6 +236,8 @@ def trace(
     *,
     optimizer: int | str = "adamw",
     passes: Sequence[Pass] | None = None,
+    precision: Precision = OWN_PRECISION,
+    accumulate: bool = False,
 ) -> TracedStep:
     """Trace a training step on stand-ins: the first graph that needs gradients, as the backend.
 
@@ -241,7 +252,7 @@ def trace(
         if not any(parameter.requires_grad for _, parameter in plain_parameters(gm, inputs)):
             return gm
         try:
-            found = _traced(gm, inputs, optimizer, chosen)
+            found = _traced(gm, inputs, optimizer, chosen, precision, accumulate)
         except OsdpError as error:
             _torch.raise_to_user(error)
         _torch.raise_to_user(_Found(found))
@@ -249,7 +260,7 @@ def trace(
     compiled = torch.compile(model, backend=backend, dynamic=False)
     with stand_ins(model, (tuple(args), dict(kwargs or {})), _device_of(model)) as (given, named):
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), traced_cast(model, precision):
                 compiled(*given, **named)
         except _Found as found:
             return found.step
@@ -269,15 +280,24 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _traced(
-    gm: fx.GraphModule, inputs: Sequence[Any], optimizer: int | str, passes: tuple[Pass, ...]
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    optimizer: int | str,
+    passes: tuple[Pass, ...],
+    precision: Precision,
+    accumulate: bool,
 ) -> TracedStep:
     roots, entries = owned_parameters(gm, inputs)
     parameters = tuple(described(entry, None, optimizer) for entry in entries)
-    # Of the context only the parameters and the group's name enter the graphs.
-    ctx = Context(Plan((), world_size=1), generic(), parameters, 1, 0, _GROUP)
+    # Of the context only the parameters, their types and the group's name enter the graphs.
+    ctx = Context(Plan((), world_size=1), generic(), parameters, 1, 0, _GROUP).replace(
+        param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype
+    )
+    accumulated_bytes = accumulated_bytes_of(entries, precision) if accumulate else 0
     return TracedStep(
         captured=captured_step(gm, inputs, entries, ctx, passes),
         parameters=parameters,
-        held_bytes=held_bytes_of(roots, inputs, entries),
+        held_bytes=held_bytes_of(roots, inputs, entries) + accumulated_bytes,
         passes=passes,
+        accumulated_bytes=accumulated_bytes,
     )

@@ -5,6 +5,8 @@ its own, where autograd's graph needs them. A model that was laid out before its
 is traced with markers from the start::
 
     local = weight.to_local(); full = unshard(local, ...); linear(x, full)    ->  linear(x, weight)
+
+What is read in another type is cast there.
 """
 
 from __future__ import annotations
@@ -53,6 +55,9 @@ def unmarked(
             parameter = node.args[0]
             while parameter.op != "placeholder":
                 parameter = parameter.all_input_nodes[0]
+            if "dtype" in node.kwargs:
+                with graph.inserting_before(node):
+                    parameter = graph.call_method("to", (parameter, node.kwargs["dtype"]))
             node.replace_all_uses_with(parameter)
     graph.eliminate_dead_code()  # never a placeholder
     held = [dataclasses.replace(e, parameter=whole[id(e.parameter)]) for e in entries]

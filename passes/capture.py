@@ -11,15 +11,18 @@ import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from passes.context import Context, Phase
 from passes.decisions import Plan
-from passes.graph import copy_module, empty_value, fake_mode_of, output_node
+from passes.graph import copy_module, empty_value, fake_mode_of, is_cast, output_node
 from passes.markers import REDUCE_GRAD, UNSHARD
 from passes.memory import STATIC
 from passes.recompute import SAVES, recompute
 from passes.split_saved import split_saved
+
+_ADD = torch.ops.aten.add.Tensor
 
 
 class NothingSaved(ValueError):
@@ -52,6 +55,9 @@ def add_markers(
 ) -> None:
     """Put markers into a joint graph that was traced with whole parameters.
 
+    A parameter that is read in another type is cast wherever it is read, and its gradients back:
+    markers take the place of these casts.
+
     Args:
         parameters: placeholder of each parameter, and its name.
         gradients: position of each gradient in the outputs, and its parameter's placeholder.
@@ -63,28 +69,60 @@ def add_markers(
         first = min(users, default=None)
         if first is None or first.op == "output":
             continue
+        casts = all(_is_read(user, ctx) for user in users)
         args = (shard, name, list(whole.shape), True, ctx.group_name)
         with graph.inserting_before(first):
             marker = graph.call_function(UNSHARD, args)
         marker.meta["val"] = whole
+        if casts:
+            marker.meta["val"] = first.meta["val"]
+            marker.kwargs = {"dtype": first.meta["val"].dtype}
+        if ctx.reduce_dtype is not None:
+            marker.kwargs = {**marker.kwargs, "reduce_dtype": ctx.reduce_dtype}
         for user in users:
-            user.replace_input_with(shard, marker)
+            if casts:
+                user.replace_all_uses_with(marker)
+                graph.erase_node(user)
+            else:
+                user.replace_input_with(shard, marker)
     output = output_node(graph)
     returned = list(output.args[0])  # type: ignore[arg-type]
     for index, shard in gradients.items():
         gradient = returned[index]
         if not isinstance(gradient, fx.Node):
             continue
-        with graph.inserting_before(output):
-            reduced = graph.call_function(
-                REDUCE_GRAD, (gradient, shard, parameters[shard], True, ctx.group_name)
-            )
-        reduced.meta["val"] = gradient.meta["val"]
-        # Where its gradient is ready: the reductions must not all come last.
-        gradient.append(reduced)
-        returned[index] = reduced
+        marks = (shard, parameters[shard], True, ctx.group_name)
+        cast = any("dtype" in user.kwargs for user in shard.users if user.target is UNSHARD)
+        for whole in _terms(gradient) if cast else [gradient]:
+            source: Any = whole.args[0] if cast else whole
+            with graph.inserting_before(output):
+                reduced = graph.call_function(REDUCE_GRAD, (source, *marks))
+            reduced.meta["val"] = whole.meta["val"]
+            if ctx.reduce_dtype is not None:
+                reduced.kwargs = {"reduce_dtype": ctx.reduce_dtype}
+            # Where its gradient is ready: the reductions must not all come last.
+            source.append(reduced)
+            if cast:
+                whole.replace_all_uses_with(reduced)
+                graph.erase_node(whole)
+            if whole is gradient:
+                returned[index] = reduced
     output.args = (tuple(returned),)
     joint.recompile()
+
+
+def _is_read(user: fx.Node, ctx: Context) -> bool:
+    """Whether a parameter's user is its cast to the type in which parameters are read."""
+    dtype = ctx.param_dtype
+    return dtype is not None and is_cast(user) and user.meta["val"].dtype == dtype
+
+
+def _terms(gradient: fx.Node) -> list[fx.Node]:
+    """The casts of the gradients that are added up to one."""
+    if gradient.target is _ADD:
+        return [term for source in gradient.all_input_nodes for term in _terms(source)]
+    assert is_cast(gradient), f"{gradient} is no gradient of what was cast"
+    return [gradient]
 
 
 def mark_inputs(

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+import torch
+
 from passes.cuts import Cut
 from passes.decisions import Decision, Plan
 from passes.hardware import Hardware
@@ -85,12 +87,15 @@ class Context:
     ``base_bytes``: what this rank holds during the whole graph and the graph does not
     allocate: parameters, optimizer state, buffers, the batch (and gradients of an earlier
     backward).
+    ``accumulated_bytes``: what of it is for whole gradients that add up over several backwards.
     ``limit_bytes``: the memory limit of the whole, None for no limit.
     ``deciding``: the planner is at work: the best order of collectives is searched for.
     Otherwise it follows from the plan and the parameters, for all ranks alike.
     ``by_exchange``: gather and reduce by messages (gloo; see ``passes/exchange.py``).
     ``slices``: by name, in how many slices the operators of some parameters must run, and how many
     of these are kept; all others' as a whole. None: the planner decides.
+    ``param_dtype``, ``reduce_dtype``: in which the parameters of a graph without markers are
+    read, and its gradients are to travel; None: in their own.
     ``levels``: the dimensions along which a collective may run leg by leg, the outer (between
     hosts) and the inner (within one): rank ``h * inner.size + g`` is the g-th of host h. None:
     the ranks are one flat group, or the profile has no rates along the dimensions.
@@ -104,10 +109,13 @@ class Context:
     group_name: str
     phase: Phase = Phase.FORWARD
     base_bytes: int = 0
+    accumulated_bytes: int = 0
     limit_bytes: int | None = None
     by_exchange: bool = False
     deciding: bool = False
     slices: tuple[tuple[str, int, int], ...] | None = None
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
     levels: tuple[Level, Level] | None = None
 
     def network(self, group_name: str) -> tuple[Hardware, int]:

@@ -34,6 +34,9 @@ COLLECTIVES: dict[Any, str] = {
 }
 
 _aten = torch.ops.aten
+#: Makes a tensor of another type; ``_CASTS``: as graphs may have it, too.
+CAST = torch.ops.prims.convert_element_type.default
+_CASTS = {CAST, _aten._to_copy.default}
 # Not views by their schema, but Inductor makes no copy for them.
 _FREE = {_aten._unsafe_view.default, _aten.reshape.default, _aten.detach.default}
 
@@ -76,6 +79,11 @@ def _communicates(target: Any) -> bool:
 def is_view(node: fx.Node) -> bool:
     """Whether a node's output is its first argument's memory seen another way."""
     return node.op == "call_function" and _views(node.target)
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Whether a node's output is its first argument in another type (or place)."""
+    return node.op == "call_function" and node.target in _CASTS
 
 
 def is_alias(node: fx.Node) -> bool:

@@ -10,6 +10,9 @@ no operator carries a rank's own sizes.
 ``reduce_grad``      this rank's full gradient -> the mean over ranks, laid out as the shard
 ===================  ======================================================================
 
+``dtype``: of the full parameter, where it is not the shard's: cast before it is gathered.
+``reduce_dtype``: in which a gradient travels (default: its own); the result has the shard's.
+
 ``sharded=False`` marks a replicated parameter: ``unshard`` is then the identity and
 ``reduce_grad`` an all-reduce. ``group_name``, ``between`` and ``hosts`` say which ranks share
 the rows, and how (:class:`passes.cuts.Cut`). This file holds schemas, shapes and derivatives;
@@ -26,11 +29,12 @@ from torch import Tensor
 _LIBRARY = torch.library.Library("osdp", "DEF")
 _LIBRARY.define(
     "unshard(Tensor shard, str name, SymInt[] shape, bool sharded, str group_name,"
-    " str between='', int hosts=1) -> Tensor"
+    " str between='', int hosts=1, *, ScalarType? dtype=None, ScalarType? reduce_dtype=None)"
+    " -> Tensor"
 )
 _LIBRARY.define(
     "reduce_grad(Tensor grad, Tensor shard, str name, bool sharded, str group_name,"
-    " str between='', int hosts=1) -> Tensor"
+    " str between='', int hosts=1, *, ScalarType? reduce_dtype=None) -> Tensor"
 )
 
 
@@ -43,9 +47,14 @@ def _unshard_shape(
     group_name: str,
     between: str = "",
     hosts: int = 1,
+    *,
+    dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
     # A replicated parameter may have any strides (channels_last); a gathered one is contiguous.
-    return shard.new_empty(shape) if sharded else torch.empty_like(shard)
+    if sharded:
+        return shard.new_empty(shape, dtype=dtype or shard.dtype)
+    return torch.empty_like(shard, dtype=dtype)
 
 
 @torch.library.register_fake("osdp::reduce_grad")
@@ -57,20 +66,26 @@ def _reduce_grad_shape(
     group_name: str,
     between: str = "",
     hosts: int = 1,
+    *,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
     if sharded:
-        return grad.new_empty(shard.shape)
-    return torch.empty_like(grad, memory_format=torch.contiguous_format)
+        return grad.new_empty(shard.shape, dtype=shard.dtype)
+    return torch.empty_like(grad, dtype=shard.dtype, memory_format=torch.contiguous_format)
 
 
-def _save_for_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_for_reduce(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor
+) -> None:
     shard, ctx.name, _, ctx.sharded, *ctx.marks = inputs
+    ctx.reduce_dtype = keyword_only_inputs["reduce_dtype"]
     ctx.save_for_backward(shard)
 
 
 def _reduce(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (shard,) = ctx.saved_tensors
-    reduced = torch.ops.osdp.reduce_grad(grad, shard, ctx.name, ctx.sharded, *ctx.marks)
+    own = {} if ctx.reduce_dtype is None else {"reduce_dtype": ctx.reduce_dtype}
+    reduced = torch.ops.osdp.reduce_grad(grad, shard, ctx.name, ctx.sharded, *ctx.marks, **own)
     return (reduced, None, None, None, *[None] * len(ctx.marks))
 
 

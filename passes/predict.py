@@ -114,7 +114,9 @@ def _predict(
     update_seconds = optimizer_seconds(ctx, plan)
     base = {"parameters": state["parameters"], "optimizer": state["optimizer"]}
     if ctx.base_bytes:
-        base["inputs"] = ctx.base_bytes
+        base["inputs"] = ctx.base_bytes - ctx.accumulated_bytes
+    if ctx.accumulated_bytes:
+        base["accumulated"] = ctx.accumulated_bytes
     peaks = [
         _sum(base, forward.memory.peak),
         _sum(base, backward.memory.peak, {"returned": returned}),

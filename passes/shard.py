@@ -20,6 +20,9 @@ hardware profile says is faster (gloo runs a reduce-scatter as a whole all-reduc
 What is sharded within hosts is gathered and reduced within the host, on the mesh's inner group;
 its reduced part is then all-reduced between hosts, which is the second leg of its reduction.
 
+A parameter that is read in another type is cast before it is gathered; a gradient is cast to the
+type it travels in before it is reduced, and to its parameter's after that.
+
 On gloo (``ctx.by_exchange``) both are messages from rank to rank (``passes/exchange.py``):
 faster than its own collectives, and safe (docs/design.md).
 """
@@ -41,6 +44,7 @@ from passes.graph import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
+    CAST,
     REDUCE_SCATTER,
     WAIT,
     bytes_of,
@@ -76,11 +80,14 @@ def _lower_unshard(node: fx.Node, ctx: Context) -> None:
     source, name, shape, sharded, group = node.args[:5]
     assert isinstance(source, fx.Node) and isinstance(name, str)
     if not sharded:
-        if node in output_node(graph).all_input_nodes:
-            with graph.inserting_before(node):
-                source = call(graph, _aten.clone.default, (source,))
-        _replace(node, source)
+        with graph.inserting_before(node):
+            value = cast(graph, source, node.meta["val"].dtype)
+            if value is source and node in output_node(graph).all_input_nodes:
+                value = call(graph, _aten.clone.default, (source,))
+        _replace(node, value)
         return
+    with graph.inserting_before(node):
+        source = cast(graph, source, node.meta["val"].dtype)
     total = int(shape[0])  # type: ignore[index,arg-type]
     cut = ctx.cut_by(str(group))
     rows = cut.most_rows(total)
@@ -132,6 +139,19 @@ def unpack(
     return after_wait(call(graph, UNPACK, args))
 
 
+def cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """A tensor in a type: itself if it has it."""
+    if node.meta["val"].dtype == dtype:
+        return node
+    return call(graph, CAST, (node, dtype))
+
+
+def cast_after_wait(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """What came over the network, in a type."""
+    made = cast(graph, node, dtype)
+    return made if made is node else after_wait(made)
+
+
 def flat(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """A contiguous tensor's elements in one dimension."""
     return call(graph, _aten.view.default, (node, [-1]))
@@ -161,11 +181,15 @@ def _lower_reduce(node: fx.Node, ctx: Context) -> None:
         # Where autograd puts it differs between a traced model and the capture it was planned
         # on; in the same place it gives the same buckets and can follow the same order.
         gradient.append(node)
+    dtype = node.kwargs.get("reduce_dtype")
+    own_dtype = node.meta["val"].dtype
     with graph.inserting_before(node):
+        if isinstance(dtype, torch.dtype):
+            gradient = cast(graph, gradient, dtype)
         if not sharded:
             mean = mean_before(graph, gradient, ctx)
             start = start_collective(graph, ALL_REDUCE, (mean, "sum", group), purpose)
-            _finish(node, call(graph, WAIT, (start,), "reduced"))
+            _finish(node, cast_after_wait(graph, call(graph, WAIT, (start,), "reduced"), own_dtype))
             return
         shape = list(gradient.meta["val"].shape)
         cut = ctx.cut_by(str(group))
@@ -174,6 +198,7 @@ def _lower_reduce(node: fx.Node, ctx: Context) -> None:
         part = after_wait(call(graph, _aten.view.default, (part, [rows, *shape[1:]])))
         if rows * cut.ranks != shape[0]:
             part = after_wait(call(graph, TRIM_ROWS, (part, like)))
+        part = cast_after_wait(graph, part, own_dtype)
     _finish(node, part)
 
 

@@ -309,7 +309,7 @@ class Splitter:
             own[dim] = slices.part(index) if dim else slices.ranks * slices.strip
             part = self._part(shard, dim, slices, index)
             args = (part, slice_name(name, index), own, sharded, *marks)
-            gathered = self.emit(index, UNSHARD, args)
+            gathered = self.emit(index, UNSHARD, args, node.kwargs)
             if not (dim or slices.even):
                 gathered = self.emit(index, TRIM_SLICE, slices.to_cut(gathered, index))
             nodes.append(gathered)
@@ -337,7 +337,7 @@ class Splitter:
                 one = self.emit(index, PAD_SLICE, slices.to_cut(one, index))
             like = self._part(shard, dim, slices, index)
             args = (one, like, slice_name(name, index), sharded, *marks)
-            parts.append(self.emit(index, REDUCE_GRAD, args))
+            parts.append(self.emit(index, REDUCE_GRAD, args, node.kwargs))
         # At the end: what is needed of all slices ends what is brought together of each.
         with self.graph.inserting_before(output_node(self.graph)):
             if dim:

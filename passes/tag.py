@@ -12,19 +12,16 @@ and with it the whole gathered weight.
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from passes._torch import CheckpointPolicy
 from passes.context import Context
-from passes.graph import is_view
+from passes.graph import is_cast, is_view
 from passes.markers import UNSHARD
 
 # Above every region of the user's own activation checkpointing: a tag of a lower number is
 # turned into "save" by the partitioner where a checkpointed region reads the weight.
 _TAG_ID = 1_000_000
-
-_CASTS = {torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default}
 
 
 def tag(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -36,7 +33,7 @@ def tag(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         if node.target is UNSHARD:
             keep = ctx.plan.decision(node.args[1]).keeps
             policy = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.MUST_RECOMPUTE
-        elif (is_view(node) or node.target in _CASTS) and node.args[0] in derived:
+        elif (is_view(node) or is_cast(node)) and node.args[0] in derived:
             policy = CheckpointPolicy.MUST_RECOMPUTE
         else:
             continue

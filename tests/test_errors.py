@@ -8,10 +8,11 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import osdp_compile
 from examples.gpt import GPT, GPTConfig
-from osdp_compile import Plan
+from osdp_compile import OsdpError, Plan
 from passes.hardware import generic
 from passes.units import parse_bytes
 from tests.training import SLOW, adamw, normal_batch, placements
@@ -308,3 +309,45 @@ def loose_parameter(rank, world_size):
 def test_a_parameter_of_no_module_is_refused(two_ranks):
     for text in two_ranks.run(loose_parameter, timeout_seconds=PROMPT_SECONDS):
         assert text is not None and "belongs to no nn.Module" in text
+
+
+def wrapped_in_ddp(rank, world_size, order):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    if order == "compiled first":
+        called = DistributedDataParallel(torch.compile(model, backend="osdp"))
+    else:
+        called = torch.compile(DistributedDataParallel(model), backend="osdp")
+    with pytest.raises(OsdpError, match=r"DistributedDataParallel.*model\.module"):
+        called(torch.randn(2, 8))
+    assert osdp_compile.plan_of(model) is None
+
+
+@pytest.mark.parametrize("order", ["compiled first", "wrapped first"])
+def test_a_model_that_ddp_reduces_too_is_refused(two_ranks, order):
+    two_ranks.run(wrapped_in_ddp, order)
+
+
+def options_that_come_late(rank, world_size):
+    """What options of a second ``torch.compile`` of one model are told."""
+    model = two_layers()
+    assert call(model, normal_batch(0, 0, rank), memory_limit="1GiB") is None
+    peak_bytes = osdp_compile.plan_of(model).prediction.peak_bytes
+    other = Plan.uniform(model.named_parameters(), "shard_again", world_size=world_size)
+    said = {}
+    for name, value in (
+        ("memory_limit", peak_bytes - 1),
+        ("plan", other.split("2.weight", 2)),
+        ("slices", {"2.weight": 2}),
+        ("param_dtype", "bfloat16"),
+        ("accumulate", True),
+    ):
+        said[name] = call(model, normal_batch(0, 0, rank), **{name: value})
+    fine = call(model, normal_batch(0, 0, rank), memory_limit=peak_bytes)
+    return said, fine
+
+
+def test_options_that_the_plan_in_force_does_not_keep_are_refused(two_ranks):
+    for said, fine in two_ranks.run(options_that_come_late):
+        assert fine is None
+        for name, (_, ours, text) in said.items():
+            assert ours and name in text and "first call" in text

@@ -1,0 +1,133 @@
+"""Mixed precision: gathering and computing in bfloat16, sending gradients in it or not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import osdp_compile
+from osdp_compile import Plan
+from tests.training import SLOW, adamw, mean_over_ranks
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Block(nn.Module):
+    """A residual MLP; its linears have rows that no number of ranks divides."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width + 1)
+        self.down = nn.Linear(2 * width + 1, width)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Language(nn.Module):
+    """Tied embeddings around blocks, and a projection of floating-point features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(37, 32)
+        self.features = nn.Linear(8, 32)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(32, 37, bias=False)
+        self.head.weight = self.token.weight
+
+    def forward(self, tokens, features):
+        x = self.token(tokens) + self.features(features)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def made() -> Language:
+    torch.manual_seed(0)
+    return Language()
+
+
+def batch(step: int, rank: int):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    tokens = torch.randint(0, 37, (4, 12), generator=generator).sort().values
+    return tokens[:, :-1], torch.randn(4, 11, 8, generator=generator), tokens[:, 1:]
+
+
+def losses(called, optimizer, rank: int, steps=range(6)) -> list[float]:
+    found = []
+    for step in steps:
+        tokens, features, targets = batch(step, rank)
+        logits = called(tokens, features)
+        assert logits.dtype == BF16
+        loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(mean_over_ranks(loss))
+    return found
+
+
+def plan_for(kind: str, model: nn.Module, world_size: int) -> Plan:
+    if kind != "sliced":
+        return Plan.uniform(model.named_parameters(), kind, world_size=world_size)
+    plan = Plan.uniform(
+        model.named_parameters(), "shard_again", world_size=world_size, bucket_bytes=1 << 12
+    )
+    plan = plan.split("blocks.0.up.weight", 3, kept_slices=1)
+    return plan.split("blocks.1.down.weight", 2, along=1)
+
+
+def beside_fsdp(rank, world_size, reduce_dtype, folder):
+    """Losses under every kind of plan, what the parameters are then, and FSDP2's losses."""
+    theirs = made()
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype)
+    for block in theirs.blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(theirs, mp_policy=policy)
+    found = {"fsdp": losses(theirs, adamw(theirs.parameters()), rank)}
+    for kind in ("shard_again", "shard_keep", "replicate", "sliced"):
+        model = made()
+        options = {"plan": plan_for(kind, model, world_size), "hardware": SLOW, "param_dtype": BF16}
+        options |= {"reduce_dtype": reduce_dtype, "debug": f"{folder}/{kind}"}
+        compiled = torch.compile(model, backend="osdp", options=options)
+        optimizer = adamw(model.parameters())
+        found[kind] = losses(compiled, optimizer, rank)
+        assert all(one.dtype == FP32 for one in model.state_dict().values())
+        held = [value for one in optimizer.state.values() for value in one.values()]
+        assert all(value.dtype == FP32 for value in held)
+        compiled(*batch(0, rank)[:2]).float().sum().backward()
+        assert all(p.grad.dtype == FP32 for p in model.parameters())
+        with torch.no_grad():
+            eager = model(*batch(0, rank)[:2])
+            with osdp_compile.full_parameters(model):
+                exact = model(*batch(0, rank)[:2])
+        assert eager.dtype == BF16 and exact.dtype == FP32
+        exact = exact.float()
+        assert (eager.float() - exact).abs().mean() < 0.02 * exact.abs().mean()
+    return found
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, FP32])
+def test_losses_are_those_of_fsdp_with_its_policy(two_ranks, tmp_path, reduce_dtype):
+    for found in two_ranks.run(beside_fsdp, reduce_dtype, str(tmp_path)):
+        theirs = found.pop("fsdp")
+        assert theirs[-1] < theirs[0] - 0.1
+        for ours in found.values():
+            assert ours == pytest.approx(theirs, abs=0.02)
+    sent = sent_types(tmp_path / "shard_again")
+    assert sent["gather"] == {"bf16"}
+    assert sent["reduce"] == {"f32" if reduce_dtype else "bf16"}
+
+
+def sent_types(folder) -> dict[str, set[str]]:
+    """In which types collectives are carried out, by what they do."""
+    found: dict[str, set[str]] = {"gather": set(), "reduce": set()}
+    for path in folder.glob("*-reorder.txt"):
+        for line in path.read_text().splitlines():
+            for kind, types in found.items():
+                if f"# {kind}" in line:
+                    types.add(line.split(": ")[1].split("[")[0])
+    return found
