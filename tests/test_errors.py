@@ -311,8 +311,19 @@ def test_a_parameter_of_no_module_is_refused(two_ranks):
         assert text is not None and "belongs to no nn.Module" in text
 
 
+class Doubled(nn.Module):
+    """A module with code of its own: around torch's own, nothing of DDP's would be compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return 2 * self.linear(x)
+
+
 def wrapped_in_ddp(rank, world_size, order):
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    model = Doubled()
     if order == "compiled first":
         called = DistributedDataParallel(torch.compile(model, backend="osdp"))
     else:
