@@ -29,6 +29,7 @@ from osdp_compile.initialising import write_as_into_whole_ones
 from osdp_compile.laid_out import LaidOut, end_waiting
 from osdp_compile.markers import register_group
 from osdp_compile.meshes import flat_mesh, groups_along, level, levels_of, own_mesh
+from osdp_compile.optimizer_checks import check_works_on_rows
 from osdp_compile.optimizers import OptimizerIndex
 from osdp_compile.options import Options
 from osdp_compile.plan_table import log_plan
@@ -249,6 +250,9 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
     for one in (group, *along.values()):
         register_group(one)
     context = context.replace(plan=plan)
+    if plan.shards:
+        for optimizer in optimizers.optimizers:
+            check_works_on_rows(optimizer)
     renewed = step.lay_out(context, optimizers)
     state = state_bytes(context, plan)
     context = context.replace(

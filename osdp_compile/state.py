@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from osdp_compile import _torch, accumulated, markers, state_dicts
 from osdp_compile.errors import OsdpError, PlanMismatch
+from osdp_compile.optimizer_checks import replaced
 from osdp_compile.optimizers import OptimizerIndex
 from osdp_compile.precision import (
     OWN_PRECISION,
@@ -294,6 +295,7 @@ def shard_in_place(
         for module, attribute in entry.places:
             module._parameters[attribute] = new
         optimizers.rebind(old, new, partial(lay_out, mesh=mesh, decision=decision, cut=cut))
+        replaced(old, entry.name)
         renewed.append(new)
     read_through_markers(parameters, ctx, reading, mesh)
     return renewed

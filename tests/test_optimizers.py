@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from osdp_compile import OsdpError
 from tests.training import (
     Recipe,
     adamw,
@@ -111,8 +113,14 @@ def optimizer_of_kind(kind, parameters, **options):
         ("AdamW", {"lr": 1e-2, "eps": 1e-5, "foreach": True}),
         ("Adagrad", {"lr": 1e-2}),
         ("RMSprop", {"lr": 1e-2, "eps": 1e-5, "momentum": 0.9}),
+        ("AdamW", {"lr": 1e-2, "eps": 1e-5, "fused": True}),
+        ("SGD", {"lr": 0.1, "momentum": 0.9, "fused": True}),
+        ("Adagrad", {"lr": 1e-2, "fused": True}),
+        ("Adamax", {"lr": 1e-2, "eps": 1e-5}),
+        ("NAdam", {"lr": 1e-2, "eps": 1e-5}),
+        ("RAdam", {"lr": 1e-2, "eps": 1e-5}),
     ],
-    ids=lambda value: value if isinstance(value, str) else str(value.get("foreach", "")),
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_elementwise_optimizers_work_on_shards_as_they_are(two_ranks, kind, options):
     optimizer = functools.partial(optimizer_of_kind, kind, **options)
@@ -226,3 +234,74 @@ def gradients_before_compiling(rank, world_size, plan):
 
 def test_gradients_that_are_there_before_the_first_call_count(two_ranks):
     assert max(two_ranks.run(gradients_before_compiling, MIXED)) < 1e-6
+
+
+def refused(rank, world_size, when):
+    """What an optimizer says that does not work on rows, or holds parameters as they were."""
+    torch.manual_seed(0)
+    model = three_layers()
+    early = [*model.parameters()]
+    compiled = torch.compile(
+        model, backend="osdp", options=plan_options(model, MIXED, Recipe(), world_size)
+    )
+    if when == "before":
+        optimizer = torch.optim.Adafactor(model.parameters())
+        with pytest.raises(OsdpError, match=r"torch\.optim\.Adafactor does not work on the rows"):
+            compiled(normal_batch(0, 0, rank))
+        assert not any(isinstance(one, DTensor) for one in model.parameters())
+        del optimizer
+        gc.collect()
+    compiled(normal_batch(0, 0, rank)).square().mean().backward()
+    before = [whole(one) for one in model.parameters()]
+    late = torch.optim.Adafactor(model.parameters()) if when == "after" else sgd(early)
+    said = r"Adafactor does not" if when == "after" else r"'0\.weight' as it was before"
+    with pytest.raises(OsdpError, match=said):
+        late.step()
+    good = sgd(model.parameters())
+    good.step()
+    after = [whole(one) for one in model.parameters()]
+    return any(not torch.equal(one, b) for one, b in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_optimizer_that_would_fail_or_do_nothing_is_refused(two_ranks, when):
+    assert all(two_ranks.run(refused, when))
+
+
+def moving_average(rank, world_size):
+    """An average of a model's weights that is made before its first call, and after it."""
+    found = {}
+    for when in ("before", "after"):
+        torch.manual_seed(0)
+        model = three_layers()
+        reference = copy.deepcopy(model)
+        options = plan_options(model, MIXED, Recipe(), world_size)
+        compiled = torch.compile(model, backend="osdp", options=options)
+        theirs = torch.optim.swa_utils.AveragedModel(
+            reference, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+        )
+        batch = normal_batch(0, 0, 0)
+        if when == "after":
+            compiled(batch).square().mean().backward()
+            model.zero_grad()
+        ours = torch.optim.swa_utils.AveragedModel(
+            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+        )
+        pairs = [(model, compiled, ours), (reference, reference, theirs)]
+        optimizers = [sgd(one.parameters()) for one, _, _ in pairs]
+        for _ in range(3):
+            for (one, call, average), optimizer in zip(pairs, optimizers, strict=True):
+                call(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                average.update_parameters(one)
+        with torch.no_grad():
+            off = (ours(batch) - theirs(batch)).abs().max().item()
+        averages = zip(ours.parameters(), theirs.parameters(), strict=True)
+        found[when] = max(off, *((whole(a) - b).abs().max().item() for a, b in averages))
+    return found
+
+
+def test_a_moving_average_of_the_weights(two_ranks):
+    for found in two_ranks.run(moving_average):
+        assert max(found.values()) <= 1e-6, found

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import osdp_compile
 from osdp_compile import Plan
-from tests.training import SLOW, adamw, mean_over_ranks
+from tests.training import SLOW, adamw, mean_over_ranks, whole
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -131,3 +131,41 @@ def sent_types(folder) -> dict[str, set[str]]:
                 if f"# {kind}" in line:
                     types.add(line.split(": ")[1].split("[")[0])
     return found
+
+
+def scaled(rank, world_size):
+    """Scales after each step with a GradScaler, and which steps changed the parameters.
+
+    In the second step the loss of one rank overflows.
+    """
+    model = made()
+    options = {"plan": plan_for("shard_again", model, world_size), "hardware": SLOW}
+    options["param_dtype"] = "float16"
+    compiled = torch.compile(model, backend="osdp", options=options)
+    optimizer = adamw(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=100)
+    scales, changed = [], []
+    for step in range(3):
+        tokens, features, targets = batch(step, rank)
+        logits = compiled(tokens, features).float()
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        if step == 1 and rank == 1:
+            loss = loss * float("inf")
+        before = [whole(one) for one in model.parameters()]
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = whole(nn.utils.clip_grad_norm_(model.parameters(), 1e6))
+        assert bool(torch.isfinite(norm)) == (step != 1)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        now = zip(before, model.parameters(), strict=True)
+        changed.append(any(not torch.equal(old, whole(new)) for old, new in now))
+        scales.append(scaler.get_scale())
+    return scales, changed
+
+
+def test_all_ranks_skip_a_step_in_which_one_overflows(two_ranks):
+    for scales, changed in two_ranks.run(scaled):
+        assert scales == [256.0, 128.0, 128.0]
+        assert changed == [True, False, True]
