@@ -158,6 +158,12 @@ def test_a_whole_state_dict_is_the_plain_models(two_ranks, tmp_path):
     full = torch.load(tmp_path / "full.pt")
     plain = made(5)
     plain.load_state_dict(full)
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_file(full, tmp_path / "full.safetensors")
+    again = made(6)
+    again.load_state_dict(safetensors.load_file(tmp_path / "full.safetensors"))
+    pairs = zip(again.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
     for matches in two_ranks.run(load_whole, folder):
         assert all(matches.values()), matches
 

@@ -13,14 +13,14 @@ from tests.training import Recipe, adamw, trains_like_reference
 transformers = pytest.importorskip("transformers")
 
 WORDS, LENGTH = 61, 12
-SMALL = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SMALL = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
 
 #: By model: its configuration's class and arguments, and its own class.
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "GPT-2": (
         "GPT2Config",
-        {"vocab_size": WORDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},
+        {"vocab_size": WORDS, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 32},
         "GPT2LMHeadModel",
     ),
     "Llama": ("LlamaConfig", {**SMALL, **HEADS}, "LlamaForCausalLM"),

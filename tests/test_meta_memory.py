@@ -1,0 +1,59 @@
+"""What a model that never fits whole takes on each rank while it is built and loaded."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import osdp_compile
+from osdp_compile import PeakMemory, Plan
+from tests.training import whole
+
+WIDTH, LAYERS = 256, 8
+PARAMETER_BYTES = 4 * WIDTH * WIDTH
+WHOLE_BYTES = LAYERS * PARAMETER_BYTES
+#: Small things: a few tensors of one row or one number.
+_SLACK_BYTES = 1 << 14
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+
+
+def built_and_loaded(rank, world_size, path):
+    """Peaks of building on the meta device, and of loading a whole checkpoint into it."""
+    with PeakMemory() as building:
+        with torch.device("meta"):
+            model = layers()
+        plan = Plan.uniform(model.named_parameters(), "shard_again", world_size=world_size)
+        osdp_compile.shard(model, plan)
+        model.to_empty(device="cpu")
+        torch.manual_seed(0)
+        for module in model:
+            module.reset_parameters()
+    same = [torch.equal(whole(p), q) for p, q in zip(model.parameters(), drawn(), strict=True)]
+    with PeakMemory() as loading:
+        model.load_state_dict(torch.load(path, mmap=True))
+    loaded = torch.load(path)
+    same += [torch.equal(whole(p), loaded[name]) for name, p in model.named_parameters()]
+    return building.peak_bytes, loading.peak_bytes, all(same)
+
+
+def drawn() -> list[torch.Tensor]:
+    """The parameters that one process draws from the seed."""
+    torch.manual_seed(0)
+    model = layers()
+    for module in model:
+        module.reset_parameters()
+    return [*model.parameters()]
+
+
+def test_building_takes_the_rows_and_one_parameter_and_loading_one_parameter(four_ranks, tmp_path):
+    path = str(tmp_path / "whole.pt")
+    torch.manual_seed(1)
+    torch.save(layers().state_dict(), path)
+    for building_bytes, loading_bytes, same in four_ranks.run(built_and_loaded, path):
+        assert same
+        rows_bytes = WHOLE_BYTES // 4
+        assert rows_bytes < building_bytes <= rows_bytes + PARAMETER_BYTES + _SLACK_BYTES
+        assert loading_bytes <= PARAMETER_BYTES + _SLACK_BYTES
