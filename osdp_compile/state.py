@@ -14,6 +14,7 @@ operators for each, and for a DTensor that takes longer than a small one's arith
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -95,6 +96,28 @@ def model_parameters(roots: Sequence[tuple[str, nn.Module]]) -> list[ModelParame
                 entry = found.setdefault(id(parameter), (name, parameter, []))
                 entry[2].append((module, attribute))
     return [ModelParameter(name, p, tuple(places)) for name, p, places in found.values()]
+
+
+def held_elsewhere(parameters: Sequence[ModelParameter]) -> list[ModelParameter]:
+    """The same, with the places outside of their roots that hold them too.
+
+    A head may be tied to an embedding in a module that is compiled by itself, behind a graph break
+    say: were the head left with what the parameter was, it would no longer be tied.
+    """
+    places: dict[int, dict[tuple[int, str], tuple[nn.Module, str]]] = {}
+    for entry in parameters:
+        known = {(id(module), attribute): (module, attribute) for module, attribute in entry.places}
+        places[id(entry.parameter)] = known
+    for module in gc.get_objects():  # nothing leads from a parameter to who holds it
+        if not issubclass(type(module), nn.Module):
+            continue
+        for attribute, parameter in module.__dict__.get("_parameters", {}).items():
+            if id(parameter) in places:
+                places[id(parameter)].setdefault((id(module), attribute), (module, attribute))
+    return [
+        dataclasses.replace(entry, places=tuple(places[id(entry.parameter)].values()))
+        for entry in parameters
+    ]
 
 
 def check_shardable(parameters: Sequence[ModelParameter]) -> None:

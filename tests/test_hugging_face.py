@@ -39,6 +39,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
             "d_ff": 48,
             "num_layers": 1,
             "num_heads": 4,
+            "decoder_start_token_id": 0,
+            "pad_token_id": 0,
         },
         "T5ForConditionalGeneration",
     ),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.training import Recipe, adamw, trains_like_reference
+from osdp_compile import Plan
+from tests.training import SLOW, Recipe, adamw, sgd, trains_like_reference, whole
 
 
 class Odd(nn.Module):
@@ -251,3 +254,51 @@ class NotContiguous(nn.Module):
 def test_parameters_that_are_not_contiguous(two_ranks):
     outcome = trains_like_reference(two_ranks, NotContiguous, "shard_again")
     assert set(outcome.placements.values()) == {"shard"}
+
+
+class Inside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(11, 8)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, tokens):
+        return self.linear(self.token(tokens))
+
+
+class Around(nn.Module):
+    """A head that is tied to what is compiled by itself, and is not compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = Inside()
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.inside.token.weight
+
+    def forward(self, tokens, call=None):
+        return self.head((self.inside if call is None else call)(tokens))
+
+
+def tied_to_what_is_compiled(rank, world_size):
+    """The largest difference after three steps."""
+    torch.manual_seed(0)
+    model = Around()
+    reference = copy.deepcopy(model)
+    plan = Plan.uniform(model.inside.named_parameters(), "shard_again", world_size=world_size)
+    options = {"plan": plan, "hardware": SLOW}
+    compiled = torch.compile(model.inside, backend="osdp", options=options)
+    optimizers = [sgd(one.parameters()) for one in (model, reference)]
+    for step in range(3):
+        tokens = torch.randint(0, 11, (4, 6), generator=torch.Generator().manual_seed(step))
+        for one, call in ((model, compiled), (reference, None)):
+            F.cross_entropy(one(tokens, call).flatten(0, 1), tokens.flatten()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert model.head._parameters["weight"] is model.inside.token._parameters["weight"]
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max((whole(one) - other).abs().max().item() for one, other in pairs)
+
+
+def test_a_weight_that_is_tied_to_one_outside_of_what_is_compiled(two_ranks):
+    assert max(two_ranks.run(tied_to_what_is_compiled)) <= 1e-6
