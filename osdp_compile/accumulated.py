@@ -9,10 +9,12 @@ taken for one that does not.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+
+from osdp_compile.errors import OsdpError
 
 #: The readings (:class:`osdp_compile.state.Reading`) of models that do not reduce, by their keys.
 _active: tuple[int, ...] = ()
@@ -38,7 +40,16 @@ def end(key: int) -> dict[str, Tensor]:
     _active = tuple(one for one in _active if one != key)
     own = [name for name in _leaves if name.startswith(f"{key}.")]
     leaves = {name.removeprefix(f"{key}."): _leaves.pop(name) for name in own}
+    for leaf in leaves.values():
+        leaf.register_hook(_too_late)
     return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+
+
+def _too_late(gradient: Tensor) -> NoReturn:
+    raise OsdpError(
+        "a backward of what was computed inside no_sync came after it, where its gradients would "
+        "be lost: call backward inside, too"
+    )
 
 
 def is_active(key: int, name: str | None = None) -> bool:

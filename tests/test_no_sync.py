@@ -155,6 +155,11 @@ def refusals(rank, world_size):
         loss_of(compiled, 0, 1, rank).backward()
         1 / 0  # noqa: B018
     assert all(p.grad is None for p in again.parameters())
+    with osdp_compile.no_sync(again):
+        loss = loss_of(compiled, 0, 1, rank)
+    with pytest.raises(OsdpError, match="call backward inside"):
+        loss.backward()
+    assert all(p.grad is None for p in again.parameters())
     loss_of(compiled, 0, 0, rank).backward()
     after = [None if p.grad is None else whole(p.grad) for p in again.parameters()]
     for one, other in zip(before, after, strict=True):
