@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
 
 #: The readings (:class:`osdp_compile.state.Reading`) of models that do not reduce, by their keys.
@@ -61,6 +62,11 @@ def to_leaf(key: int, name: str, full: Tensor) -> Tensor:
     """A whole parameter whose gradient goes to its leaf."""
     whole: Tensor = _ToLeaf.apply(full, _leaves[f"{key}.{name}"])
     return whole
+
+
+# Called by a frame that Dynamo could not trace, these are not the model's code.
+_torch.skip_code(is_active.__code__)
+_torch.skip_code(to_leaf.__code__)
 
 
 class _ToLeaf(torch.autograd.Function):

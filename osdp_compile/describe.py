@@ -19,7 +19,6 @@ from osdp_compile.state import (
     ModelParameter,
     buffers_of,
     check_shardable,
-    held_elsewhere,
     model_parameters,
 )
 from passes.capture import Captured
@@ -38,7 +37,7 @@ def owned_parameters(
         OsdpError: naming a parameter that cannot be sharded.
     """
     roots = find_roots(gm, inputs)
-    entries = held_elsewhere(model_parameters(roots))
+    entries = model_parameters(roots)
     check_shardable(entries)
     return roots, entries
 

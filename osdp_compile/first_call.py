@@ -42,6 +42,7 @@ from osdp_compile.state import (
     Reading,
     buffers_of,
     check_fits,
+    held_elsewhere,
     keep_in_place,
     shard_in_place,
     synchronize,
@@ -88,7 +89,8 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
     """
     device = plain_parameters(gm, inputs)[0][1].device
     mesh = flat_mesh(options.mesh, device.type)
-    roots, entries = on_every_rank(lambda: owned_parameters(gm, inputs), mesh.get_group())
+    roots, owned = on_every_rank(lambda: owned_parameters(gm, inputs), mesh.get_group())
+    entries = held_elsewhere(owned)
     reading = Reading(whole=True, precision=options.precision)
 
     def captured(context: Context, passes: Sequence[Pass]) -> Captured:

@@ -225,15 +225,13 @@ def _reader(
             in_place = reading.in_place and not isinstance(parameter, DTensor)
             if in_place or not reading.whole:
                 return parameter
-        if plain:
-            return whole(parameter)
-        if not isinstance(parameter, DTensor):
-            raise_replaced(name)
-        if parameter.device.type == "meta":
-            raise_on_meta(f"parameter {name!r}")
-        return whole(parameter.to_local())
-
-    def whole(local: Tensor) -> Tensor:
+        local = parameter
+        if not plain:
+            if not isinstance(parameter, DTensor):
+                raise_replaced(name)
+            if parameter.device.type == "meta":
+                raise_on_meta(f"parameter {name!r}")
+            local = parameter.to_local()
         full = markers.read(local, name, shape, sharded, *marks, **dtypes)
         if torch.is_grad_enabled() and accumulated.is_active(key, name):
             return accumulated.to_leaf(key, name, full.detach())

@@ -41,8 +41,8 @@ def built_and_loaded(rank, world_size, path):
 
 def drawn() -> list[torch.Tensor]:
     """The parameters that one process draws from the seed."""
-    torch.manual_seed(0)
     model = layers()
+    torch.manual_seed(0)
     for module in model:
         module.reset_parameters()
     return [*model.parameters()]
