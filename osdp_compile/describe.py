@@ -15,12 +15,7 @@ from osdp_compile.optimizer_names import state_bytes_per_element
 from osdp_compile.optimizers import OptimizerIndex
 from osdp_compile.precision import Precision
 from osdp_compile.roots import find_roots
-from osdp_compile.state import (
-    ModelParameter,
-    buffers_of,
-    check_shardable,
-    model_parameters,
-)
+from osdp_compile.state import ModelParameter, buffers_of, check_shardable, model_parameters
 from passes.capture import Captured
 from passes.context import Context, Parameter
 from passes.pipeline import Pass

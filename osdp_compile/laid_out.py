@@ -40,12 +40,15 @@ class LaidOut:
     ``own_mesh``: of the DTensors. ``context``: in which it was laid out.
     """
 
-    plan: Plan
     context: Context
     mesh: DeviceMesh
     given_mesh: DeviceMesh | None
     own_mesh: DeviceMesh
     reading: Reading
+
+    @property
+    def plan(self) -> Plan:
+        return self.context.plan
 
     def options(self, options: Options) -> Options:
         """The backend's options, completed by what was given to ``shard``.

@@ -50,8 +50,8 @@ def replaced(old: nn.Parameter, name: str) -> None:
     _replaced[old] = name
     if not _watching:
         _watching.append(register_optimizer_step_pre_hook(_before_step))
-        for name in _ON_ROWS_AS_THEY_ARE:
-            _torch.handle_dtensor_operator(getattr(torch.ops.aten, name).default, _on_rows)
+        for operator in _ON_ROWS_AS_THEY_ARE:
+            _torch.handle_dtensor_operator(getattr(torch.ops.aten, operator).default, _on_rows)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from osdp_compile.living import living
 from osdp_compile.optimizer_names import optimizer_name, state_bytes_per_element
 
 #: State of torch's optimizers that is one number, whatever the parameter.
@@ -20,12 +20,10 @@ class OptimizerIndex:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         wanted = {id(parameter) for parameter in parameters}
-        # One walk over all objects: nothing else leads from a parameter to its optimizer.
         self.optimizers: list[torch.optim.Optimizer] = [
             candidate
-            for candidate in gc.get_objects()
-            if issubclass(type(candidate), torch.optim.Optimizer)
-            and any(id(p) in wanted for group in candidate.param_groups for p in group["params"])
+            for candidate in living(torch.optim.Optimizer)
+            if any(id(p) in wanted for group in candidate.param_groups for p in group["params"])
         ]
 
     def holding(self, parameter: nn.Parameter) -> list[torch.optim.Optimizer]:

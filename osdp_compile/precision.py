@@ -31,7 +31,7 @@ class Precision:
     reduce_dtype: torch.dtype | None = None
 
     def casts(self, tensor: Tensor) -> bool:
-        """Whether a parameter, or what a module is called with, is another tensor in it."""
+        """Whether a parameter is another tensor in ``param_dtype``."""
         dtype = self.param_dtype
         return dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype
 

@@ -121,7 +121,7 @@ def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) 
     for one in along.values():
         register_group(one)
     shard_in_place(entries, own, context, optimizers, reading)
-    wait_for_first_call(root, LaidOut(chosen, context, flat, options.mesh, own, reading))
+    wait_for_first_call(root, LaidOut(context, flat, options.mesh, own, reading))
     write_as_into_whole_ones()
     return model
 

@@ -14,7 +14,6 @@ operators for each, and for a DTensor that takes longer than a small one's arith
 from __future__ import annotations
 
 import dataclasses
-import gc
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -28,6 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from osdp_compile import _torch, accumulated, markers, state_dicts
 from osdp_compile.errors import OsdpError, PlanMismatch
+from osdp_compile.living import living
 from osdp_compile.optimizer_checks import replaced
 from osdp_compile.optimizers import OptimizerIndex
 from osdp_compile.precision import (
@@ -108,9 +108,7 @@ def held_elsewhere(parameters: Sequence[ModelParameter]) -> list[ModelParameter]
     for entry in parameters:
         known = {(id(module), attribute): (module, attribute) for module, attribute in entry.places}
         places[id(entry.parameter)] = known
-    for module in gc.get_objects():  # nothing leads from a parameter to who holds it
-        if not issubclass(type(module), nn.Module):
-            continue
+    for module in living(nn.Module):
         for attribute, parameter in module.__dict__.get("_parameters", {}).items():
             if id(parameter) in places:
                 places[id(parameter)].setdefault((id(module), attribute), (module, attribute))

@@ -19,9 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import osdp_compile
-from osdp_compile import OsdpError, Plan
-from passes.decisions import FLAT_DECISIONS
-from tests.training import SLOW, adamw, mixed_plan, whole
+from osdp_compile import OsdpError
+from tests.training import SLOW, adamw, plan_for, whole
 
 ROWS, STEPS = 8, 6  # of all ranks together
 
@@ -46,17 +45,6 @@ class Tied(nn.Module):
 def made(seed: int = 0) -> Tied:
     torch.manual_seed(seed)
     return Tied()
-
-
-def plan_for(kind: str, model: nn.Module, world_size: int) -> Plan:
-    """``mixed``: every decision there is; ``sliced``: all gathered again, and two linears in
-    slices, some kept; ``replicate``: none is sharded."""
-    if kind == "mixed":
-        return mixed_plan(model, list(FLAT_DECISIONS), bucket_bytes=1 << 10, world_size=world_size)
-    if kind == "replicate":
-        return Plan.uniform(model.named_parameters(), "replicate", world_size=world_size)
-    again = Plan.uniform(model.named_parameters(), "shard_again", world_size=world_size)
-    return again.split("up.weight", 3, kept_slices=1).split("down.weight", 3, along=1)
 
 
 def training(kind: str, world_size: int, seed: int = 0):

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 import osdp_compile
-from osdp_compile import OsdpError, PeakMemory, Plan, accumulating
-from passes.decisions import FLAT_DECISIONS
-from tests.training import SLOW, mixed_plan, whole
+from osdp_compile import OsdpError, PeakMemory, accumulating
+from tests.training import SLOW, plan_for, whole
 
 MICROS = 3
 
@@ -39,15 +38,6 @@ class Model(nn.Module):
 def made() -> Model:
     torch.manual_seed(0)
     return Model()
-
-
-def plan_for(kind: str, model: nn.Module, world_size: int) -> Plan:
-    if kind == "mixed":
-        return mixed_plan(model, list(FLAT_DECISIONS), bucket_bytes=1 << 10, world_size=world_size)
-    if kind == "replicate":
-        return Plan.uniform(model.named_parameters(), "replicate", world_size=world_size)
-    again = Plan.uniform(model.named_parameters(), "shard_again", world_size=world_size)
-    return again.split("up.weight", 3, kept_slices=1).split("down.weight", 3, along=1)
 
 
 def loss_of(called, step: int, micro: int, rank: int):

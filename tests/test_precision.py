@@ -112,7 +112,7 @@ def beside_fsdp(rank, world_size, kinds, reduce_dtype, folder):
 
 @pytest.mark.parametrize(
     ("reduce_dtype", "kinds"),
-    [(None, ["shard_again"]), (FP32, ["shard_again", "sliced"])],
+    [(None, ["shard_again"]), (FP32, ["shard_again", "replicate", "sliced"])],
     ids=["reduced in bf16", "reduced in fp32"],
 )
 def test_losses_are_those_of_fsdp_with_its_policy(two_ranks, tmp_path, reduce_dtype, kinds):

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import osdp_compile
 from osdp_compile import Decision, Hardware, Plan
+from passes.decisions import FLAT_DECISIONS
 from passes.hardware import LinkRate
 from passes.units import parse_bytes
 from tests.ranks import Ranks
@@ -314,6 +315,20 @@ def mixed_plan(
         for index, row in enumerate(plan.parameters)
     ]
     return plan.replace(parameters=tuple(rows), bucket_bytes=bucket_bytes)
+
+
+def plan_for(kind: str, model: nn.Module, world_size: int) -> Plan:
+    """A plan for a model that has linears ``up`` and ``down``.
+
+    ``mixed``: every decision there is; ``sliced``: all gathered again, and the two in slices, some
+    kept; ``replicate``: none is sharded.
+    """
+    if kind == "mixed":
+        return mixed_plan(model, list(FLAT_DECISIONS), bucket_bytes=1 << 10, world_size=world_size)
+    if kind == "replicate":
+        return Plan.uniform(model.named_parameters(), "replicate", world_size=world_size)
+    again = Plan.uniform(model.named_parameters(), "shard_again", world_size=world_size)
+    return again.split("up.weight", 3, kept_slices=1).split("down.weight", 3, along=1)
 
 
 def limit_between(model: nn.Module, share: float, recipe: Recipe) -> int:
