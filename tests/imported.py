@@ -1,5 +1,7 @@
 """What every rank of a test imports and finds out; :mod:`tests.ranks` does it once for all."""
 
+import gc
+
 import torch._inductor.codecache
 import torch._inductor.codegen.cpp
 import torch._inductor.compile_fx
@@ -11,3 +13,6 @@ import osdp_compile.backend  # noqa: F401
 
 torch._inductor.cpu_vec_isa.valid_vec_isa_list()  # a process of its own for each it tries
 torch._inductor.codecache.torch_key()  # reads all of Inductor's sources
+# Walks over all objects, of the collector and of what looks for optimizers, leave these out.
+gc.collect()
+gc.freeze()
