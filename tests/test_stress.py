@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from passes.decisions import FLAT_DECISIONS
-from tests.training import mixed_plan
+from tests.training import SLOW, mixed_plan
 
 STEPS, ROWS = 200, 3
 #: Sums over ranks and over a batch round differently: 1e-16 a step, grown over the steps.
@@ -44,7 +44,7 @@ def train(rank: int, world_size: int) -> tuple[float, float, int]:
     alone, untrained = copy.deepcopy(model), copy.deepcopy(model)
     # No buckets: each travels on its own.
     plan = mixed_plan(model, list(FLAT_DECISIONS), bucket_bytes=0, world_size=world_size)
-    compiled = torch.compile(model, backend="osdp", options={"plan": plan})
+    compiled = torch.compile(model, backend="osdp", options={"plan": plan, "hardware": SLOW})
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, alone)]
     for step in range(STEPS):
         compiled(batch(step, rank)).square().mean().backward()

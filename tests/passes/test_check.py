@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -41,6 +44,37 @@ def test_a_wrong_value_is_named_with_what_is_wrong_in_it(what: str, wrong: torch
     node.meta["val"] = builder.mode.from_tensor(wrong)
     with pytest.raises(InvalidGraph, match=rf"after pass 'mine': node {node} .*says {what} "):
         check(builder.finish(node), "mine")
+
+
+@pytest.mark.parametrize("what", ["value", "input", "number", "operator"])
+def test_what_was_right_and_is_changed_is_looked_at_again(what: str):
+    builder = GraphBuilder()
+    x, y = builder.input("x", [4, 2]), builder.input("y", [4, 3])
+    node = builder.call(aten.sum.dim_IntList, x, [1])
+    gm = builder.finish(node, y)
+    for _ in range(2):
+        check(gm, "before")
+    if what == "value":
+        node.meta["val"] = y.meta["val"]
+    elif what == "input":
+        x.meta["val"] = builder.mode.from_tensor(torch.empty(5, 2))
+    elif what == "number":
+        node.args = (x, [0])
+    else:
+        node.target = aten.cumsum.default
+        node.args = (x, 1)
+    with pytest.raises(InvalidGraph, match=rf"after pass 'mine': node {node} .*says shape"):
+        check(gm, "mine")
+
+
+def test_checking_keeps_no_graph_alive():
+    builder = GraphBuilder()
+    gm = builder.finish(builder.call(aten.sin.default, builder.input("x", [4, 2])))
+    check(gm, "mine")
+    left = [weakref.ref(node) for node in gm.graph.nodes]
+    del gm, builder
+    gc.collect()
+    assert not any(one() for one in left)
 
 
 def test_strides_of_a_single_element_mean_nothing():
