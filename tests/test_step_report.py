@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import json
 
 import pytest
@@ -19,10 +20,13 @@ from osdp_compile.trace import fake_world
 from passes.context import Phase
 from passes.step_timeline import StepTimeline
 from passes.timeline import Buffer, Event, Timeline
+from passes.units import format_bytes
 from tests.training import SLOW
 
 MIB = 1 << 20
 CONFIG = GPTConfig(vocab=256, layers=2, width=128, heads=4, context=64)
+#: Of what two ranks train: so low that not all can be replicated.
+LIMIT_BYTES = 15 * MIB
 PNG = b"\x89PNG\r\n"
 
 
@@ -31,11 +35,11 @@ def tokens(rows: int = 4) -> torch.Tensor:
 
 
 def trained(rank, world_size, steps, folder):
-    """Reports after one step and after all, the plan's prediction and the measured peak."""
+    """Reports after one step and after all, and the plan."""
     with PeakMemory() as memory:
-        model = GPT(CONFIG)
+        model = GPT(dataclasses.replace(CONFIG, width=192))
         optimizer = torch.optim.AdamW(model.parameters())
-        options = {"memory_limit": "16MiB", "hardware": SLOW}
+        options = {"memory_limit": LIMIT_BYTES, "hardware": SLOW}
         compiled = torch.compile(model, backend="osdp", options=options)
         for step in range(steps):
             compiled(tokens(), tokens()).backward()
@@ -50,12 +54,34 @@ def trained(rank, world_size, steps, folder):
     last = report(compiled, peak_bytes=memory.peak_bytes)
     if rank == 0:
         last.save_trace(f"{folder}/trace.json")
-    return first, last, plan_of(model).prediction
+    return first, last, plan_of(model)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("trained")
+
+
+@pytest.fixture(scope="module")
+def outcomes(two_ranks, folder):
+    return two_ranks.run(trained, 5, str(folder))
 
 
 @pytest.mark.timeout(600)
-def test_what_two_ranks_train_is_reported(two_ranks, tmp_path):
-    for first, last, prediction in two_ranks.run(trained, 5, str(tmp_path)):
+def test_the_measured_peak_is_the_predicted_one_and_under_the_limit(outcomes):
+    for _, last, plan in outcomes:
+        measured_bytes, predicted_bytes = last.measured_peak_bytes, plan.prediction.peak_bytes
+        said = f"{format_bytes(predicted_bytes)} predicted, {format_bytes(measured_bytes)} measured"
+        decisions = {row.decision for row in plan.parameters}
+        assert len(decisions) > 1 or plan.recompute, f"nothing is bound: {decisions}, {said}"
+        assert measured_bytes <= LIMIT_BYTES, said
+        assert measured_bytes == pytest.approx(predicted_bytes, rel=0.05), said
+
+
+@pytest.mark.timeout(600)
+def test_what_two_ranks_train_is_reported(outcomes, folder):
+    for first, last, plan in outcomes:
+        prediction = plan.prediction
         assert (first.measured_steps, first.measured_step_seconds) == (0, None)
         assert last.measured_steps == 3  # of four, the first left out
         assert 1e-4 < last.measured_step_seconds < 60
@@ -63,7 +89,6 @@ def test_what_two_ranks_train_is_reported(two_ranks, tmp_path):
         assert last.predicted_exposed_seconds == pytest.approx(prediction.exposed_seconds)
         assert last.predicted_peak_bytes == prediction.peak_bytes
         assert last.peak_bytes_by_kind == prediction.peak
-        assert last.measured_peak_bytes == pytest.approx(last.predicted_peak_bytes, rel=0.1)
         assert sum(buffer.size_bytes for buffer in last.peak_buffers) == prediction.peak_bytes
         phases = last.timeline.phases
         assert [phase.phase for phase in phases] == ["forward", "backward", "optimizer"]
@@ -76,11 +101,11 @@ def test_what_two_ranks_train_is_reported(two_ranks, tmp_path):
         assert stalls == sorted(stalls, reverse=True)
         assert all(event.reason for _, event in last.exposed)
         assert ("communication that is not hidden" in str(last)) == bool(stalls)
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X", "C"}
     pytest.importorskip("matplotlib")
-    last.save_memory_picture(tmp_path / "memory.png")
-    written = (tmp_path / "memory.png").read_bytes()
+    last.save_memory_picture(folder / "memory.png")
+    written = (folder / "memory.png").read_bytes()
     assert written.startswith(PNG) and len(written) > 10_000
 
 
