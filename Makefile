@@ -26,7 +26,7 @@ demo: $(VENV)/installed
 WORKERS ?= 3
 
 test: lint types
-	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
+	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check

@@ -15,23 +15,19 @@ from tests.ranks import Ranks
 _LONG_FILES = ("test_examples.py",)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With several workers, tests of one file that use ranks run in one, on the same ranks.
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with tests that start ranks go first, a minute or more each.
 
-    These files take minutes each and go first: what takes moments fills the workers' ends.
+    What takes moments then fills the ends of pytest-xdist's workers, which are given whole files
+    (``--dist loadfile``): all tests of one run on the same ranks.
     """
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    long: list[pytest.Item] = []
-    for item in items:
-        if {"two_ranks", "four_ranks"} & set(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
-            long.append(item)
-        elif item.path.name in _LONG_FILES:
-            long.append(item)
-    first = set(map(id, long))
-    items[:] = long + [item for item in items if id(item) not in first]
+    long = {
+        item.path
+        for item in items
+        if item.path.name in _LONG_FILES
+        or {"two_ranks", "four_ranks"} & set(getattr(item, "fixturenames", ()))
+    }
+    items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.fixture(scope="session", autouse=True)

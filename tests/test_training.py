@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from examples.gpt import GPT, GPTConfig
 from tests.training import (
+    EVERYTHING,
     Recipe,
     Trained,
     adamw,
@@ -119,7 +120,8 @@ def equals_one_process(ranks, config, plan, optimizer) -> set[str]:
     return {decision for decisions, *_ in results for decision in decisions.values()}
 
 
-# With the other optimizer each is trained on four ranks, below.
+# With the other optimizer each is trained on four ranks, below; and on two, tests of other models.
+@pytest.mark.skipif(not EVERYTHING, reason="OSDP_TEST_ALL=1")
 @pytest.mark.parametrize(
     ("plan", "optimizer"),
     [("replicate", sgd), ("shard_keep", adamw), ("shard_again", sgd)],

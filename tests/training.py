@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -37,6 +38,9 @@ SLOW = Hardware(
         for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
     },
 )
+
+#: Also what takes long and differs little from what is tested anyway.
+EVERYTHING = os.environ.get("OSDP_TEST_ALL") == "1"
 
 Step = Callable[[nn.Module, Any], Tensor]
 
