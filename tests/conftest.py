@@ -11,12 +11,13 @@ import pytest
 
 from tests.ranks import Ranks
 
-#: Files whose tests start processes of their own, a minute or two each.
-_LONG_FILES = ("test_examples.py",)
+#: Files of a minute and more that use no ranks of ours.
+_LONG_FILES = ("test_examples.py", "test_offline.py", "test_plan.py", "test_prediction.py")
+_LONG_FILES += ("test_slice_some.py", "test_snapshots.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with tests that start ranks go first, a minute or more each.
+    """Files with tests that use ranks go first, and others that take a minute or more.
 
     What takes moments then fills the ends of pytest-xdist's workers, which are given whole files
     (``--dist loadfile``): all tests of one run on the same ranks.

@@ -16,7 +16,7 @@ from examples.gpt import GPT, GPTConfig
 from osdp_compile import Decision
 from osdp_compile.exchange import by_messages
 from osdp_compile.markers import register_group
-from tests.training import mixed_plan
+from tests.training import SLOW, mixed_plan
 
 WAIT = torch.ops._c10d_functional.wait_tensor
 
@@ -79,7 +79,7 @@ def order_in_code(rank, world_size):
     plan = mixed_plan(model, decisions, bucket_bytes=4096, world_size=world_size)
     tokens = torch.zeros(2, 12, dtype=torch.long)
     with tempfile.TemporaryDirectory() as folder:
-        options = {"plan": plan, "debug": folder}
+        options = {"plan": plan, "hardware": SLOW, "debug": folder}
         compiled = torch.compile(model, backend="osdp", options=options)
         torch._inductor.config.force_disable_caches = True
         try:
