@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from examples.gpt import GPT, GPTConfig
 from tests.training import (
-    EVERYTHING,
     Recipe,
     Trained,
     adamw,
@@ -120,8 +119,7 @@ def equals_one_process(ranks, config, plan, optimizer) -> set[str]:
     return {decision for decisions, *_ in results for decision in decisions.values()}
 
 
-# With the other optimizer each is trained on four ranks, below; and on two, tests of other models.
-@pytest.mark.skipif(not EVERYTHING, reason="OSDP_TEST_ALL=1")
+# With the other optimizer each is trained on four ranks, below.
 @pytest.mark.parametrize(
     ("plan", "optimizer"),
     [("replicate", sgd), ("shard_keep", adamw), ("shard_again", sgd)],

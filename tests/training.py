@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -38,9 +37,6 @@ SLOW = Hardware(
         for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
     },
 )
-
-#: Also what takes long and differs little from what is tested anyway.
-EVERYTHING = os.environ.get("OSDP_TEST_ALL") == "1"
 
 Step = Callable[[nn.Module, Any], Tensor]
 
