@@ -41,7 +41,7 @@ def fingerprint(gm: fx.GraphModule | None, entries: Sequence[ModelParameter]) ->
 
 
 def agree(lines: list[str], group: dist.ProcessGroup) -> None:
-    """Make sure every rank traced the same model. Collective.
+    """Make sure every rank traced the same model under the same options. Collective.
 
     Raises:
         RanksDiffer: on every rank, naming the first difference.
@@ -57,9 +57,9 @@ def agree(lines: list[str], group: dist.ProcessGroup) -> None:
         theirs = second[index] if index < len(second) else "nothing"
         if ours != theirs:
             raise RanksDiffer(
-                f"ranks have different models; the first difference: rank 0 has {ours!r}, "
-                f"rank {other} has {theirs!r}. Build the same model and call it the same way on "
-                "every rank."
+                f"ranks differ in their models or options, first here: rank 0 has {ours!r}, "
+                f"rank {other} has {theirs!r}. Build the same model, give the same options and "
+                "call it the same way on every rank."
             )
     raise AssertionError("digests differ and texts do not")
 

@@ -67,7 +67,9 @@ def compile_graph(
         raise OsdpError(
             "the model is wrapped in DistributedDataParallel, which reduces gradients itself: give "
             "torch.compile(..., backend='osdp') the module that it wraps (model.module), and call "
-            "what that returns. accelerate and transformers.Trainer wrap what they prepare"
+            "what that returns. accelerate and transformers.Trainer wrap what they prepare: use "
+            "osdp_compile.hf_trainer.OsdpTrainer; with accelerate, prepare_model(model, "
+            "evaluation_mode=True), which brings autocast only, and then torch.compile"
         )
     for root, laid_out in waiting(inputs):
         if laid_out.read_in(root, options.precision):

@@ -54,6 +54,15 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         default="bfloat16",
         help="of the parameters, with --hf-config (default: bfloat16)",
     )
+    for name, what in (
+        ("param", "parameters are gathered and computed with"),
+        ("reduce", "gradients travel"),
+    ):
+        parser.add_argument(
+            f"--{name}-dtype",
+            metavar="DTYPE",
+            help=f"in which {what}, as bfloat16: the option of that name (default: their own)",
+        )
     parser.add_argument(
         "--hardware",
         required=True,
@@ -96,7 +105,14 @@ def given_model(given: argparse.Namespace, batches: bool, lengths: bool) -> Give
         ValueError: for what is malformed, or if the model does not take what is asked for.
     """
     optimizer = int(given.optimizer) if given.optimizer.isdigit() else given.optimizer
-    checked = Options.parse({"hardware": given.hardware, "optimizer": optimizer})
+    checked = Options.parse(
+        {
+            "hardware": given.hardware,
+            "optimizer": optimizer,
+            "param_dtype": given.param_dtype,
+            "reduce_dtype": given.reduce_dtype,
+        }
+    )
     assert checked.hardware is not None
     maker = _maker(given)
     if batches and not maker.takes_batch:
@@ -108,7 +124,7 @@ def given_model(given: argparse.Namespace, batches: bool, lengths: bool) -> Give
 
     def traced(batch: int | None, length: int | None) -> TracedStep:
         model, args, kwargs = maker.make(batch or 1, length or SEQUENCE_LENGTH)
-        return trace(model, args, kwargs, optimizer=optimizer)
+        return trace(model, args, kwargs, optimizer=optimizer, precision=checked.precision)
 
     return Given(
         checked.hardware,

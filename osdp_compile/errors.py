@@ -22,7 +22,7 @@ class InfeasibleLimit(OsdpError):
 
 
 class RanksDiffer(OsdpError):
-    """Ranks traced different models; the message names the first difference."""
+    """Ranks differ in their models or options; the message names the first difference."""
 
 
 class PlanMismatch(OsdpError):

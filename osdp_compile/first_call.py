@@ -174,7 +174,7 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
     group, along = mesh.get_group(), groups_along(options.mesh)
     levels = [level(name, one) for name, one in along.items()]
     check_if_waiting([entry.parameter for entry in entries], options)
-    agree([*fingerprint(step.gm, entries), *options.precision.lines()], group)
+    agree([*options.lines(), *fingerprint(step.gm, entries)], group)
 
     optimizers = OptimizerIndex(entry.parameter for entry in entries)
     accumulated_bytes = 0

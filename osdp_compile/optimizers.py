@@ -15,6 +15,11 @@ from osdp_compile.optimizer_names import optimizer_name, state_bytes_per_element
 _OF_STEPS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
+def is_of_steps(name: str) -> bool:
+    """Whether an optimizer's state of this name counts steps, whatever its parameter's shape."""
+    return name in _OF_STEPS
+
+
 class OptimizerIndex:
     """Every living optimizer that holds one of some parameters."""
 
@@ -23,7 +28,8 @@ class OptimizerIndex:
         self.optimizers: list[torch.optim.Optimizer] = [
             candidate
             for candidate in living(torch.optim.Optimizer)
-            if any(id(p) in wanted for group in candidate.param_groups for p in group["params"])
+            if _has_groups_of_its_own(candidate)
+            and any(id(p) in wanted for group in candidate.param_groups for p in group["params"])
         ]
 
     def holding(self, parameter: nn.Parameter) -> list[torch.optim.Optimizer]:
@@ -51,7 +57,7 @@ class OptimizerIndex:
                     key: lay_out(value)
                     if isinstance(value, Tensor)
                     and value.shape == old.shape
-                    and key not in _OF_STEPS
+                    and not is_of_steps(key)
                     else value
                     for key, value in state.items()
                 }
@@ -74,3 +80,8 @@ class OptimizerIndex:
             optimizer_name(type(optimizer).__name__, group), parameter.element_size()
         )
         return per_element * parameter.numel()
+
+
+def _has_groups_of_its_own(optimizer: torch.optim.Optimizer) -> bool:
+    """False for what passes on another optimizer's, which is living too, as accelerate's does."""
+    return "param_groups" in vars(optimizer)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
+import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -68,6 +70,28 @@ class Options:
     def precision(self) -> Precision:
         """The two types."""
         return Precision(self.param_dtype, self.reduce_dtype)
+
+    def lines(self) -> list[str]:
+        """What must be the same on every rank, by option, line by line.
+
+        Not ``hardware``, of which rank 0's counts, nor ``debug``, each rank's own business.
+        """
+        plan = None
+        if self.plan is not None:
+            text = json.dumps(self.plan.to_dict(), sort_keys=True)
+            plan = f"one with the checksum {hashlib.sha256(text.encode()).hexdigest()[:8]}"
+        said = {
+            "memory_limit": self.memory_limit_bytes,
+            "mesh": None if self.mesh is None else (self.mesh.mesh_dim_names, self.mesh.shape),
+            "optimizer": self.optimizer,
+            "plan": plan,
+            "slices": None if self.slices is None else sorted(self.slices.items()),
+            "param_dtype": self.param_dtype,
+            "reduce_dtype": self.reduce_dtype,
+            "accumulate": self.accumulate,
+            "passes": None if self.passes is None else [one.name for one in self.passes],
+        }
+        return [f"option {name}: {value}" for name, value in said.items()]
 
     @classmethod
     def parse(cls, options: dict[str, Any] | None) -> Options:

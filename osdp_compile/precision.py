@@ -40,10 +40,6 @@ class Precision:
         marks = self.marks(parameter)
         return marks.get("reduce_dtype", marks.get("dtype", parameter.dtype))
 
-    def lines(self) -> list[str]:
-        """What must be the same on every rank."""
-        return [f"param_dtype {self.param_dtype}", f"reduce_dtype {self.reduce_dtype}"]
-
     def marks(self, parameter: Tensor) -> dict[str, torch.dtype]:
         """What the markers of a parameter say of it (``passes/markers.py``)."""
         found: dict[str, torch.dtype] = {}

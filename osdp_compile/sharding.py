@@ -92,7 +92,7 @@ def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) 
     flat = flat_mesh(options.mesh, _device_type(root))
     group = flat.get_group()
     entries = on_every_rank(lambda: _shardable(root, flat), group)
-    agree(fingerprint(None, entries), group)
+    agree([*options.lines(), *fingerprint(None, entries)], group)
     along = groups_along(options.mesh)
     levels = [level(name, one) for name, one in along.items()]
 

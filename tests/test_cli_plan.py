@@ -6,7 +6,9 @@ import json
 import sys
 
 import pytest
+import torch
 
+import osdp_compile
 from osdp_compile import Plan
 from osdp_compile.cli import main
 
@@ -121,6 +123,21 @@ def test_step_time_against_memory(here, capsys):
     printed = capsys.readouterr().out
     assert "step time against memory" in printed
     assert (here / "frontier.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_type_to_gather_in(here, capsys):
+    given = ["models_of_mine:one_batch", "--world-size", "8", "--out", "plan.json"]
+    assert run(*given, "--param-dtype", "bfloat16", "--reduce-dtype", "float32") == 0
+    in_bf16 = Plan.load(here / "plan.json")
+    model = sys.modules["models_of_mine"].Net()
+    batch, scale = (torch.empty(8, 512),), {"scale": 2.0}
+    types = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+    expected = osdp_compile.plan(model, batch, scale, world_size=8, hardware="cpu-gloo", **types)
+    assert in_bf16 == expected
+    assert run(*given) == 0
+    assert Plan.load(here / "plan.json").prediction.step_seconds > in_bf16.prediction.step_seconds
+    assert run(*given, "--param-dtype", "int8") == 1
+    assert "option 'param_dtype'" in capsys.readouterr().err
 
 
 def test_a_mesh_of_hosts(here, capsys):

@@ -137,6 +137,18 @@ class OtherPath(nn.Module):
         return torch.tanh(x) if self.rank == 0 else torch.sigmoid(x)
 
 
+class Weighted(nn.Module):
+    """Called with weights for its rows, or without."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x, weights=None):
+        x = self.layer(x)
+        return x if weights is None else x * weights
+
+
 def other_width(rank):
     return two_layers(width=16 + rank)
 
@@ -220,21 +232,72 @@ def test_a_plan_for_another_model_is_refused(two_ranks, change, said):
         assert set(placed.values()) == {"plain"}
 
 
-def plans_by_rank(rank, world_size):
-    """Each rank gives another plan."""
+def options_by_rank(rank, world_size, name):
+    """Each rank gives another value for an option."""
     model = two_layers()
     decision = "shard_again" if rank == 0 else "replicate"
     plan = Plan.uniform(model.named_parameters(), decision, world_size=world_size)
-    error = call(model, normal_batch(0, 0, rank), plan=plan)
-    return error, osdp_compile.plan_of(model)
+    given = {
+        "plan": plan,
+        "memory_limit": f"{rank + 1}GiB",
+        "optimizer": ("sgd", "adamw")[rank],
+        "slices": {"0.weight": rank + 1},
+        "accumulate": rank == 0,
+        "reduce_dtype": ("float32", "float64")[rank],
+    }
+    error = call(model, normal_batch(0, 0, rank), **{name: given[name]})
+    return error, placements(model)
 
 
-def test_ranks_that_give_different_plans_all_use_rank_zeros(two_ranks):
-    (zero_error, zero), (one_error, one) = two_ranks.run(
-        plans_by_rank, timeout_seconds=PROMPT_SECONDS
-    )
-    assert zero_error is one_error is None
-    assert zero == one and {row.decision.value for row in one.parameters} == {"shard_again"}
+@pytest.mark.parametrize(
+    "name", ["plan", "memory_limit", "optimizer", "slices", "accumulate", "reduce_dtype"]
+)
+def test_ranks_with_different_options_all_get_the_first_difference(two_ranks, name):
+    results = two_ranks.run(options_by_rank, name, timeout_seconds=PROMPT_SECONDS)
+    for (kind, is_osdp_error, text), placed in results:
+        assert kind == "RanksDiffer" and is_osdp_error
+        assert text.count(f"option {name}: ") == 2 and "rank 1 has" in text
+        assert set(placed.values()) == {"plain"}, "the model was changed"
+
+
+def call_in_a_way_of_its_own(rank, world_size):
+    """Rank 1 gives an argument that the others leave out."""
+    model = Weighted()
+    batch = normal_batch(0, 0, rank)
+    compiled = torch.compile(model, backend="osdp", options={"hardware": generic()})
+    with pytest.raises(osdp_compile.RanksDiffer) as refused:
+        compiled(batch, torch.ones(len(batch), 1)) if rank else compiled(batch)
+    return str(refused.value)
+
+
+def test_ranks_with_different_inputs_all_get_the_first_difference(two_ranks):
+    for text in two_ranks.run(call_in_a_way_of_its_own, timeout_seconds=PROMPT_SECONDS):
+        assert "rank 0 has 'nothing'" in text and "mul" in text and "call it the same way" in text
+
+
+def nan_on_one_rank(rank, world_size):
+    """One rank has a NaN in a batch: what every rank is told, and the next gradients' norm."""
+    model = two_layers()
+    optimizer = adamw(model.parameters())
+    plan = Plan.uniform(model.named_parameters(), "shard_again", world_size=world_size)
+    options = {"plan": plan, "hardware": generic()}
+    compiled = torch.compile(model, backend="osdp", options=options)
+    batch = normal_batch(0, 0, rank)
+    if rank == 1:
+        batch[0, 0] = float("nan")
+    compiled(batch).square().mean().backward()
+    with pytest.raises(RuntimeError, match="non-finite") as refused:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    optimizer.zero_grad()
+    compiled(normal_batch(1, 0, rank)).square().mean().backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    return str(refused.value), norm.full_tensor().item()
+
+
+def test_a_nan_on_one_rank_is_seen_by_all(two_ranks):
+    (said, norm), (said_by_one, norm_of_one) = two_ranks.run(nan_on_one_rank)
+    assert said == said_by_one
+    assert norm == norm_of_one > 0
 
 
 class Hooked(nn.Module):
