@@ -51,7 +51,7 @@ class OsdpTrainerMixin:
 
     Raises:
         OsdpError: for arguments that ask for another backend, a mode of torch.compile, FSDP,
-            DeepSpeed or DataParallel; or a model that is wrapped or compiled already.
+            DeepSpeed, DataParallel or files of every host; or a model that is compiled already.
     """
 
     args: Any
@@ -149,6 +149,11 @@ def _check(args: Any) -> None:
     for name in ("fsdp", "deepspeed"):
         if getattr(args, name, None):
             raise OsdpError(f"{name} beside OsdpTrainer: osdp shards the model, leave it out")
+    if args.save_on_each_node:
+        raise OsdpError(
+            "save_on_each_node=True beside OsdpTrainer: whole weights are gathered on rank 0 only, "
+            "so leave it out, and give hosts a folder that they share to go on from"
+        )
     if args.n_gpu > 1:
         raise OsdpError(
             f"one process with {args.n_gpu} GPUs: Trainer would use DataParallel. Start a process "

@@ -234,6 +234,7 @@ def test_a_plain_trainer_is_told_of_ours(two_ranks, tmp_path):
         ({"torch_compile_backend": "inductor"}, "torch_compile_backend='inductor'"),
         ({"torch_compile_mode": "max-autotune", "torch_compile_backend": "osdp"}, "osdp_options"),
         ({"fsdp": "full_shard"}, "fsdp"),
+        ({"save_on_each_node": True}, "save_on_each_node"),
     ],
 )
 def test_arguments_for_something_else_are_refused(tmp_path, changed, said):
