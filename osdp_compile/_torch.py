@@ -6,13 +6,14 @@ Nothing else in ``osdp_compile/`` imports from ``torch._*``.
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 # 2.11.0, 2.13.0: makes wait_tensor(tensor) wait for a piece of work; several add up.
 from torch._C._distributed_c10d import _register_work as register_work
@@ -60,6 +61,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+# 2.13.0: Adafactor's step of a group, as a function of lists.
+from torch.optim import _adafactor
+
 # 2.11.0, 2.13.0: tensors inside nested containers and dataclasses such as model outputs.
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -78,6 +82,7 @@ __all__ = [
     "fake_store",
     "flattened",
     "gradient_input_index",
+    "handle_adafactor",
     "handle_dtensor_operator",
     "raise_to_user",
     "reduced_by_ddp",
@@ -257,6 +262,25 @@ def handle_dtensor_operator(operator: Any, handler: Callable[..., Any] | None) -
         _dtensor_handlers.pop(operator, None)
     else:
         _dtensor_handlers[operator] = handler
+
+
+def handle_adafactor(on_rows: Callable[..., None]) -> None:
+    """From now on Adafactor's step of one DTensor parameter is ``on_rows(parameter, ...)``."""
+    # 2.13.0: what Adafactor.step calls for a group, a list for each argument, then options.
+    plain: Callable[..., None] = _adafactor.adafactor
+
+    @functools.wraps(plain)
+    def adafactor(params: list[Tensor], *lists: Any, **options: Any) -> None:
+        state, rest = lists[:5], lists[5:]
+        of_params = list(zip(params, *state, strict=True))
+        whole = [one for one in of_params if not isinstance(one[0], DTensor)]
+        if whole:
+            plain(*map(list, zip(*whole, strict=True)), *rest, **options)
+        for one in of_params:
+            if isinstance(one[0], DTensor):
+                on_rows(*one, **options)
+
+    _adafactor.adafactor = adafactor
 
 
 def without_dtensor_handler(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

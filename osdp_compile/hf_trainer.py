@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from osdp_compile.errors import OsdpError
-from osdp_compile.optimizers import is_of_steps
+from osdp_compile.optimizers import stays_whole
 from osdp_compile.state import model_parameters
 from osdp_compile.state_dicts import part_of
 
@@ -197,4 +197,4 @@ def _whole_state(state: Mapping[Any, Mapping[str, Any]], keep: bool) -> dict[Any
 def _is_like(name: str, value: Any, parameter: DTensor) -> bool:
     """Whether a value of an optimizer's state lies as its parameter does, and is whole."""
     plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
-    return plain and value.shape == parameter.shape and not is_of_steps(name)
+    return plain and value.shape == parameter.shape and not stays_whole(name)

@@ -16,10 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from osdp_compile import _torch
+from osdp_compile.adafactor import step_on_rows
 from osdp_compile.errors import OsdpError
 
 #: Whose steps do with a parameter what torch's DTensors refuse, and how it says so is no help.
-_NOT_ON_ROWS = ("Adafactor", "LBFGS", "Rprop", "SparseAdam")
+_NOT_ON_ROWS = ("LBFGS", "Rprop", "SparseAdam")
 #: Element by element, in place, and without a strategy for DTensors in torch.
 _ON_ROWS_AS_THEY_ARE = ("_fused_sgd_", "_fused_adagrad_")
 
@@ -52,6 +53,7 @@ def replaced(old: nn.Parameter, name: str) -> None:
         _watching.append(register_optimizer_step_pre_hook(_before_step))
         for operator in _ON_ROWS_AS_THEY_ARE:
             _torch.handle_dtensor_operator(getattr(torch.ops.aten, operator).default, _on_rows)
+        _torch.handle_adafactor(step_on_rows)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -11,13 +11,13 @@ from torch.distributed.tensor import DTensor
 from osdp_compile.living import living
 from osdp_compile.optimizer_names import optimizer_name, state_bytes_per_element
 
-#: State of torch's optimizers that is one number, whatever the parameter.
-_OF_STEPS = frozenset({"step", "mu_product", "eta", "mu"})
+#: State of torch's optimizers that is one number, whatever the parameter, and Adafactor's factors.
+_WHOLE = frozenset({"step", "mu_product", "eta", "mu", "row_var", "col_var"})
 
 
-def is_of_steps(name: str) -> bool:
-    """Whether an optimizer's state of this name counts steps, whatever its parameter's shape."""
-    return name in _OF_STEPS
+def stays_whole(name: str) -> bool:
+    """Whether an optimizer's state of this name is never cut, whatever its parameter's shape."""
+    return name in _WHOLE
 
 
 class OptimizerIndex:
@@ -57,7 +57,7 @@ class OptimizerIndex:
                     key: lay_out(value)
                     if isinstance(value, Tensor)
                     and value.shape == old.shape
-                    and not is_of_steps(key)
+                    and not stays_whole(key)
                     else value
                     for key, value in state.items()
                 }
