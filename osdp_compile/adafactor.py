@@ -1,6 +1,6 @@
 """Adafactor on parameters that are DTensors: torch's own step, with what it takes over rows whole.
 
-Source: ``torch.optim.Adafactor``, whose single-tensor function this follows line by line. It takes
+Source: ``torch.optim.Adafactor``, whose arithmetic this has, parameter by parameter. It takes
 norms over a gradient's rows and over its columns and goes on with these in place, which DTensors
 refuse, as they would have to be summed over the ranks first.
 """
