@@ -309,9 +309,11 @@ def claims(rows: list[Row], setting: Setting | None, bound: float | None) -> dic
             higher.seconds <= NO_SLOWER * lower.seconds for lower, higher in pairs
         )
     differences = [loss_difference(by_name, row) for row in rows]
-    found["every loss is DDP's"] = not any(row.failed for row in rows) and all(
-        d <= LOSS_TOLERANCE for d in differences if d is not None
-    )
+    compared = [d for d in differences if d is not None]
+    if compared:
+        found["every loss is DDP's"] = not any(row.failed for row in rows) and all(
+            d <= LOSS_TOLERANCE for d in compared
+        )
     return found
 
 
@@ -328,7 +330,7 @@ def draw(rows: list[Row], title: str, bound: float | None, path: Path) -> None:
         [row.peak_bytes / mib for row in ours],
         [row.seconds for row in ours],
         marker="o",
-        color="tab:red",
+        color="black",
         label="osdp",
     )
     for row in shown:
@@ -338,7 +340,7 @@ def draw(rows: list[Row], title: str, bound: float | None, path: Path) -> None:
         axes.axhline(bound, color="gray", linestyle="--", label="bound")
     axes.set(title=title, xlabel="measured peak, MiB", ylabel="step, seconds")
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside right upper")  # not over a point
     figure.savefig(path, dpi=120)
 
 
