@@ -68,7 +68,7 @@ def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) 
     Args:
         model: a module, or what ``torch.compile`` returned for it.
         plan: as :func:`osdp_compile.plan` or ``plan_of`` returned it, or made by hand; or the path
-            of one that was saved. Rank 0's is every rank's.
+            of one that was saved. The same on every rank.
         mesh: as the backend's option: over the data-parallel ranks, with one dimension or two
             (default: all ranks). It is needed where the model is on the meta device and will not
             train on the process group's accelerator; and with two dimensions where the plan
@@ -78,6 +78,7 @@ def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) 
 
     Raises:
         ValueError: for a malformed argument.
+        RanksDiffer: on every rank, where ranks give different plans or models.
         PlanMismatch: on every rank, naming the first difference between the plan and the model.
         OsdpError: on every rank, if a parameter cannot be sharded, or is already.
     """

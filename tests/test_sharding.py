@@ -73,13 +73,23 @@ def on_meta(make_model=Tied) -> nn.Module:
         return make_model()
 
 
+def refused(model: nn.Module, plan: Plan) -> tuple[str, bool]:
+    """Why ranks that differ cannot shard, and whether the model is as it was."""
+    before = placements(model)
+    with pytest.raises(RanksDiffer) as error:
+        osdp_compile.shard(model, plan)
+    return str(error.value), before == placements(model)
+
+
 def train_from_meta(rank, world_size):
     model = on_meta()
     decisions = list(FLAT_DECISIONS)[::-1]
     plan = mixed_plan(model, decisions, bucket_bytes=1 << 10, world_size=world_size)
     model.inner.weight.kind = "matrix"
     early = adamw(model.parameters())
-    osdp_compile.shard(model, plan if rank == 0 else plan.replace(bucket_bytes=1))
+    other = plan if rank == 0 else plan.replace(bucket_bytes=1)
+    text, unchanged = refused(model, other)
+    osdp_compile.shard(model, plan)
 
     laid_out = placements(model)
     names = list(model.state_dict())
@@ -112,6 +122,7 @@ def train_from_meta(rank, world_size):
         "decisions": [row.decision for row in osdp_compile.plan_of(model).parameters],
         "placements": laid_out == placements(model),
         "names": names,
+        "other plans are refused": unchanged and "rank 0 has 'option plan" in text,
         "kept": kept,
         "in force": in_force,
         "empty": empty,
@@ -410,12 +421,7 @@ def test_without_a_process_group_nothing_is_sharded():
 def meta_on_one_rank(rank, world_size):
     model = Tied() if rank == 0 else on_meta()
     plan = Plan.uniform(model.named_parameters(), "shard_again", world_size=world_size)
-    before = placements(model)
-    try:
-        osdp_compile.shard(model, plan)
-    except RanksDiffer as error:
-        return str(error), before == placements(model)
-    return None
+    return refused(model, plan)
 
 
 def test_a_model_that_is_on_the_meta_device_on_one_rank_is_refused_on_all(two_ranks):
