@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import multiprocessing
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import nn
 
+from benchmarks.claims import conclude
 from benchmarks.tasks import TASKS, words
 from examples.gpt import GPT, GPTConfig
 from osdp_compile.frontier import each_by_itself
@@ -111,12 +111,9 @@ def main() -> None:
         )
     console.print(table)
     holds = all(share <= _EQUAL - 1 for one in found for share in one.regressions)
-    console.print(
-        ("[green]yes[/green] " if holds else "[red]no[/red]  ")
-        + "more memory never gives a slower predicted step"
-    )
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps([dataclasses.asdict(one) for one in found], indent=1) + "\n")
+    record = {"models": [dataclasses.asdict(one) for one in found]}
+    claims = {"more memory never gives a slower predicted step": holds}
+    conclude(console, claims, record, given.out)
 
 
 if __name__ == "__main__":

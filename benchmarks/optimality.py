@@ -16,20 +16,19 @@ import contextlib
 import dataclasses
 import gc
 import itertools
-import json
 import math
 import multiprocessing
 import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.claims import conclude
 from benchmarks.instances import KINDS, Instance, instance
 from osdp_compile.errors import InfeasibleLimit
 from osdp_compile.traced_step import predicted
@@ -224,15 +223,8 @@ def main() -> None:
                 f"the best has {one.differs}",
                 markup=False,
             )
-    held = claims(found)
-    for claim, holds in held.items():
-        console.print(("[green]yes[/green] " if holds else "[red]no[/red]  ") + claim)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    record: dict[str, Any] = {
-        "instances": [dataclasses.asdict(one) for one in found],
-        "claims": held,
-    }
-    given.out.write_text(json.dumps(record, indent=1) + "\n")
+    record = {"instances": [dataclasses.asdict(one) for one in found]}
+    conclude(console, claims(found), record, given.out)
 
 
 if __name__ == "__main__":
