@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -129,6 +131,59 @@ def optimizer_of_kind(kind, parameters, **options):
 )
 def test_elementwise_optimizers_work_on_shards_as_they_are(two_ranks, kind, options):
     optimizer = functools.partial(optimizer_of_kind, kind, **options)
+    trains_like_reference(two_ranks, three_layers, MIXED, Recipe(optimizer=optimizer))
+
+
+def capturable_optimizer(kind, parameters, **options):
+    """One whose step could be captured as a CUDA graph: its counts and rates are tensors.
+
+    torch allows that on accelerators only; what it then computes is the same here.
+    """
+    optimizer = getattr(torch.optim, kind)(parameters, capturable=True, **options)
+    module = sys.modules["torch.optim.adam" if kind == "AdamW" else type(optimizer).__module__]
+    step = optimizer.step
+
+    def devices(**_):
+        return ["cpu"]
+
+    def allowed(*args):
+        here = mock.patch.object(module, "_get_capturable_supported_devices", devices)
+        with here:
+            return step(*args)
+
+    optimizer.step = allowed
+    return optimizer
+
+
+@pytest.mark.parametrize("foreach", [False, True], ids=["looped", "foreach"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Adam", {"lr": torch.tensor(0.01), "eps": 1e-5}),
+        ("AdamW", {"lr": torch.tensor(0.01), "eps": 1e-5}),
+        ("NAdam", {"lr": 0.01, "eps": 1e-5}),
+        ("RMSprop", {"lr": 0.01, "eps": 1e-5}),
+        ("Adadelta", {"lr": 0.5}),
+        ("ASGD", {"lr": 0.1}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_capturable_optimizers(two_ranks, kind, options, foreach):
+    optimizer = functools.partial(capturable_optimizer, kind, foreach=foreach, **options)
+    trains_like_reference(two_ranks, three_layers, MIXED, Recipe(optimizer=optimizer))
+
+
+def compiled_optimizer(kind, parameters, **options):
+    """One whose step ``torch.compile`` made."""
+    optimizer = getattr(torch.optim, kind)(parameters, **options)
+    optimizer.step = torch.compile(optimizer.step)
+    return optimizer
+
+
+@pytest.mark.parametrize("foreach", [False, True], ids=["looped", "foreach"])
+def test_a_compiled_optimizer(two_ranks, foreach):
+    options = {"lr": 1e-2, "eps": 1e-5, "foreach": foreach}
+    optimizer = functools.partial(compiled_optimizer, "AdamW", **options)
     trains_like_reference(two_ranks, three_layers, MIXED, Recipe(optimizer=optimizer))
 
 
