@@ -10,9 +10,8 @@ from typing import NamedTuple
 from passes.alike import alike
 from passes.bucket import PACKABLE, Packable, bucket_bytes_for, packed
 from passes.capture import Captured
-from passes.context import Context, Phase
+from passes.context import Context
 from passes.decisions import (
-    Collective,
     Decision,
     ParameterPlan,
     Plan,
@@ -22,10 +21,10 @@ from passes.decisions import (
 from passes.fold import Folded, recomputes_regularly
 from passes.hardware import generic
 from passes.knapsack import choices_of, together
+from passes.orders import orders
 from passes.pipeline import Pass
 from passes.predict import Step, predict, state_bytes
 from passes.recompute_sets import RecomputeSet, recompute_sets
-from passes.reorder import order_of
 from passes.split_families import Family, split_families, splits_by_hand
 
 #: The size of a bucket is between these.
@@ -136,10 +135,10 @@ class Looks:
         best = min(self.fitting(), key=self.seconds)
         return best, self.seconds(best)
 
-    def feasible(self, most: int = _LOWERED) -> tuple[Plan, Step] | None:
-        """The fastest plan that fits, with what the simulator says of it as it will be lowered.
+    def feasible(self, most: int = _LOWERED) -> list[tuple[Plan, Step]]:
+        """Plans that fit, with what the simulator says of each as it will be lowered.
 
-        ``most``: so many of the fastest are compared as they will be.
+        ``most``: so many of the fastest are lowered. The fastest of them is the first.
         """
         found: list[tuple[Plan, Step]] = []
         for key in sorted(self.fitting(), key=self.seconds):
@@ -149,7 +148,7 @@ class Looks:
                 found.append((plan, step))
             if len(found) == (1 if isinstance(self.captured, Folded) else most):
                 break
-        return min(found, key=lambda pair: pair[1].prediction.step_seconds, default=None)
+        return sorted(found, key=lambda pair: pair[1].prediction.step_seconds)
 
     @functools.cached_property
     def sets(self) -> list[RecomputeSet]:
@@ -362,11 +361,3 @@ def _rows(
             )
         )
     return tuple(rows)
-
-
-def orders(step: Step) -> dict[str, tuple[Collective, ...]]:
-    """In what order the collectives of a lowered step start, by phase."""
-    return {
-        phase.value: order_of(gm.graph)
-        for phase, gm in ((Phase.FORWARD, step.forward), (Phase.BACKWARD, step.backward))
-    }

@@ -37,8 +37,9 @@ from passes.decisions import Plan, Prediction
 from passes.explain import explained
 from passes.fold import Folded
 from passes.least_memory import least_memory
-from passes.looks import Looks, orders
+from passes.looks import Looks
 from passes.mix_layers import mix_layers
+from passes.orders import orders, with_fastest_order
 from passes.pipeline import Pass
 from passes.predict import predict
 from passes.propose import look_at_uniform, propose_all, recompute_some
@@ -48,6 +49,8 @@ from passes.units import format_bytes
 
 #: What share of the looks that refining has it may take before buckets have their sizes.
 _REFINED_FIRST = 2 / 3
+#: How many of the fastest plans get the order of collectives that is best for them.
+_ORDERED = 3
 
 
 class Infeasible(ValueError):
@@ -81,7 +84,7 @@ def _searched(captured: Captured | Folded, ctx: Context, passes: Sequence[Pass])
     look_at_uniform(looks)
     recompute_some(looks, propose_all(looks))
     slice_some(looks)
-    if ctx.limit_bytes is not None and looks.feasible(1) is None:
+    if ctx.limit_bytes is not None and not looks.feasible(1):
         least = least_memory(looks)
         if least.peak_bytes > ctx.limit_bytes:
             raise Infeasible(ctx.limit_bytes, least, ctx.world_size)
@@ -100,11 +103,12 @@ def _searched(captured: Captured | Folded, ctx: Context, passes: Sequence[Pass])
         look_at_all(looks)
         share_sizes(looks)
     found = looks.feasible()
-    assert found is not None
-    if not isinstance(captured, Folded):
-        return explained(*found, ctx, {})
-    plan = explained(*found, ctx, captured.stand_ins(found[0]))
-    return plan.replace(order={})  # of a few layers only
+    if isinstance(captured, Folded):
+        plan = explained(*found[0], ctx, captured.stand_ins(found[0][0]))
+        return plan.replace(order={})  # of a few layers only
+    ordered = [with_fastest_order(*pair, captured, ctx, passes) for pair in found[:_ORDERED]]
+    fastest = min(ordered, key=lambda pair: pair[1].prediction.step_seconds)
+    return explained(*fastest, ctx, {})
 
 
 @contextmanager
@@ -134,7 +138,10 @@ def complete(
     if isinstance(captured, Folded):
         step = predict(captured, plan, ctx.replace(deciding=True), passes)
         return plan.replace(prediction=step.prediction)
-    if not plan.order:
-        step = predict(captured, plan, ctx.replace(deciding=True), passes)
-        plan = plan.replace(order=orders(step))
-    return plan.replace(prediction=predict(captured, plan, ctx, passes).prediction)
+    if plan.order:
+        return plan.replace(prediction=predict(captured, plan, ctx, passes).prediction)
+    found = predict(captured, plan, ctx.replace(deciding=True), passes)
+    plan = plan.replace(order=orders(found))
+    step = predict(captured, plan, ctx, passes)
+    plan, step = with_fastest_order(plan, step, captured, ctx, passes)
+    return plan.replace(prediction=step.prediction)
