@@ -59,14 +59,14 @@ def frontier(
     """Plans for limits as in :func:`each_by_itself`, and each counts wherever it fits.
 
     Where the search under a higher limit finds none that is as fast, the one found under a lower
-    limit stands, so that more memory is never slower.
+    limit stands, so that more memory is never slower. It stays a plan for its own limit: with more
+    room its collectives would be scheduled otherwise than was predicted.
     """
     found: list[tuple[int, Plan]] = []
     for limit, plan in each_by_itself(step, ranks, hardware, say, points):
         before = found[-1][1] if found else plan
-        if predicted(before).step_seconds < predicted(plan).step_seconds:
-            plan = before.replace(memory_limit_bytes=plan.memory_limit_bytes)
-        found.append((limit, plan))
+        slower = predicted(before).step_seconds < predicted(plan).step_seconds
+        found.append((limit, before if slower else plan))
     return Frontier(tuple(found))
 
 

@@ -24,7 +24,7 @@ from passes.context import Context, Phase
 from passes.graph import bytes_of, output_node
 from passes.markers import UNSHARD
 from passes.pipeline import Observer, Pass, Stage, run
-from passes.recompute import recompute
+from passes.recompute import SAVES, recompute
 from passes.simulate import simulate
 from passes.slices import parameter_of
 from passes.split_saved import split_saved
@@ -209,8 +209,9 @@ def _mark_kept(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         for node in forward.graph.find_nodes(op="call_function", target=UNSHARD)
     }
     for node in backward.graph.find_nodes(op="placeholder"):
-        if node.name in gathered:
-            node.meta["gathered"] = gathered[node.name]
+        name = node.meta.get(SAVES, node.name)
+        if name in gathered:
+            node.meta["gathered"] = gathered[name]
 
 
 def _warn_above_limit(ctx: Context, peak_bytes: int) -> None:

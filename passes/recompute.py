@@ -314,6 +314,7 @@ class _Rewriting:
         with graph.inserting_before(self.first_saved):
             saved = graph.placeholder(node.name)
         saved.meta = dict(node.meta)
+        saved.meta[SAVES] = node.name  # its own may be taken
         if node.op != "placeholder":
             saved.meta["saved"] = True
         self.now_saved[node] = saved

@@ -27,7 +27,7 @@ from torch import fx
 from passes.context import Context
 from passes.graph import call, copy_module, output_node
 from passes.markers import UNSHARD
-from passes.recompute import Cut, save_instead
+from passes.recompute import SAVES, Cut, save_instead
 from passes.slices import JOIN_SLICES, TAKE_SLICE, Slices, slice_name
 from passes.split import Sliced, splits, splitter_of
 
@@ -113,7 +113,7 @@ def _given(saved: fx.Node, taken: list[fx.Node], dim: int, slices: Slices) -> No
 def _placeholder(graph: fx.Graph, of: fx.Node, gathered: str | None) -> fx.Node:
     """What stands for a tensor of the forward; ``gathered``: the weight's slice that it is."""
     found = graph.placeholder(of.name)
-    found.meta.update(val=of.meta["val"], saved=True)
+    found.meta.update({"val": of.meta["val"], "saved": True, SAVES: of.name})
     if gathered is not None:
         found.meta["gathered"] = gathered
     return found

@@ -38,7 +38,7 @@ def test_a_plan_of_a_lower_limit_stands_where_a_higher_one_finds_none_that_is_as
     assert [limit for limit, _ in points] == [100, 110, 120, 130]
     assert [predicted(plan).step_seconds for _, plan in points] == [3.0, 2.0, 2.0, 2.0]
     assert [predicted(plan).peak_bytes for _, plan in points] == [100, 110, 110, 110]
-    assert [plan.memory_limit_bytes for _, plan in points] == [100, 110, 120, None]
+    assert [plan.memory_limit_bytes for _, plan in points] == [100, 110, 110, 110]
 
 
 class Wide(nn.Module):

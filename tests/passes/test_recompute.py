@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import (
 from passes.capture import Captured, NothingSaved, lay_out
 from passes.context import Context
 from passes.decisions import Decision, Plan
-from passes.graph import output_nodes
+from passes.graph import copy_module, output_node, output_nodes
 from passes.pipeline import default_passes
 from passes.plan import Infeasible, make_plan
 from passes.predict import predict
@@ -116,6 +117,24 @@ def test_what_is_recomputed_is_not_saved_and_stands_before_its_first_use():
     for node in copies:
         between = nodes[nodes.index(node) + 1 : nodes.index(min(node.users))]
         assert all(RECOMPUTED in one.meta for one in between)
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["again", "kept"])
+def test_what_is_saved_besides_is_known_where_the_backward_has_a_node_of_its_name(keeps):
+    captured, ctx = of_blocks(3)
+    key = "1:add.Tensor:2"
+    (node,) = (n for n, own in keys_of(captured.forward.graph).items() if own == key)
+    backward = copy_module(captured.backward)
+    output_node(backward.graph).all_input_nodes[0]._rename(node.name)  # a gradient has it
+    plan = decided(ctx, KEEP if keeps else AGAIN)
+    plan = plan.replace(recompute=tuple(recomputable(captured)), also_save=(key,))
+    laid = lay_out(dataclasses.replace(captured, backward=backward), plan, ctx)
+    cut = Cut(laid.forward.graph, laid.backward.graph)
+    inputs = laid.backward.graph.find_nodes(op="placeholder")
+    given = [one for one in inputs if not one.name.startswith("tangents")]
+    returned = output_nodes(laid.forward.graph)
+    assert key in [keys_of(laid.forward.graph).get(one) for one in cut.saved]
+    assert [cut.saved.get(one) for one in returned[-len(given) :]] == given
 
 
 def test_a_key_of_nothing_saved_is_refused():
