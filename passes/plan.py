@@ -43,7 +43,7 @@ from passes.orders import orders, with_fastest_order
 from passes.pipeline import Pass
 from passes.predict import predict
 from passes.propose import look_at_uniform, propose_all, recompute_some
-from passes.refine import look_at_all, refine
+from passes.refine import look_at_all, refine, refine_other_slices
 from passes.slice_some import slice_some
 from passes.units import format_bytes
 
@@ -94,6 +94,7 @@ def _searched(captured: Captured | Folded, ctx: Context, passes: Sequence[Pass])
         refine(looks)
         mix_layers(looks)
     else:
+        refine_other_slices(looks, _REFINED_FIRST)
         refine(looks, _REFINED_FIRST)
         best = None
         while best != (best := looks.fastest()):

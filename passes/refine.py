@@ -10,6 +10,9 @@ import re
 from passes.looks import Key, Looks
 from passes.slice_some import SLICES
 
+#: How much slower than the fastest a plan in other slices may be to be refined too.
+_NEAR_OTHER = 1.25
+
 
 def refine(looks: Looks, share: float = 1.0) -> None:
     """Change a group of parameters, one, or two, until no such change is faster and fits.
@@ -19,16 +22,33 @@ def refine(looks: Looks, share: float = 1.0) -> None:
     """
     kept = looks.left - math.ceil(share * looks.left)
     looks.left -= kept
-    _refine(looks)
+    _refine(looks, looks.fastest()[0])
     looks.left += kept
 
 
-def _refine(looks: Looks) -> None:
+def refine_other_slices(looks: Looks, share: float) -> None:
+    """The same from the fastest plan that runs other operators in slices, or none.
+
+    With as many looks more. No single change leads from operators in slices to others: what is
+    between takes too much memory, or is slower than both.
+    """
+    best, seconds = looks.fastest()
+    by_names: dict[tuple[str, ...], Key] = {}
+    for key in sorted(looks.fitting(), key=looks.seconds):
+        by_names.setdefault(tuple(dict.fromkeys(one.name for one in key.splits)), key)
+    others = [key for key in by_names.values() if key != best]
+    if others and looks.seconds(others[0]) <= _NEAR_OTHER * seconds:
+        left = looks.left
+        looks.left = math.ceil(share * looks.affordable())
+        _refine(looks, others[0])
+        looks.left = left
+
+
+def _refine(looks: Looks, best: Key) -> None:
     """Until nothing is faster, or nothing is left of the looks."""
     single = [[own] for own in looks.tied]
     pairs = [[one, other] for one, other in itertools.combinations(looks.tied, 2)]
     groups = [[members] for members in looks.alike() if len(members) > 1]
-    best, _ = looks.fastest()
     by_size = functools.partial(
         sorted, key=lambda move: sum(map(looks.size_bytes, move)), reverse=True
     )
