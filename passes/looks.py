@@ -142,13 +142,16 @@ class Looks:
         """
         found: list[tuple[Plan, Step]] = []
         for key in sorted(self.fitting(), key=self.seconds):
-            plan = self.seen[key][0]
-            step = predict(self.captured, plan, self.ctx, self.passes)
+            step = self.lowered(key)
             if self.fits(step.prediction):
-                found.append((plan, step))
+                found.append((self.seen[key][0], step))
             if len(found) == (1 if isinstance(self.captured, Folded) else most):
                 break
         return sorted(found, key=lambda pair: pair[1].prediction.step_seconds)
+
+    def lowered(self, key: Key) -> Step:
+        """A plan that was looked at as it will be lowered."""
+        return predict(self.captured, self.seen[key][0], self.ctx, self.passes)
 
     @functools.cached_property
     def sets(self) -> list[RecomputeSet]:

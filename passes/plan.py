@@ -81,7 +81,7 @@ def make_plan(captured: Captured | Folded, ctx: Context, passes: Sequence[Pass])
 
 def _searched(captured: Captured | Folded, ctx: Context, passes: Sequence[Pass]) -> Plan:
     looks = Looks(captured, ctx, passes)
-    look_at_uniform(looks)
+    uniform = look_at_uniform(looks)
     recompute_some(looks, propose_all(looks))
     slice_some(looks)
     if ctx.limit_bytes is not None and not looks.feasible(1):
@@ -107,7 +107,12 @@ def _searched(captured: Captured | Folded, ctx: Context, passes: Sequence[Pass])
     if isinstance(captured, Folded):
         plan = explained(*found[0], ctx, captured.stand_ins(found[0][0]))
         return plan.replace(order={})  # of a few layers only
-    ordered = [with_fastest_order(*pair, captured, ctx, passes) for pair in found[:_ORDERED]]
+    # Everything gathered again leaves the most room, which its first order may not use.
+    known = [plan for plan, _ in found[:_ORDERED]]
+    others = [(looks.seen[key][0], looks.lowered(key)) for key in looks.fitting() if key in uniform]
+    others = [pair for pair in others if pair[0] not in known and looks.fits(pair[1].prediction)]
+    found = [*found[:_ORDERED], *others]
+    ordered = [with_fastest_order(*pair, captured, ctx, passes) for pair in found]
     fastest = min(ordered, key=lambda pair: pair[1].prediction.step_seconds)
     return explained(*fastest, ctx, {})
 

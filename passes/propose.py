@@ -17,14 +17,23 @@ WEIGHTS = ((1.0, 1.0), (0.0, 1.0), (1.0, 0.0), (0.3, 1.0))
 _MOST_TRIES, _CLOSER_TRIES = 6, 2
 
 
-def look_at_uniform(looks: Looks) -> None:
-    """Look at replicating all; of a folded step also at sharding all, which proposals may miss.
+def look_at_uniform(looks: Looks) -> list[Key]:
+    """Look at replicating all; under a limit and of a folded step also at sharding all.
 
-    There are few proposals where there is little to decide on, and little refining is paid for.
+    Proposals may miss that: they are as near the limit as the additive model says, and leave less
+    room for overlap. There are few where there is little to decide on.
+
+    Returns what was looked at.
     """
-    options = len(Decision) if isinstance(looks.captured, Folded) else 1
-    for option in range(options):
-        looks.look(Key(tuple(o[min(option, len(o) - 1)].decision for o in looks.choices)))
+    limited = looks.ctx.limit_bytes is not None or isinstance(looks.captured, Folded)
+    options = len(Decision) if limited else 1
+    keys = [
+        Key(tuple(o[min(option, len(o) - 1)].decision for o in looks.choices))
+        for option in range(options)
+    ]
+    for key in keys:
+        looks.look(key)
+    return keys
 
 
 def propose_all(looks: Looks) -> tuple[float, float]:
