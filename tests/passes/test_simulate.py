@@ -288,10 +288,12 @@ def test_ten_thousand_nodes_take_less_than_a_second():
         node = b.pointwise(b.kernel(node, whole, seconds=2.0, memory_bytes=8), 8)
         node.meta["region"] = region
     graph = b.finish(node).graph
-    begin = time.perf_counter()
+    # The thread's own time: beside ranks of other tests it waits for a core as long as it works.
+    begin = time.thread_time()
     simulate(graph)
+    taken_seconds = time.thread_time() - begin
     assert len(graph.nodes) > 10_000
-    assert time.perf_counter() - begin < 1.0  # 0.12 s on one core
+    assert taken_seconds < 1.0  # 0.12 s on one core
 
 
 @dataclasses.dataclass(frozen=True)
