@@ -35,3 +35,4 @@ if __name__ == "__main__":
     model = torch.compile(model, backend="osdp", options=options)
     model(torch.randn(8, 512)).square().mean().backward()
     print(f"rank {dist.get_rank()}: {next(model.parameters()).grad.full_tensor().norm():.4f}")
+    dist.destroy_process_group()
