@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import osdp_compile
@@ -79,9 +80,15 @@ def step_gradients(rank, world_size, kind, inside, folder, dtypes):
 
 
 def reduces(folder) -> bool:
-    """Whether the backward graph that was compiled last sends gradients."""
+    """Whether the backward graph that was compiled last sends gradients. Collective.
+
+    The first rank writes the graph: the others wait for it, and it for them before the next.
+    """
+    dist.barrier()
     (path,) = Path(folder).glob("*-backward-reorder.txt")
-    return "# reduce" in path.read_text()
+    found = "# reduce" in path.read_text()
+    dist.barrier()
+    return found
 
 
 @pytest.mark.parametrize(
