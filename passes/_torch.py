@@ -43,7 +43,7 @@ def copied_graph(source: fx.Graph) -> fx.Graph:
         args = fx.node.map_arg(node.args, copy_of)
         kwargs = fx.node.map_arg(node.kwargs, copy_of)
         copied = fx.Node(graph, node.name, node.op, node.target, args, kwargs, node.type)
-        copied.meta = dict(node.meta)
+        copied.meta.update(node.meta)  # to set it asks tables of the graph, by torch's slow hashes
         insert(copied)
         copies[node] = copied
         names[copied] = node.name

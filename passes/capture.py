@@ -166,24 +166,22 @@ def lay_out(captured: Captured, plan: Plan, ctx: Context) -> Captured:
 
 def _set_shards(gm: fx.GraphModule, plan: Plan, ctx: Context) -> None:
     graph = gm.graph
-    mode = fake_mode_of(graph)
     ctx = ctx.replace(plan=plan)
-    for node in list(graph.nodes):
-        if node.target is UNSHARD:
-            shard, name = node.args[:2]
-        elif node.target is REDUCE_GRAD:
-            shard, name = node.args[1:3]
-        else:
-            continue
-        sharded = plan.decision(name).sharded
-        cut = ctx.cut(plan.decision(name))
-        node.args = (*node.args[:3], sharded, *cut.marks)
-        local = list(ctx.parameter(name).shape)
-        if sharded:
-            start, stop = cut.rows(local[0])
-            local[0] = stop - start
-        with mode:
+    with fake_mode_of(graph):
+        for node in list(graph.nodes):
+            if node.target is UNSHARD:
+                shard, name = node.args[:2]
+            elif node.target is REDUCE_GRAD:
+                shard, name = node.args[1:3]
+            else:
+                continue
+            decision = plan.decision(name)
+            sharded, cut = decision.sharded, ctx.cut(decision)
+            node.args = (*node.args[:3], sharded, *cut.marks)
+            local = list(ctx.parameter(name).shape)
             if sharded:
+                start, stop = cut.rows(local[0])
+                local[0] = stop - start
                 shard.meta["val"] = empty_value(shard.meta["val"], local)
             if node.target is REDUCE_GRAD:
                 node.meta["val"] = empty_value(node.meta["val"], local)

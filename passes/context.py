@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 
 import torch
 
@@ -143,6 +144,16 @@ class Context:
         Raises:
             ValueError: if it is to lie within hosts, and the mesh has no levels.
         """
+        found = self._cuts.get(decision)
+        if found is None:
+            found = self._cuts[decision] = self._cut(decision)
+        return found
+
+    @functools.cached_property
+    def _cuts(self) -> dict[Decision, Cut]:
+        return {}
+
+    def _cut(self, decision: Decision) -> Cut:
         if not decision.sharded:
             return Cut(1, 0, self.group_name)
         if decision.within_host:
@@ -164,10 +175,11 @@ class Context:
 
     def parameter(self, name: str) -> Parameter:
         """The parameter of that name; KeyError if the model has none."""
-        for parameter in self.parameters:
-            if parameter.name == name:
-                return parameter
-        raise KeyError(name)
+        return self._by_name[name]
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, Parameter]:
+        return {parameter.name: parameter for parameter in self.parameters}
 
     def replace(self, **changes: object) -> Context:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]

@@ -34,6 +34,7 @@ from passes.graph import (
     fake_mode_of,
     group_of,
     is_collective,
+    module_of,
     once,
     output_node,
     root_of,
@@ -273,7 +274,7 @@ def _cut(
             copies[node].meta[_ANCHOR] = layer[node] in alike and place[node] == anchor
             if node in keys:
                 copies[node].meta[KEY] = keys[node]
-    return fx.GraphModule(gm, graph)
+    return module_of(gm, graph)
 
 
 def _kinds(

@@ -333,7 +333,12 @@ def copy_module(gm: fx.GraphModule) -> fx.GraphModule:
 
     Fake tensors and constants are shared.
     """
-    return _Uncompiled(gm, copied_graph(gm.graph))
+    return module_of(gm, copied_graph(gm.graph))
+
+
+def module_of(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """A module of a graph that is looked at and not run, with what the graph needs of another."""
+    return _Uncompiled(gm, graph)
 
 
 def remove_dead(graph: fx.Graph) -> None:
