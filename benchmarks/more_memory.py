@@ -1,10 +1,12 @@
 """Whether more memory ever gives a slower predicted step: five models at fifty limits each.
 
     python -m benchmarks.more_memory
+    python -m benchmarks.more_memory --search quick
 
-The limits are evenly spaced from the least that is feasible to what is taken without one. Each is
-planned by itself. A frontier (``osdp plan --frontier``, ``osdp sweep``) lets a plan count wherever
-it fits, and is never slower; this is how often and by how much that is needed.
+The limits are evenly spaced from the least that is feasible to what is taken without one. A
+thorough search is never slower by how it is made, as is a frontier (``osdp plan --frontier``,
+``osdp sweep``), which lets a plan count wherever it fits; of a quick one this says how often and by
+how much that is needed.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import dataclasses
 import multiprocessing
 import time
 from pathlib import Path
+from typing import get_args
 
 import torch
 from rich.console import Console
@@ -25,6 +28,7 @@ from benchmarks.claims import conclude
 from benchmarks.tasks import TASKS, words
 from examples.gpt import GPT, GPTConfig
 from osdp_compile.frontier import each_by_itself
+from osdp_compile.options import Search
 from osdp_compile.traced_step import TracedStep, predicted, trace
 from passes.presets import PRESETS
 from passes.units import format_bytes, format_seconds
@@ -68,13 +72,15 @@ class Found:
         ]
 
 
-def planned(given: tuple[str, int, str, int]) -> Found:
-    """Plan a model at so many limits."""
-    name, points, hardware_name, world = given
+def planned(given: tuple[str, int, str, int, Search]) -> Found:
+    """Plan a model at so many limits; the rungs of a thorough search once for all."""
+    name, points, hardware_name, world, search = given
     torch.set_num_threads(1)
     step = _step(name)
     began = time.perf_counter()
-    found = each_by_itself(step, {"ranks": world}, PRESETS[hardware_name], points=points)
+    found = each_by_itself(
+        step, {"ranks": world}, PRESETS[hardware_name], points=points, search=search
+    )
     each_seconds = (time.perf_counter() - began) / points
     steps = tuple(predicted(plan).step_seconds for _, plan in found)
     return Found(name, tuple(limit for limit, _ in found), steps, each_seconds)
@@ -88,11 +94,15 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--hardware", default="cpu-gloo", help="a preset")
     parser.add_argument("--world-size", type=int, default=4)
+    parser.add_argument("--search", choices=get_args(Search), default="thorough")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("more_memory.json"))
     given = parser.parse_args()
     console = Console()
-    work = [(name, given.points, given.hardware, given.world_size) for name in given.models]
+    work = [
+        (name, given.points, given.hardware, given.world_size, given.search)
+        for name in given.models
+    ]
     with multiprocessing.get_context("spawn").Pool(given.workers) as pool:
         made = pool.imap(planned, work)
         found = list(track(made, "planning", len(work), console=console))

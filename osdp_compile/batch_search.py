@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from osdp_compile.errors import InfeasibleLimit
+from osdp_compile.options import Search
 from osdp_compile.traced_step import TracedStep, predicted
 from passes.decisions import Plan
 from passes.hardware import Hardware
@@ -41,6 +42,7 @@ def best_batch(
     hardware: Hardware,
     limit_bytes: int | None,
     say: Callable[[str], None] = lambda text: None,
+    search: Search = "quick",
 ) -> list[Tried]:
     """Plan every batch size, in ascending order.
 
@@ -61,7 +63,7 @@ def best_batch(
         say(f"batch {batch}")
         step = traced(batch)
         try:
-            plan = step.plan(ranks, hardware, limit_bytes)
+            plan = step.plan(ranks, hardware, limit_bytes, search, say)
         except InfeasibleLimit as error:
             tried.append(Tried(batch, step, None, least_bytes=error.least_bytes))
             return False

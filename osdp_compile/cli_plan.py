@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 from rich.table import Table
@@ -24,7 +25,7 @@ from osdp_compile.describe import slices_of as slices_by_name
 from osdp_compile.figures import new_figure
 from osdp_compile.frontier import Frontier, frontier
 from osdp_compile.offline import mesh_sizes
-from osdp_compile.options import Options
+from osdp_compile.options import Options, Search
 from osdp_compile.plan_table import plan_text
 from osdp_compile.traced_step import TracedStep
 from passes.decisions import Decision, Plan
@@ -66,6 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="1|NAME=SLICES,...",
         help="as the option of that name: 1 for none, or by parameter as 'blocks.*.up.weight=4', "
         "or =4:1 to keep one of the four (default: the planner's choice)",
+    )
+    parser.add_argument(
+        "--search",
+        choices=get_args(Search),
+        default="quick",
+        help="thorough: under less memory too, which takes minutes and may find a faster plan",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="save the plan as JSON")
     parser.add_argument(
@@ -111,6 +118,7 @@ def _run(given: argparse.Namespace, console: Console) -> None:
                 hardware,
                 limit_bytes,
                 say,
+                given.search,
             )
             console.print(_batch_table(tried))
             best = max(tried, key=lambda one: one.samples_per_second)
@@ -119,7 +127,7 @@ def _run(given: argparse.Namespace, console: Console) -> None:
         else:
             step = traced(given.batch_size, length)
             say("planning")
-            found = step.plan(ranks, hardware, limit_bytes)
+            found = step.plan(ranks, hardware, limit_bytes, given.search, say)
         say("pricing the alternatives")
         flat = step.context(ranks, hardware, None).levels is None
         others = {
@@ -128,7 +136,9 @@ def _run(given: argparse.Namespace, console: Console) -> None:
             if not (flat and decision.within_host)
         }
         say("looking at other limits")
-        curve = frontier(step, ranks, hardware, say) if given.frontier is not None else None
+        curve = None
+        if given.frontier is not None:
+            curve = frontier(step, ranks, hardware, say, search=given.search)
     print(plan_text(found))
     console.print(_comparison(found, others, limit_bytes))
     if curve is not None:

@@ -236,7 +236,7 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
             except NothingSaved as error:
                 raise PlanMismatch(f"the plan given in options does not fit: {error}") from None
         asked = context.replace(slices=slices_of(options.slices, context.parameters))
-        return planned_whole(captured[0], asked, passes)
+        return planned_whole(captured[0], asked, passes, options.search)
 
     measures = from_rank_zero(prepare, group)
     if measures:
@@ -252,6 +252,9 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
     for one in (group, *along.values()):
         register_group(one)
     context = context.replace(plan=plan)
+    if options.plan is None and options.search == "thorough":
+        # Scheduled for a rung of the ladder: with more room it would be otherwise than predicted.
+        context = context.replace(limit_bytes=plan.memory_limit_bytes)
     if plan.shards:
         for optimizer in optimizers.optimizers:
             check_works_on_rows(optimizer)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from osdp_compile.figures import byte_unit_of, new_figure, time_unit_of
+from osdp_compile.options import Search
 from osdp_compile.traced_step import TracedStep, predicted
 from passes.decisions import Plan
 from passes.hardware import Hardware
@@ -55,6 +56,7 @@ def frontier(
     hardware: Hardware,
     say: Callable[[str], None] = lambda text: None,
     points: int = _POINTS,
+    search: Search = "quick",
 ) -> Frontier:
     """Plans for limits as in :func:`each_by_itself`, and each counts wherever it fits.
 
@@ -63,7 +65,7 @@ def frontier(
     room its collectives would be scheduled otherwise than was predicted.
     """
     found: list[tuple[int, Plan]] = []
-    for limit, plan in each_by_itself(step, ranks, hardware, say, points):
+    for limit, plan in each_by_itself(step, ranks, hardware, say, points, search):
         before = found[-1][1] if found else plan
         slower = predicted(before).step_seconds < predicted(plan).step_seconds
         found.append((limit, before if slower else plan))
@@ -76,14 +78,19 @@ def each_by_itself(
     hardware: Hardware,
     say: Callable[[str], None] = lambda text: None,
     points: int = _POINTS,
+    search: Search = "quick",
 ) -> list[tuple[int, Plan]]:
     """Plan for limits from the least that works to what is taken without one, evenly spaced."""
-    free = step.plan(ranks, hardware)
+    ladder = step.ladder(ranks, hardware, say)
+    free, least = ladder.free, ladder.least.peak_bytes
     most = predicted(free).peak_bytes
-    least = step.least_bytes(ranks, hardware)
     found: list[tuple[int, Plan]] = []
-    for index in range(points - 1):
+    for index in range(points):
         limit = least + (most - least) * index // (points - 1)
         say(f"limit {format_bytes(limit)}")
-        found.append((limit, step.plan(ranks, hardware, limit)))
-    return [*found, (most, free)]
+        if search == "thorough":
+            plan = ladder.plan(limit)
+        else:
+            plan = free if limit == most else step.plan(ranks, hardware, limit)
+        found.append((limit, plan))
+    return found

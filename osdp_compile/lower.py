@@ -178,20 +178,22 @@ def _recompute(forward: fx.GraphModule, backward: fx.GraphModule, session: Sessi
 def _look_at(gm: fx.GraphModule, ctx: Context, session: Session, step: CompiledStep) -> None:
     """Simulate a lowered graph as it will run: keep its timeline, compare it with the limit."""
     base = base_parts(session)
+    limit_bytes = session.options.memory_limit_bytes
     if accumulated.is_active(session.reading.key):
         # The graph has the gradients of one backward itself, of the two that there is room for.
         own_bytes = ctx.accumulated_bytes // 2
         ctx = ctx.replace(base_bytes=ctx.base_bytes - own_bytes)
         base["accumulated"] = own_bytes
     if ctx.phase is Phase.INFERENCE:
-        if ctx.limit_bytes is not None:
-            _warn_above_limit(ctx, ctx.base_bytes + simulate(gm.graph).peak_bytes)
+        if limit_bytes is not None:
+            _warn_above_limit(ctx, limit_bytes, ctx.base_bytes + simulate(gm.graph).peak_bytes)
         return
     if ctx.phase is Phase.BACKWARD:
         base["returned"] = step.returned_bytes
     timeline = timeline_of(gm.graph, simulate(gm.graph), phase=ctx.phase.value, base=base)
     session.observed.compiled(step, ctx.phase, timeline)
-    _warn_above_limit(ctx, timeline.peak_bytes)
+    if limit_bytes is not None:
+        _warn_above_limit(ctx, limit_bytes, timeline.peak_bytes)
 
 
 def _returned_bytes(forward: fx.GraphModule, count: int) -> int:
@@ -214,16 +216,16 @@ def _mark_kept(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
             node.meta["gathered"] = gathered[name]
 
 
-def _warn_above_limit(ctx: Context, peak_bytes: int) -> None:
+def _warn_above_limit(ctx: Context, limit_bytes: int, peak_bytes: int) -> None:
     """Say so where a graph will not keep the limit: a larger batch than was planned on, say."""
-    if ctx.limit_bytes is not None and peak_bytes > ctx.limit_bytes:
+    if peak_bytes > limit_bytes:
         log.warning(
             "this %s needs %s, above memory_limit=%s: it is not the graph that was planned on "
             "(a larger batch?). Make the first call with the largest batch, or lower the limit "
             "to leave room",
             ctx.phase.value,
             format_bytes(peak_bytes),
-            format_bytes(ctx.limit_bytes),
+            format_bytes(limit_bytes),
         )
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from osdp_compile.describe import slices_of
-from osdp_compile.options import Options
+from osdp_compile.options import Options, Search
 from osdp_compile.traced_step import trace
 from passes.decisions import Plan
 from passes.hardware import Hardware
@@ -39,6 +39,7 @@ def plan(
     memory_limit: int | str | None = None,
     optimizer: int | str = "adamw",
     slices: int | Mapping[str, int | tuple[int, int]] | None = None,
+    search: Search = "quick",
     param_dtype: torch.dtype | str | None = None,
     reduce_dtype: torch.dtype | str | None = None,
     accumulate: bool = False,
@@ -60,6 +61,8 @@ def plan(
         slices: 1 to run every operator as a whole, or numbers of slices by parameter, as
             ``{"blocks.*.up.weight": 4}``, or ``(4, 1)`` where one of the four is kept for the
             backward and the others are gathered again; None: the planner's choice.
+        search: ``"thorough"`` searches under less memory too, and never gives a slower step for
+            more of it; it takes minutes where ``"quick"`` takes seconds.
         param_dtype, reduce_dtype: in which parameters are gathered and computed with, and in which
             gradients travel, as ``torch.bfloat16``; None: in their own.
         accumulate: with room for whole gradients (:func:`osdp_compile.no_sync`).
@@ -75,6 +78,7 @@ def plan(
             "memory_limit": memory_limit,
             "optimizer": optimizer,
             "slices": slices,
+            "search": search,
             "param_dtype": param_dtype,
             "reduce_dtype": reduce_dtype,
             "accumulate": accumulate,
@@ -93,7 +97,7 @@ def plan(
         accumulate=checked.accumulate,
     )
     step = dataclasses.replace(step, slices=slices_of(checked.slices, step.parameters))
-    return step.plan(ranks, checked.hardware, checked.memory_limit_bytes)
+    return step.plan(ranks, checked.hardware, checked.memory_limit_bytes, checked.search)
 
 
 def mesh_sizes(

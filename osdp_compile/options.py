@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,6 +23,10 @@ from passes.pipeline import Pass, validate
 from passes.presets import PRESETS, preset
 from passes.units import parse_bytes
 
+#: How the planner searches: once, or under less memory too, which takes minutes
+#: (``passes/ladder.py``).
+Search = Literal["quick", "thorough"]
+
 #: What may be given for each option, for people.
 ALLOWED: dict[str, str] = {
     "memory_limit": "bytes as a whole number, or text such as '8GiB' or '500MB'",
@@ -35,6 +39,8 @@ ALLOWED: dict[str, str] = {
     "slices": "1 to run every operator as a whole, or numbers of slices by parameter, as "
     "{'blocks.*.up.weight': 4}, or (4, 1) to keep one of them for the backward and gather the "
     "others again (default: the planner's choice)",
+    "search": "'quick', or 'thorough' to search for the plan under less memory too, which takes "
+    "minutes and may find a faster one (default: 'quick')",
     "param_dtype": "a torch.dtype or its name, as 'bfloat16': parameters are gathered and computed "
     "with in it, and stay what they are themselves (default: their own)",
     "reduce_dtype": "a torch.dtype or its name, in which gradients travel (default: the one they "
@@ -60,6 +66,7 @@ class Options:
     plan: Plan | None = None
     hardware: Hardware | None = None
     slices: Mapping[str, int | tuple[int, int]] | None = None
+    search: Search = "quick"
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     accumulate: bool = False
@@ -86,6 +93,7 @@ class Options:
             "optimizer": self.optimizer,
             "plan": plan,
             "slices": None if self.slices is None else sorted(self.slices.items()),
+            "search": self.search,
             "param_dtype": self.param_dtype,
             "reduce_dtype": self.reduce_dtype,
             "accumulate": self.accumulate,
@@ -198,6 +206,12 @@ def _slices(value: Any) -> Mapping[str, int | tuple[int, int]]:
     return found
 
 
+def _search(value: Any) -> Search:
+    if value not in get_args(Search):
+        raise ValueError(f"{value!r} is neither {' nor '.join(map(repr, get_args(Search)))}")
+    return cast(Search, value)
+
+
 def _dtype(value: Any) -> torch.dtype:
     found = getattr(torch, value, None) if isinstance(value, str) else value
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
@@ -233,6 +247,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "plan": _plan,
     "hardware": _profile,
     "slices": _slices,
+    "search": _search,
     "param_dtype": _dtype,
     "reduce_dtype": _dtype,
     "accumulate": _accumulate,

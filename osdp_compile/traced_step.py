@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from osdp_compile.describe import (
 )
 from osdp_compile.errors import InfeasibleLimit, OsdpError
 from osdp_compile.meshes import levels_of
+from osdp_compile.options import Search
 from osdp_compile.precision import OWN_PRECISION, Precision, traced_cast
 from osdp_compile.roots import plain_parameters
 from osdp_compile.stand_ins import stand_ins
@@ -32,6 +33,7 @@ from passes.context import Context, Level, Parameter
 from passes.decisions import Decision, Plan, Prediction
 from passes.fold import Folded, fold
 from passes.hardware import Hardware, generic
+from passes.ladder import Ladder
 from passes.pipeline import Pass, default_passes, validate
 from passes.plan import Infeasible, complete, make_plan
 
@@ -101,23 +103,35 @@ class TracedStep:
         )
 
     def plan(
-        self, ranks: Mapping[str, int], hardware: Hardware, limit_bytes: int | None = None
+        self,
+        ranks: Mapping[str, int],
+        hardware: Hardware,
+        limit_bytes: int | None = None,
+        search: Search = "quick",
+        say: Callable[[str], None] = lambda text: None,
     ) -> Plan:
-        """The fastest plan under the limit.
+        """The fastest plan under the limit; ``say``: is told of every search of a thorough one.
 
         Raises:
             InfeasibleLimit: if there is none.
         """
         ctx = self.context(ranks, hardware, limit_bytes)
-        return planned(chosen(self.captured, self.folded, ctx), ctx, self.passes)
+        step = chosen(self.captured, self.folded, ctx)
+        return planned(step, ctx, self.passes, search, say)
+
+    def ladder(
+        self,
+        ranks: Mapping[str, int],
+        hardware: Hardware,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> Ladder:
+        """To search thoroughly under several limits, under each rung once."""
+        ctx = self.context(ranks, hardware, None)
+        return Ladder(chosen(self.captured, self.folded, ctx), ctx, self.passes, say)
 
     def least_bytes(self, ranks: Mapping[str, int], hardware: Hardware) -> int:
         """The least limit that works: what the error about one that no plan fits says."""
-        try:
-            self.plan(ranks, hardware, 1)
-        except InfeasibleLimit as error:
-            return error.least_bytes
-        raise AssertionError("a step that takes one byte")
+        return self.ladder(ranks, hardware).least.peak_bytes
 
     def uniform(
         self,
@@ -158,8 +172,16 @@ def predicted(plan: Plan) -> Prediction:
     return plan.prediction
 
 
-def planned(step: Captured | Folded, ctx: Context, passes: Sequence[Pass]) -> Plan:
+def planned(
+    step: Captured | Folded,
+    ctx: Context,
+    passes: Sequence[Pass],
+    search: Search = "quick",
+    say: Callable[[str], None] = log.info,
+) -> Plan:
     """The fastest plan under the context's limit.
+
+    Of a thorough search it is for a limit of its own, which may be lower (``passes/ladder.py``).
 
     ``step``: if it is folded, the plan leaves the order of its collectives open
     (:func:`planned_whole` does not).
@@ -168,12 +190,16 @@ def planned(step: Captured | Folded, ctx: Context, passes: Sequence[Pass]) -> Pl
         InfeasibleLimit: if there is none.
     """
     try:
+        if search == "thorough" and ctx.limit_bytes is not None:
+            return Ladder(step, ctx, passes, say).plan(ctx.limit_bytes)
         return make_plan(step, ctx, passes)
     except Infeasible as error:
         raise InfeasibleLimit(str(error), error.least_bytes) from None
 
 
-def planned_whole(captured: Captured, ctx: Context, passes: Sequence[Pass]) -> Plan:
+def planned_whole(
+    captured: Captured, ctx: Context, passes: Sequence[Pass], search: Search = "quick"
+) -> Plan:
     """The fastest plan under the context's limit, with the order of its collectives.
 
     What was planned on a few layers is looked at on all; if it takes more there than it may, less
@@ -184,11 +210,15 @@ def planned_whole(captured: Captured, ctx: Context, passes: Sequence[Pass]) -> P
     """
     step = chosen(captured, folded_if_large(captured, ctx.parameters), ctx)
     if step is captured:
-        return planned(step, ctx, passes)
+        return planned(step, ctx, passes, search)
     asked = ctx
     for _ in range(_WHOLE_TRIES):
         try:
-            plan = complete(planned(step, asked, passes), captured, ctx, passes)
+            plan = planned(step, asked, passes, search)
+            own = ctx
+            if search == "thorough":
+                own = ctx.replace(limit_bytes=plan.memory_limit_bytes)
+            plan = complete(plan, captured, own, passes)
         except InfeasibleLimit:
             break  # the whole step's least limit is what an error says
         if ctx.limit_bytes is None or asked.limit_bytes is None:
@@ -197,7 +227,7 @@ def planned_whole(captured: Captured, ctx: Context, passes: Sequence[Pass]) -> P
         if above_bytes <= 0:
             return plan
         asked = asked.replace(limit_bytes=asked.limit_bytes - above_bytes)
-    return planned(captured, ctx, passes)
+    return planned(captured, ctx, passes, search)
 
 
 def folded_if_large(captured: Captured, parameters: Sequence[Parameter]) -> Folded | None:

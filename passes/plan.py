@@ -79,6 +79,17 @@ def make_plan(captured: Captured | Folded, ctx: Context, passes: Sequence[Pass])
         return _searched(captured, ctx, passes)
 
 
+def least_limit(
+    captured: Captured | Folded, ctx: Context, passes: Sequence[Pass]
+) -> Prediction:
+    """What takes the least memory that is found: its peak is the least limit that works.
+
+    It does not depend on ``ctx.limit_bytes``.
+    """
+    with _young_garbage_only():
+        return least_memory(Looks(captured, ctx.replace(limit_bytes=0), passes))
+
+
 def _searched(captured: Captured | Folded, ctx: Context, passes: Sequence[Pass]) -> Plan:
     looks = Looks(captured, ctx, passes)
     uniform = look_at_uniform(looks)
