@@ -80,17 +80,22 @@ def each_by_itself(
     points: int = _POINTS,
     search: Search = "quick",
 ) -> list[tuple[int, Plan]]:
-    """Plan for limits from the least that works to what is taken without one, evenly spaced."""
-    ladder = step.ladder(ranks, hardware, say)
-    free, least = ladder.free, ladder.least.peak_bytes
+    """Plan for limits from the least that works to what is taken without one, evenly spaced.
+
+    A thorough search goes through the rungs that all of them need once.
+    """
+    if search == "thorough":
+        ladder = step.ladder(ranks, hardware, say)
+        most, least = predicted(ladder.free).peak_bytes, ladder.least.peak_bytes
+        return [(limit, ladder.plan(limit)) for limit in _spaced(least, most, points)]
+    free = step.plan(ranks, hardware)
     most = predicted(free).peak_bytes
     found: list[tuple[int, Plan]] = []
-    for index in range(points):
-        limit = least + (most - least) * index // (points - 1)
+    for limit in _spaced(step.least_bytes(ranks, hardware), most, points)[:-1]:
         say(f"limit {format_bytes(limit)}")
-        if search == "thorough":
-            plan = ladder.plan(limit)
-        else:
-            plan = free if limit == most else step.plan(ranks, hardware, limit)
-        found.append((limit, plan))
-    return found
+        found.append((limit, step.plan(ranks, hardware, limit)))
+    return [*found, (most, free)]
+
+
+def _spaced(least: int, most: int, points: int) -> list[int]:
+    return [least + (most - least) * index // (points - 1) for index in range(points)]

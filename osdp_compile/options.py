@@ -126,6 +126,11 @@ class Options:
                 "option 'slices': the plan in option 'plan' says what runs in slices; give one of "
                 "the two (Plan.split puts slices into a plan)"
             )
+        if "plan" in values and values.get("search") == "thorough":
+            raise ValueError(
+                "option 'search': the plan in option 'plan' is taken as it is, none is searched "
+                "for; give one of the two"
+            )
         values.setdefault("debug", _debug_everywhere())
         read = cls(**values)
         return read if read.plan is None else read.with_plan(read.plan)

@@ -12,7 +12,9 @@ from torch import nn
 import osdp_compile
 from examples.gpt import GPT, GPTConfig
 from osdp_compile import Decision, InfeasibleLimit, OsdpError, Plan
+from osdp_compile.session import session_for
 from osdp_compile.trace import fake_world
+from osdp_compile.traced_step import trace
 from passes.hardware import generic
 from tests.training import SLOW
 
@@ -49,6 +51,33 @@ def test_the_plan_is_that_of_the_first_call(limit):
     assert offline == first_call_plan(GPT(SMALL), batch(), 8, **options)
     assert offline.prediction is not None
     assert (limit is None) == (offline.memory_limit_bytes is None)
+
+
+class Narrow(nn.Module):
+    """Two layers, quick to plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu()).square().mean()
+
+
+def test_a_thorough_plan_is_that_of_the_first_call_which_schedules_for_its_rung():
+    x = torch.ones(8, 64)
+    limit_bytes = round(1.04 * trace(Narrow(), (x,)).least_bytes({"ranks": 8}, SLOW)) | 1  # no rung
+    given = {"hardware": SLOW, "memory_limit": limit_bytes, "search": "thorough"}
+    offline = osdp_compile.plan(Narrow(), (x,), world_size=8, **given)
+    assert offline.memory_limit_bytes < limit_bytes
+    model = Narrow()
+    with fake_world(8):
+        torch.compile(model, backend="osdp", options={"optimizer": "adamw", **given})(x)
+        session = session_for(model)
+        assert session.plan == offline
+        assert session.context.limit_bytes == offline.memory_limit_bytes
+        assert session.options.memory_limit_bytes == limit_bytes
+    torch._dynamo.reset()
 
 
 def test_nothing_is_started_and_nothing_changed():

@@ -54,6 +54,7 @@ def test_an_unknown_option_lists_all_that_are_known():
         ("hardware", "h300", "No such file", "h100-sxm, h200"),
         ("slices", "four", "neither 1 nor a mapping", "'blocks.*.up.weight': 4"),
         ("slices", 4, "neither 1 nor a mapping", "'blocks.*.up.weight': 4"),
+        ("search", "deep", "'deep' is neither 'quick' nor 'thorough'", "under less memory too"),
         ("slices", {"up": 0}, "'up': 0 is not a number of slices", "'blocks.*.up.weight': 4"),
         ("slices", {"up": (4, 1.0)}, "(4, 1.0) is not a number of slices", "(4, 1) to keep one"),
         ("slices", {"up": (4, 4)}, "'up': (4, 4) keeps 4 of 4 slices", "(4, 1) to keep one"),
@@ -233,6 +234,13 @@ def test_the_backend_is_found_by_name_without_importing_the_package():
         "    print(error)\n"
     )
     assert "unknown option 'limit'" in done.stdout
+
+
+def test_a_plan_that_is_given_is_not_searched_for():
+    with pytest.raises(ValueError, match="none is searched for"):
+        Options.parse({"plan": Plan((), world_size=2), "search": "thorough"})
+    assert Options.parse({"search": "thorough"}).search == "thorough"
+    assert Options.parse({"plan": Plan((), world_size=2), "search": "quick"}).plan is not None
 
 
 def test_slices_are_said_once():
