@@ -2,7 +2,8 @@
 
 One search (``passes/plan.py``) follows its own way under every limit, and with more memory the way
 may end at a slower plan. So here a limit is not searched under by itself: fixed limits up to it
-are, the *rungs*, and the fastest of their plans counts. Whoever has more memory has the same rungs
+are, the *rungs*, and the fastest of their plans counts; what lies above the highest of them is not
+used. Whoever has more memory has the same rungs
 and perhaps further ones. The price is as many searches as there are rungs: for plans that are made
 once, before a long training.
 
@@ -79,6 +80,8 @@ class Ladder:
             Infeasible: if the limit is below the least.
         """
         rungs = self.rungs(limit_bytes)
+        if rungs[-1] < limit_bytes and rungs[-1] < _said(self.free).peak_bytes:
+            self._say(f"{format_bytes(limit_bytes)} counts as {format_bytes(rungs[-1])}")
         for number, rung in enumerate(rungs, 1):
             if rung not in self._found:
                 self._say(f"searching under {format_bytes(rung)}, {number} of {len(rungs)}")
