@@ -71,6 +71,11 @@ class LaidOut:
                 "the model was sharded by a plan already, which says what runs in slices: leave "
                 "out options={'slices'}, or use Plan.split on the plan before"
             )
+        if options.search != "quick":
+            raise OsdpError(
+                "the model was sharded by a plan already, none is searched for: leave out "
+                "options={'search'}, or search for the plan that osdp_compile.shard is given so"
+            )
         return dataclasses.replace(options, mesh=self.given_mesh).with_plan(self.plan)
 
     def read_in(self, root: nn.Module, precision: Precision) -> bool:

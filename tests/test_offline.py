@@ -14,7 +14,7 @@ from examples.gpt import GPT, GPTConfig
 from osdp_compile import Decision, InfeasibleLimit, OsdpError, Plan
 from osdp_compile.session import session_for
 from osdp_compile.trace import fake_world
-from osdp_compile.traced_step import trace
+from osdp_compile.traced_step import predicted, trace
 from passes.hardware import generic
 from tests.training import SLOW
 
@@ -72,11 +72,15 @@ def test_a_thorough_plan_is_that_of_the_first_call_which_schedules_for_its_rung(
     assert offline.memory_limit_bytes < limit_bytes
     model = Narrow()
     with fake_world(8):
-        torch.compile(model, backend="osdp", options={"optimizer": "adamw", **given})(x)
+        options = {"optimizer": "adamw", **given}
+        torch.compile(model, backend="osdp", options=options)(x).backward()
         session = session_for(model)
         assert session.plan == offline
         assert session.context.limit_bytes == offline.memory_limit_bytes
         assert session.options.memory_limit_bytes == limit_bytes
+        (compiled,) = session.observed.graphs
+    peak_bytes = max(timeline.peak_bytes for timeline in compiled.timelines.values())
+    assert peak_bytes == pytest.approx(predicted(offline).peak_bytes, rel=1e-4)
     torch._dynamo.reset()
 
 

@@ -404,6 +404,8 @@ def test_what_cannot_be_is_refused_and_named(tmp_path):
         assert isinstance(error, OsdpError) and "leave the option out" in str(error)
         error = first_error(meta, slices=1)
         assert isinstance(error, OsdpError) and "leave out options={'slices'}" in str(error)
+        error = first_error(meta, search="thorough")
+        assert isinstance(error, OsdpError) and "leave out options={'search'}" in str(error)
         meta.load_state_dict(gpt().state_dict(), assign=True)
         error = first_error(meta)
         assert isinstance(error, OsdpError)
