@@ -111,7 +111,7 @@ class Options:
         given = dict(options or {})
         for name in given:
             if name not in ALLOWED:
-                raise ValueError(_unknown(name))
+                raise _unknown(name)
         values: dict[str, Any] = {}
         for name, value in given.items():
             if value is None:
@@ -149,11 +149,11 @@ def _debug_everywhere() -> bool | Path:
     return asked == "1" if asked in ("", "0", "1") else Path(asked)
 
 
-def _unknown(name: str) -> str:
+def _unknown(name: str) -> ValueError:
     close = difflib.get_close_matches(str(name), ALLOWED, n=1)
     guess = f" Did you mean {close[0]!r}?" if close else ""
     allowed = "; ".join(f"{key!r}: {what}" for key, what in ALLOWED.items())
-    return f"unknown option {name!r} for backend='osdp'.{guess} Allowed: {allowed}"
+    return ValueError(f"unknown option {name!r} for backend='osdp'.{guess} Allowed: {allowed}")
 
 
 def _mesh(value: Any) -> DeviceMesh:
