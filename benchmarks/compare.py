@@ -181,7 +181,7 @@ def _swept(
         found = measure_on(hosts, work, "osdp", "least", options, cache, profiles)
         return int(found["least_bytes"])
 
-    least, most = bytes_of(memory_limit=1), bytes_of()
+    least, most = bytes_of(memory_limit="1KiB"), bytes_of()
     return [least + (most - least) * i // max(1, count - 1) for i in range(count)]
 
 

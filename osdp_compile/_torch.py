@@ -8,9 +8,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from types import CodeType
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -20,8 +19,7 @@ from torch import Tensor, fx, nn
 from torch._C._distributed_c10d import _register_work as register_work
 
 # 2.13.0: a function that Dynamo does not compile by itself, and traces where a frame calls it.
-# 2.11.0, 2.13.0, 2.15.0: what torch.compile wraps functions in, by a function within __call__.
-from torch._dynamo.eval_frame import _TorchDynamoContext, skip_code
+from torch._dynamo.eval_frame import skip_code
 
 # 2.11.0, 2.13.0: passed through by Dynamo from a backend's compile call; the frame is traced again.
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
@@ -60,9 +58,6 @@ from torch._inductor.virtualized import V
 
 # 2.11.0, 2.13.0: tensors that have a shape and a device but no memory.
 from torch._subclasses.fake_tensor import FakeTensorMode
-
-# 2.11.0, 2.13.0, 2.15.0: the node of an autograd.Function in the backward.
-from torch.autograd.function import BackwardCFunction
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -73,9 +68,6 @@ from torch.optim import _adafactor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
-    "COMPILED_CALLS",
-    "CUSTOM_BACKWARDS",
-    "MODULE_CALLS",
     "BaseSchedulerNode",
     "FakeTensorMode",
     "InductorChoices",
@@ -116,30 +108,6 @@ KEEP_ORDER: dict[str, Any] = {
     "layout_optimization": False,
 }
 
-
-def _codes_within(code: CodeType) -> Iterator[CodeType]:
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield constant
-            yield from _codes_within(constant)
-
-
-#: The code that runs while a module is called.
-# 2.11.0, 2.13.0, 2.15.0
-MODULE_CALLS: tuple[CodeType, ...] = (
-    nn.Module._wrapped_call_impl.__code__,
-    nn.Module._call_impl.__code__,
-)
-#: The code that runs while what torch.compile returned for a function is called.
-COMPILED_CALLS: tuple[CodeType, ...] = tuple(_codes_within(_TorchDynamoContext.__call__.__code__))
-#: The code that runs while the backward of an autograd.Function is called.
-# 2.11.0, 2.13.0, 2.15.0; what ``apply`` calls in 2.15 takes boxed gradients.
-CUSTOM_BACKWARDS: tuple[CodeType, ...] = tuple(
-    getattr(BackwardCFunction, name).__code__
-    for name in ("apply", "apply_boxed")
-    if hasattr(BackwardCFunction, name)
-)
-
 E = TypeVar("E", bound=Exception)
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
@@ -154,21 +122,33 @@ def restart_tracing() -> NoReturn:
     raise TensorifyScalarRestartAnalysis(restart_reason="osdp: the model was sharded")
 
 
-def raise_to_user(error: Exception) -> NoReturn:
+def raise_to_user(error: Exception, mixin: type | None = None) -> NoReturn:
     """Raise an error from a backend so that it reaches the user as its own type.
 
     Dynamo wraps what a backend raises into BackendCompilerFailed, save for its own
     ShortenTraceback: the error gets a subclass that is both. The traceback the user sees
     begins at the backend, not in Dynamo (all of it with TORCHDYNAMO_VERBOSE=1).
+
+    ``mixin``: another base of that subclass, for an error that a user can act on: its traceback
+    and its cause are left out.
     """
     kind = type(error)
     if isinstance(error, ShortenTraceback):
         raise error
-    both: Any = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__})
+    said, reduced = str(error), error.__reduce__()
+    own = {
+        "__module__": kind.__module__,
+        "__str__": lambda self: said,  # Dynamo adds advice on its own traceback to ``args``
+        "__reduce__": lambda self: reduced,
+    }
+    bases = (kind, ShortenTraceback) if mixin is None else (mixin, kind, ShortenTraceback)
+    both: Any = type(kind.__name__, bases, own)
     raised = both.__new__(both)
     Exception.__init__(raised, *error.args)
     raised.__dict__.update(error.__dict__)
     raised.first_useful_frame = sys._getframe(1)
+    if mixin is not None:
+        raise raised from None
     raise raised.with_traceback(error.__traceback__) from error.__cause__
 
 

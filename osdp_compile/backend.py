@@ -21,29 +21,44 @@ from osdp_compile.errors import OsdpError
 from osdp_compile.first_call import first_call, first_call_of_sharded
 from osdp_compile.laid_out import waiting
 from osdp_compile.lower import Compiler, lower, session_of
-from osdp_compile.options import Options
+from osdp_compile.options import Options, check_mode
 from osdp_compile.plan_table import ensure_visible
 from osdp_compile.precision import cast_while_traced, end_casting, is_cast
 from osdp_compile.roots import find_roots, plain_parameters
 from osdp_compile.session import check_kept
+from osdp_compile.uncaught import raise_briefly
 from passes.pipeline import Observer
+from passes.units import format_limit
 
 log = logging.getLogger("osdp_compile")
 _said: set[str] = set()
 
 
 def osdp(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: dict[str, Any] | None = None,
+    mode: str | None = None,
 ) -> Any:
     """Compile one Dynamo graph; see :class:`osdp_compile.options.Options` for the options.
 
+    ``mode``: that of ``torch.compile``, which leaves ``"default"`` out.
+
     Raises:
-        ValueError: for an unknown or malformed option.
+        ValueError: for an unknown or malformed option, and for a mode other than the default.
         OsdpError: if the model cannot be sharded, or no plan fits under the limit.
     """
     try:
-        return compile_graph(gm, example_inputs, Options.parse(options))
-    except (ValueError, OsdpError) as error:
+        check_mode(mode)
+        parsed = Options.parse(options)
+    except ValueError as error:
+        raise_briefly(error)
+    try:
+        return compile_graph(gm, example_inputs, parsed)
+    except OsdpError as error:
+        raise_briefly(error)
+    except ValueError as error:
         _torch.raise_to_user(error)
 
 
@@ -60,7 +75,9 @@ def compile_graph(
     """
     alone = why_alone(options)
     if alone is not None:
-        say_once(f"{alone}: compiling with Inductor, nothing is sharded")
+        limit_bytes = options.memory_limit_bytes
+        kept = "" if limit_bytes is None else f", memory_limit={format_limit(limit_bytes)} not kept"
+        say_once(f"{alone}: compiling with Inductor, nothing is sharded{kept}")
         return _torch.compile_fx(gm, list(inputs))
     reduced = {id(parameter) for parameter in _torch.reduced_by_ddp()}
     if any(id(value) in reduced for value in inputs):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from passes.units import parse_bytes
+from passes.units import parse_limit
 
 
 def mesh_of(text: str) -> dict[str, int]:
@@ -30,8 +30,9 @@ def seconds_of(text: str) -> float:
 
 
 def bytes_of(text: str) -> int:
+    """Of memory: a number without a unit that is implausibly small is asked about."""
     try:
-        return parse_bytes(text)
+        return parse_limit(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 
 class OsdpError(RuntimeError):
-    """Base of everything this package raises about a model, a plan or a run."""
+    """Base of everything this package raises about a model, a plan or a run.
+
+    ``on_every_rank``: all ranks raise it, with the same text.
+    """
+
+    on_every_rank = False
 
 
 class InfeasibleLimit(OsdpError):
@@ -12,6 +17,8 @@ class InfeasibleLimit(OsdpError):
 
     ``least_bytes``: that limit.
     """
+
+    on_every_rank = True
 
     def __init__(self, message: str, least_bytes: int) -> None:
         super().__init__(message)
@@ -23,6 +30,8 @@ class InfeasibleLimit(OsdpError):
 
 class RanksDiffer(OsdpError):
     """Ranks differ in their models or options; the message names the first difference."""
+
+    on_every_rank = True
 
 
 class PlanMismatch(OsdpError):

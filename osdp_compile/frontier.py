@@ -11,7 +11,7 @@ from osdp_compile.options import Search
 from osdp_compile.traced_step import TracedStep, predicted
 from passes.decisions import Plan
 from passes.hardware import Hardware
-from passes.units import format_bytes
+from passes.units import format_limit
 
 _POINTS = 10
 
@@ -92,7 +92,7 @@ def each_by_itself(
     most = predicted(free).peak_bytes
     found: list[tuple[int, Plan]] = []
     for limit in _spaced(step.least_bytes(ranks, hardware), most, points)[:-1]:
-        say(f"limit {format_bytes(limit)}")
+        say(f"limit {format_limit(limit)}")
         found.append((limit, step.plan(ranks, hardware, limit)))
     return [*found, (most, free)]
 

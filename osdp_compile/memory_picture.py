@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from osdp_compile.figures import byte_unit_of, new_figure, time_unit_of
 from passes.step_timeline import StepTimeline
-from passes.units import format_bytes, format_seconds
+from passes.units import format_bytes, format_limit, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,7 +43,7 @@ def draw_memory(
     _shade(axes, step, second)
     _mark_peak(axes, step, second, byte)
     if limit_bytes is not None:
-        said = f"limit {format_bytes(limit_bytes)}" + (", far above" if far else "")
+        said = f"limit {format_limit(limit_bytes)}" + (", far above" if far else "")
         _level(axes, limit_bytes * byte, said, _LIMIT, "--")
     if measured_bytes is not None:
         said = f"measured peak {format_bytes(measured_bytes)}"

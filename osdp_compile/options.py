@@ -7,9 +7,9 @@ import difflib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypeGuard, cast, get_args
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,7 +21,7 @@ from passes.decisions import Plan
 from passes.hardware import Hardware
 from passes.pipeline import Pass, validate
 from passes.presets import PRESETS, preset
-from passes.units import parse_bytes
+from passes.units import parse_limit
 
 #: How the planner searches: once, or under less memory too, which takes minutes
 #: (``passes/ladder.py``).
@@ -120,7 +120,11 @@ class Options:
             try:
                 values[field] = _READERS[name](value)
             except (ValueError, TypeError, OSError) as error:
-                raise ValueError(f"option {name!r}: {error}. Allowed: {ALLOWED[name]}") from error
+                said = f"{error.strerror}: {error.filename!r}" if _is_about_a_file(error) else error
+                stop = "" if str(said).endswith(("?", ".")) else "."
+                raise ValueError(
+                    f"option {name!r}: {said}{stop} Allowed: {ALLOWED[name]}"
+                ) from error
         if "plan" in values and "slices" in values:
             raise ValueError(
                 "option 'slices': the plan in option 'plan' says what runs in slices; give one of "
@@ -143,6 +147,35 @@ class Options:
         return dataclasses.replace(self, plan=plan, memory_limit_bytes=limit_bytes)
 
 
+_GRAPHS = "CUDA graphs hold memory of their own, which the plan does not count"
+_TUNED = "autotuned kernels have other times and workspaces than those that are planned with"
+#: Why the plan's figures do not hold in torch.compile's other modes.
+_WHY_NO_MODE = {
+    "reduce-overhead": f": {_GRAPHS}",
+    "max-autotune": f": {_TUNED}, and {_GRAPHS}",
+    "max-autotune-no-cudagraphs": f": {_TUNED}",
+}
+
+
+def check_mode(mode: str | None) -> None:
+    """Refuse a mode of ``torch.compile`` that the plan's figures would not hold in.
+
+    Raises:
+        ValueError: saying which mode is possible.
+    """
+    if mode in (None, "default"):
+        return
+    raise ValueError(
+        f"mode={mode!r}: backend='osdp' takes mode='default' only, which may be left out"
+        f"{_WHY_NO_MODE.get(mode, '')}. "
+        "What osdp does is set by options={...}, such as options={'memory_limit': '8GiB'}"
+    )
+
+
+def _is_about_a_file(error: Exception) -> TypeGuard[OSError]:
+    return isinstance(error, OSError) and error.filename is not None
+
+
 def _debug_everywhere() -> bool | Path:
     """What the environment variable OSDP_DEBUG asks for: 1, or a folder."""
     asked = os.environ.get("OSDP_DEBUG", "0")
@@ -150,10 +183,17 @@ def _debug_everywhere() -> bool | Path:
 
 
 def _unknown(name: str) -> ValueError:
-    close = difflib.get_close_matches(str(name), ALLOWED, n=1)
-    guess = f" Did you mean {close[0]!r}?" if close else ""
+    guess = _closest(str(name), ALLOWED)
     allowed = "; ".join(f"{key!r}: {what}" for key, what in ALLOWED.items())
     return ValueError(f"unknown option {name!r} for backend='osdp'.{guess} Allowed: {allowed}")
+
+
+def _closest(given: str, known: Iterable[str]) -> str:
+    """A guess at a misspelled name, as a sentence after a space; "" where none is near."""
+    names = sorted(known)
+    close = [one for one in names if one.startswith(given.lower())]
+    close = close or difflib.get_close_matches(given.lower(), names, n=1)
+    return f" Did you mean {' or '.join(map(repr, close))}?" if given and close else ""
 
 
 def _mesh(value: Any) -> DeviceMesh:
@@ -191,6 +231,9 @@ def _profile(value: Any) -> Hardware:
         raise ValueError(f"{value!r} is neither a Hardware nor a path")
     if value in PRESETS:  # a file of that name: give "./name"
         return preset(str(value))
+    path = Path(value)
+    if len(path.parts) == 1 and not path.suffix and not path.exists():
+        raise ValueError(f"{value!r} is neither a preset nor a file.{_closest(path.name, PRESETS)}")
     return Hardware.load(value)
 
 
@@ -246,7 +289,7 @@ def _passes(value: Any) -> tuple[Pass, ...]:
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {
-    "memory_limit": parse_bytes,
+    "memory_limit": parse_limit,
     "mesh": _mesh,
     "optimizer": _optimizer,
     "plan": _plan,

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from passes.decisions import Decision, ParameterPlan, Plan
 from passes.slices import parameter_of
-from passes.units import format_bytes, format_seconds
+from passes.units import format_bytes, format_limit, format_seconds
 
 
 def plan_table(plan: Plan) -> Table:
@@ -28,7 +28,7 @@ def plan_table(plan: Plan) -> Table:
     """
     limit = plan.memory_limit_bytes
     title = f"osdp plan for {plan.world_size} ranks, " + (
-        f"limit {format_bytes(limit)}" if limit is not None else "no memory limit"
+        f"limit {format_limit(limit)}" if limit is not None else "no memory limit"
     )
     table = Table(title=title, title_justify="left", header_style="bold")
     table.add_column("parameter", overflow="fold")

@@ -11,13 +11,34 @@ and machine. Nothing is imported before a test asks for the fixture.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # a code for every character is no help in a log
+
+
+@contextlib.contextmanager
+def _unlogged_traces() -> Iterator[None]:
+    """Keep the records of torch's trace log, which have no text, out of pytest's captured log.
+
+    It does not propagate, so pytest puts its handlers on it too. Those of ``TORCH_TRACE`` stay.
+    """
+    log = logging.getLogger("torch.__trace")
+    propagates, capturing = log.propagate, [h for h in log.handlers if h in logging.root.handlers]
+    log.propagate = False
+    for handler in capturing:
+        log.removeHandler(handler)
+    try:
+        yield
+    finally:
+        log.propagate = propagates
+        for handler in capturing:
+            log.addHandler(handler)
 
 
 @pytest.fixture
@@ -53,15 +74,16 @@ def osdp_graphs(request: pytest.FixtureRequest) -> Callable[..., dict[str, str]]
         options: dict[str, Any] | None = None,
         levels: dict[str, int] | None = None,
     ) -> dict[str, str]:
-        texts = trace_graphs(
-            model,
-            args,
-            world_size=world_size,
-            rank=rank,
-            plan=plan,
-            options=options,
-            levels=levels,
-        )
+        with _unlogged_traces():
+            texts = trace_graphs(
+                model,
+                args,
+                world_size=world_size,
+                rank=rank,
+                plan=plan,
+                options=options,
+                levels=levels,
+            )
         for name in after:
             if name not in texts:
                 pytest.fail(f"no graph is named {name!r}; there are {sorted(texts)}")

@@ -20,7 +20,7 @@ from passes.context import Context
 from passes.decisions import Plan
 from passes.pipeline import Pass
 from passes.predict import state_bytes
-from passes.units import format_bytes
+from passes.units import format_bytes, format_limit
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ def check_kept(session: Session, options: Options) -> None:
     limit_bytes, said = options.memory_limit_bytes, session.plan.prediction
     if limit_bytes is not None and said is not None and said.peak_bytes > limit_bytes:
         wrong = (
-            f"memory_limit={format_bytes(limit_bytes)} is less than the "
+            f"memory_limit={format_limit(limit_bytes)} is less than the "
             f"{format_bytes(said.peak_bytes)} that the plan in force takes"
         )
     for name in ("plan", "slices", "param_dtype", "reduce_dtype"):

@@ -18,7 +18,7 @@ from osdp_compile.session import Session, base_parts, session_for
 from passes.context import Phase
 from passes.step_timeline import StepTimeline, optimizer_timeline
 from passes.timeline import Buffer, Event, Timeline
-from passes.units import format_bytes, format_seconds
+from passes.units import format_bytes, format_limit, format_seconds
 
 #: Fewer measured steps than this say nothing.
 LEAST_STEPS = 3
@@ -193,7 +193,7 @@ def _side_by_side(said: Report) -> Table:
     limit = said.memory_limit_bytes
     table = Table(
         title=f"training step on each of {said.world_size} ranks, "
-        + (f"limit {format_bytes(limit)}" if limit is not None else "no memory limit"),
+        + (f"limit {format_limit(limit)}" if limit is not None else "no memory limit"),
         title_justify="left",
         header_style="bold",
     )

@@ -36,7 +36,7 @@ from osdp_compile.traced_step import TracedStep, predicted
 from passes.annotate import flops_by_dtype
 from passes.decisions import Decision, Plan, Prediction
 from passes.hardware import Hardware, LinkRate
-from passes.units import format_bytes
+from passes.units import format_limit
 
 #: The share of a throughput, or of a step, that counts. Plans that the search finds for one limit
 #: and for a larger one may be as far from each other without any reason but the search.
@@ -231,7 +231,7 @@ class _Network:
         best = [candidate(step.plan(*where))]
         infeasible = False
         for limit in sorted({one for one in self.limits if one is not None}, reverse=True):
-            say(f"{about}, limit {format_bytes(limit)}")
+            say(f"{about}, limit {format_limit(limit)}")
             if _fastest(fsdp, limit) is None:
                 fsdp.append(candidate(step.uniform(Decision.SHARD_AGAIN, *where, limit)))
             if infeasible or _fastest(best[:1], limit) is not None:

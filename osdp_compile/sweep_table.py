@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from osdp_compile.sweep import NOTICEABLE, Bound, Point, Reached
-from passes.units import format_bytes, format_seconds
+from passes.units import format_bytes, format_limit, format_seconds, is_decimal
 
 EXPLAINED = (
     "Used: of the FLOP/s that the profile has for matrix products. FSDP: all sharded and gathered "
@@ -38,21 +37,13 @@ def ranks_text(sizes: Iterable[int]) -> str:
 
 def limit_text(limit_bytes: int | None) -> str:
     """A limit as people write it: ``80 GB``, and not 74.51 GiB."""
-    if limit_bytes is None:
-        return "none"
-    for unit, size_bytes in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if limit_bytes % (size_bytes // 10) == 0 and limit_bytes >= size_bytes:
-            return f"{limit_bytes / size_bytes:g} {unit}"
-    return format_bytes(limit_bytes)
+    return "none" if limit_bytes is None else format_limit(limit_bytes)
 
 
 def least_text(point: Point, least_bytes: int | None) -> str:
     """The least limit that would do, rounded up, in powers of 1000 if the limit reads so."""
-    assert least_bytes is not None
-    if "iB" in limit_text(point.limit_bytes):
-        return format_bytes(least_bytes)
-    name, size_bytes = ("GB", 10**9) if least_bytes >= 10**9 else ("MB", 10**6)
-    return f"{math.ceil(100 * least_bytes / size_bytes) / 100:.2f} {name}"
+    assert least_bytes is not None and point.limit_bytes is not None
+    return format_bytes(least_bytes, is_decimal(point.limit_bytes), round_up=True)
 
 
 def points_table(points: Sequence[Point], title: str) -> Table:

@@ -33,6 +33,11 @@ class Decision(str, enum.Enum):
     SHARD_HOST_KEEP = "shard_host_keep"
     SHARD_HOST_AGAIN = "shard_host_again"
 
+    @classmethod
+    def _missing_(cls, value: object) -> Decision | None:
+        known = ", ".join(f"{one.value!r} ({_KNOWN_AS[one]})" for one in cls)
+        raise ValueError(f"{value!r} is not a decision. Decisions: {known}")
+
     @property
     def sharded(self) -> bool:
         return self is not Decision.REPLICATE
@@ -53,9 +58,21 @@ class Decision(str, enum.Enum):
         return self in (Decision.SHARD_HOST_KEEP, Decision.SHARD_HOST_AGAIN)
 
 
+#: What people call each decision elsewhere.
+_KNOWN_AS = {
+    Decision.REPLICATE: "DDP",
+    Decision.SHARD_KEEP: "ZeRO-2",
+    Decision.SHARD_AGAIN: "FSDP, ZeRO-3",
+    Decision.SHARD_HOST_KEEP: "ZeRO-2 within each host of a mesh of two levels",
+    Decision.SHARD_HOST_AGAIN: "HYBRID_SHARD, HSDP: the same within each host",
+}
+
 #: What can be decided on any mesh.
 FLAT_DECISIONS = tuple(decision for decision in Decision if not decision.within_host)
 
+
+#: For errors.
+_UNIFORM = "As: Plan.uniform(model.named_parameters(), 'shard_again', world_size=8)"
 
 #: See :class:`ParameterPlan`.
 OF_INPUT = -1
@@ -207,25 +224,33 @@ class Plan:
     def uniform(
         cls,
         parameters: Iterable[tuple[str, Any]],
-        decision: Decision | str,
+        decision: Decision | str | None = None,
         *,
-        world_size: int,
+        world_size: int | None = None,
         bucket_bytes: int = 1 << 20,
         ranks_of_a_host: int | None = None,
     ) -> Plan:
         """One decision for all parameters; what is too small to be cut so is replicated.
 
-        ``parameters``: as ``model.named_parameters()`` gives them.
+        ``parameters``: as ``model.named_parameters()`` gives them. ``decision`` and ``world_size``
+        are needed: without a default they would be missed without a list of decisions.
         ``ranks_of_a_host``: of a mesh of two levels; needed to shard within hosts.
 
         Raises:
-            ValueError: if it is needed and not given.
+            ValueError: for an unknown decision, or if something needed is not given.
+            TypeError: if ``parameters`` are none.
 
         Example::
 
             Plan.uniform(model.named_parameters(), "shard_again", world_size=8)
         """
-        chosen = Decision(decision)
+        given = parameters if isinstance(parameters, str | Decision) else decision
+        chosen = Decision(given)  # says which there are
+        pairs = None if isinstance(parameters, str | Decision) else _pairs(parameters)
+        if pairs is None:
+            raise TypeError(f"Plan.uniform needs named parameters, not {parameters!r}. {_UNIFORM}")
+        if world_size is None or isinstance(world_size, bool) or not isinstance(world_size, int):
+            raise TypeError(f"world_size={world_size!r} is not a number of ranks. {_UNIFORM}")
         ranks = ranks_of_a_host if chosen.within_host else world_size
         if ranks is None:
             raise ValueError(f"{chosen.value!r} needs ranks_of_a_host, how many ranks a host has")
@@ -237,7 +262,7 @@ class Plan:
                 decision=chosen if shardable(tuple(p.shape), ranks) else Decision.REPLICATE,
                 reason="by hand",
             )
-            for name, p in parameters
+            for name, p in pairs
         )
         return cls(
             rows,
@@ -421,6 +446,15 @@ class Plan:
 def _served(collectives: Iterable[Collective]) -> list[tuple[bool, str]]:
     """What is gathered and what is reduced, each parameter by itself."""
     return sorted((c.gathers, name) for c in collectives if c.leg == 0 for name in c.names)
+
+
+def _pairs(parameters: Any) -> list[tuple[str, Any]] | None:
+    """Named parameters; None for something else, as a module or parameters without names."""
+    if not isinstance(parameters, Iterable):
+        return None
+    pairs = list(parameters)
+    named = all(type(one) is tuple and len(one) == 2 and isinstance(one[0], str) for one in pairs)
+    return pairs if named else None
 
 
 def shardable(shape: tuple[int, ...], ranks: int) -> bool:

@@ -22,7 +22,7 @@ from passes.decisions import Plan, Prediction
 from passes.fold import Folded
 from passes.pipeline import Pass
 from passes.plan import Infeasible, least_limit, make_plan
-from passes.units import format_bytes
+from passes.units import format_limit
 
 #: So many rungs are between a number of bytes and its double, evenly spaced: round numbers, such
 #: as people give (8, 24, 46 or 80 GiB), are rungs.
@@ -81,10 +81,10 @@ class Ladder:
         """
         rungs = self.rungs(limit_bytes)
         if rungs[-1] < limit_bytes and rungs[-1] < _said(self.free).peak_bytes:
-            self._say(f"{format_bytes(limit_bytes)} counts as {format_bytes(rungs[-1])}")
+            self._say(f"{format_limit(limit_bytes)} counts as {format_limit(rungs[-1])}")
         for number, rung in enumerate(rungs, 1):
             if rung not in self._found:
-                self._say(f"searching under {format_bytes(rung)}, {number} of {len(rungs)}")
+                self._say(f"searching under {format_limit(rung)}, {number} of {len(rungs)}")
                 ctx = self._ctx.replace(limit_bytes=rung)
                 self._found[rung] = make_plan(self._captured, ctx, self._passes)
         return min((self._found[rung] for rung in rungs), key=lambda one: _said(one).step_seconds)

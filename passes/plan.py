@@ -45,7 +45,7 @@ from passes.predict import predict
 from passes.propose import look_at_uniform, propose_all, recompute_some
 from passes.refine import look_at_all, refine, refine_other_slices
 from passes.slice_some import slice_some
-from passes.units import format_bytes
+from passes.units import format_bytes, format_limit, is_decimal
 
 #: What share of the looks that refining has it may take before buckets have their sizes.
 _REFINED_FIRST = 2 / 3
@@ -59,10 +59,14 @@ class Infeasible(ValueError):
     def __init__(self, limit_bytes: int, least: Prediction, world_size: int) -> None:
         self.limit_bytes = limit_bytes
         self.least_bytes = least.peak_bytes
-        filling = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in least.peak.items())
+        decimal = is_decimal(limit_bytes)  # all sizes in the family of units that the limit is in
+        filling = ", ".join(
+            f"{kind} {format_bytes(size, decimal)}" for kind, size in least.peak.items()
+        )
+        least_text = format_bytes(self.least_bytes, decimal, round_up=True)
         super().__init__(
-            f"memory_limit={format_bytes(limit_bytes)} is below the least possible "
-            f"{format_bytes(self.least_bytes)} for this model on {world_size} ranks ({filling}). "
+            f"memory_limit={format_limit(limit_bytes)} is below the least possible "
+            f"{least_text} for this model on {world_size} ranks ({filling}). "
             "Raise it, use a smaller batch, or run on more ranks."
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fractions
+import math
 import re
 
 _UNITS = {
@@ -15,6 +17,13 @@ _UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+_BINARY = ("KiB", "MiB", "GiB", "TiB")
+#: A limit with more significant digits was not given in that unit.
+_ROUND_DIGITS = 5
+#: A limit below these, without a unit, is asked about. No step is planned within so little.
+_LEAST_BARE_TEXT, _LEAST_BARE_NUMBER = 1 << 20, 1 << 16
+#: From here on a forgotten unit was rather MiB than GiB.
+_LEAST_OF_MEBIBYTES = 256
 _TEXT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
 
 
@@ -48,20 +57,93 @@ def parse_bytes(value: int | str) -> int:
     return size
 
 
-def format_bytes(size_bytes: float) -> str:
-    """Bytes for people, in powers of 1024.
+def parse_limit(value: int | str) -> int:
+    """A memory limit in bytes, as :func:`parse_bytes`; it refuses one whose unit was forgotten.
+
+    Raises:
+        ValueError: for a malformed size, and for a number without a unit that is implausibly
+            small. A unit makes every size plausible: ``"8B"``.
+
+    >>> parse_limit("8GiB")
+    8589934592
+    >>> parse_limit("8")
+    Traceback (most recent call last):
+    ...
+    ValueError: '8' is 8 bytes: did you mean '8GiB'? A number without a unit counts bytes
+    """
+    size = parse_bytes(value)
+    is_text = isinstance(value, str)
+    bare = not is_text or not str(value).strip()[-1].isalpha()
+    if bare and size < (_LEAST_BARE_TEXT if is_text else _LEAST_BARE_NUMBER):
+        meant = f"{str(value).strip()}{'GiB' if size < _LEAST_OF_MEBIBYTES else 'MiB'}"
+        raise ValueError(
+            f"{value!r} is {size} byte{'s' if size > 1 else ''}: did you mean {meant!r}? "
+            "A number without a unit counts bytes"
+        )
+    return size
+
+
+def format_bytes(size_bytes: float, decimal: bool = False, round_up: bool = False) -> str:
+    """Bytes for people, in powers of 1024, or of 1000 if ``decimal``.
+
+    ``round_up``: for a least size, so that the text read back is enough.
 
     >>> format_bytes(1342177280)
     '1.25 GiB'
     >>> format_bytes(-2048)
     '-2.00 KiB'
+    >>> format_bytes(1342177280, decimal=True)
+    '1.34 GB'
+    >>> format_bytes(1342177281, round_up=True)
+    '1.26 GiB'
     """
     size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1024
-    return f"{size:.2f} TiB"
+    step, units = (1000, ("kB", "MB", "GB", "TB")) if decimal else (1024, _BINARY)
+    if abs(size) < step:
+        return f"{size:.0f} B"
+    for unit in units:
+        size /= step
+        if abs(size) < step or unit == units[-1]:
+            break
+    return f"{math.ceil(size * 100) / 100 if round_up else size:.2f} {unit}"
+
+
+def is_decimal(limit_bytes: int) -> bool:
+    """Whether a limit was most likely given in powers of 1000: it is a rounder number there.
+
+    >>> is_decimal(4_000_000_000), is_decimal(8 << 30), is_decimal(123_456_789)
+    (True, False, False)
+    """
+    decimal, binary = _digits(limit_bytes, 1000), _digits(limit_bytes, 1024)
+    return len(decimal) <= _ROUND_DIGITS and len(decimal) < len(binary)
+
+
+def format_limit(limit_bytes: int) -> str:
+    """A limit in the unit in which it was given, as far as the number shows it.
+
+    >>> format_limit(4_000_000_000), format_limit(8 << 30), format_limit(3 << 29)
+    ('4 GB', '8 GiB', '1.5 GiB')
+    >>> format_limit(123_456_789)
+    '117.74 MiB'
+    """
+    decimal = is_decimal(limit_bytes)
+    text = format_bytes(limit_bytes, decimal)
+    if len(_digits(limit_bytes, 1000 if decimal else 1024)) > _ROUND_DIGITS:
+        return text
+    number, unit = text.split()
+    if "." in number:
+        exact = limit_bytes / _UNITS[unit.upper()]
+        number = f"{exact:.6f}".rstrip("0").rstrip(".")
+    return f"{number} {unit}"
+
+
+def _digits(size_bytes: int, step: int) -> str:
+    """The significant digits of a size in the largest unit that is below it."""
+    size = fractions.Fraction(size_bytes)
+    while size >= step:
+        size /= step
+    text = f"{float(size):.12f}".replace(".", "")
+    return text.strip("0")
 
 
 def format_seconds(seconds: float) -> str:

@@ -275,4 +275,4 @@ def test_malformed_values_are_named(capsys, arguments, said):
 
 def test_limits_are_shown_as_people_write_them():
     said = [limit_text(one) for one in (40 * 10**9, 1_500_000_000, 2**30, 8_000_000, None)]
-    assert said == ["40 GB", "1.5 GB", "1.00 GiB", "8 MB", "none"]
+    assert said == ["40 GB", "1.5 GB", "1 GiB", "8 MB", "none"]

@@ -67,7 +67,7 @@ def test_an_infeasible_limit_changes_nothing_and_names_the_least_one_that_works(
     for refused, unchanged, moved, still, enough, placed in two_ranks.run(limits):
         kind, is_osdp_error, text = refused
         assert kind == "InfeasibleLimit" and is_osdp_error
-        assert "memory_limit=3.00 KiB is below the least possible" in text
+        assert "memory_limit=3 KiB is below the least possible" in text
         assert "(parameters " in text and "optimizer " in text and "activations " in text
         assert "on 2 ranks" in text and "Raise it" in text
         assert unchanged, "the model or its optimizer was changed"
@@ -101,7 +101,7 @@ def least_limits(rank, world_size):
         return osdp_compile.plan_of(model).prediction.peak_bytes
 
     with pytest.raises(osdp_compile.InfeasibleLimit) as infeasible:
-        plan_under(1)
+        plan_under("1KiB")
     named = infeasible.value.least_bytes
     return named, plan_under(named)
 

@@ -18,6 +18,7 @@ from osdp_compile.options import Options
 from passes.hardware import generic
 from passes.pipeline import default_passes
 from passes.presets import preset
+from passes.units import parse_bytes
 
 
 def call_with(**options):
@@ -41,6 +42,9 @@ def test_an_unknown_option_lists_all_that_are_known():
     ("option", "value", "said", "allowed"),
     [
         ("memory_limit", "8 gallons", "'8 gallons' is not a size", "'8GiB'"),
+        ("memory_limit", "8", "'8' is 8 bytes: did you mean '8GiB'?", "'8GiB'"),
+        ("memory_limit", " 16384 ", "did you mean '16384MiB'?", "'8GiB'"),
+        ("memory_limit", 80, "80 is 80 bytes: did you mean '80GiB'?", "'8GiB'"),
         ("memory_limit", 0, "must be above zero", "'500MB'"),
         ("memory_limit", 1.5, "1.5 is not a size", "bytes as a whole number"),
         ("memory_limit", True, "True is not a size", "bytes as a whole number"),
@@ -51,7 +55,9 @@ def test_an_unknown_option_lists_all_that_are_known():
         ("plan", 3, "neither a Plan nor a path", "osdp_compile.Plan"),
         ("plan", "no/such/plan.json", "No such file", "the path of one saved"),
         ("hardware", 3, "neither a Hardware nor a path", "osdp_compile.Hardware"),
-        ("hardware", "h300", "No such file", "h100-sxm, h200"),
+        ("hardware", "h100", "preset nor a file. Did you mean 'h100-sxm'?", "h100-sxm, h200"),
+        ("hardware", "nothing", "'nothing' is neither a preset nor a file.", "h100-sxm, h200"),
+        ("hardware", "no/such.json", "No such file or directory: 'no/such.json'", "h100-sxm"),
         ("slices", "four", "neither 1 nor a mapping", "'blocks.*.up.weight': 4"),
         ("slices", 4, "neither 1 nor a mapping", "'blocks.*.up.weight': 4"),
         ("search", "deep", "'deep' is neither 'quick' nor 'thorough'", "under less memory too"),
@@ -69,6 +75,36 @@ def test_a_malformed_value_reaches_the_user_as_a_value_error(option, value, said
     text = str(error.value)
     assert f"option '{option}'" in text and said in text
     assert allowed in text.split("Allowed: ")[1]
+    assert "Errno" not in text and "TORCHDYNAMO" not in text
+
+
+@pytest.mark.parametrize("value", ["8B", "3KiB", "1MiB", "1048576", 1 << 16, "8589934592"])
+def test_a_small_limit_is_taken_if_it_has_a_unit_or_is_no_slip(value):
+    assert Options.parse({"memory_limit": value}).memory_limit_bytes == parse_bytes(value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "why"),
+    [
+        ("max-autotune", "CUDA graphs hold memory"),
+        ("max-autotune-no-cudagraphs", "autotuned kernels"),
+        ("reduce-overhead", "CUDA graphs hold memory"),
+        ("fast", "may be left out. What"),
+    ],
+)
+def test_a_mode_that_is_not_honoured_says_which_is(mode, why):
+    torch._dynamo.reset()
+    with pytest.raises(ValueError, match="takes mode='default' only") as error:
+        torch.compile(nn.Linear(2, 2), backend="osdp", mode=mode)(torch.ones(1, 2))
+    assert why in str(error.value) and "options={'memory_limit': '8GiB'}" in str(error.value)
+
+
+def test_the_default_mode_is_taken(inductor_cache, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(inductor_cache))
+    torch._dynamo.reset()
+    model, batch = nn.Linear(2, 2), torch.ones(1, 2)
+    compiled = torch.compile(model, backend="osdp", mode="default")
+    torch.testing.assert_close(compiled(batch), model(batch))
 
 
 @pytest.mark.parametrize("text", ["not json", "[]", "{}", '{"format": 0}', '{"format": 1}'])
@@ -191,6 +227,7 @@ def trains_alone(caplog, why):
             assert model.weight.grad is not None
     said = [record.message for record in caplog.records if record.name == "osdp_compile"]
     assert len(said) == 1 and why in said[0] and "Inductor" in said[0]
+    assert "memory_limit=1 GiB not kept" in said[0]
 
 
 def test_without_a_process_group_inductor_compiles_and_it_is_said_once(nothing_said_yet, caplog):

@@ -134,7 +134,7 @@ def test_the_width_is_the_terminals(monkeypatch):
 def test_the_title_says_for_how_many_ranks_and_under_what_limit():
     assert plan_text(plan(row("w"))).startswith("osdp plan for 2 ranks, no memory limit\n")
     limited = plan_text(plan(row("w"), memory_limit_bytes=180 * MIB))
-    assert limited.startswith("osdp plan for 2 ranks, limit 180.00 MiB\n")
+    assert limited.startswith("osdp plan for 2 ranks, limit 180 MiB\n")
 
 
 def test_the_prediction_follows_the_table():

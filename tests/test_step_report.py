@@ -225,7 +225,7 @@ def made_by_hand(**changes) -> Report:
 
 def test_the_tables_say_it():
     text = str(made_by_hand())
-    assert text.startswith("training step on each of 2 ranks, limit 12.00 MiB\n")
+    assert text.startswith("training step on each of 2 ranks, limit 12 MiB\n")
 
     def cells(first):
         line = next(line for line in text.splitlines() if line.startswith(f"│ {first} "))

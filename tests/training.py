@@ -344,7 +344,7 @@ def limit_between(model: nn.Module, share: float, recipe: Recipe) -> int:
         recipe.step(compiled, recipe.batch(0, 0, 0))
 
     with pytest.raises(osdp_compile.InfeasibleLimit) as infeasible:
-        first_call(memory_limit=1)
+        first_call(memory_limit="1KiB")
     least_bytes = parse_bytes(str(infeasible.value).split("least possible ")[1].split(" for ")[0])
     # Only the plan is wanted: the graph runs as it is.
     with mock.patch("osdp_compile.backend.lower", lambda gm, *rest: gm):

@@ -94,6 +94,39 @@ def test_a_uniform_plan_shards_what_can_be_sharded(decision):
     assert plan["0.weight"].shape == (6, 8) and plan["0.weight"].dtype == "float32"
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Plan.uniform("fsdp"),
+        lambda: Plan.uniform(model().named_parameters()),
+        lambda: Plan.uniform(model().named_parameters(), "fsdp", world_size=8),
+        lambda: Decision("fsdp"),
+    ],
+)
+def test_a_word_that_is_no_decision_lists_them(make):
+    with pytest.raises(ValueError, match="is not a decision") as error:
+        make()
+    for one in Decision:
+        assert repr(one.value) in str(error.value)
+    assert "'shard_again' (FSDP" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Plan.uniform("shard_again"),
+        lambda: Plan.uniform(model(), "shard_again", world_size=8),
+        lambda: Plan.uniform(model().parameters(), "shard_again", world_size=8),
+        lambda: Plan.uniform(3, "shard_again", world_size=8),
+        lambda: Plan.uniform(model().named_parameters(), "shard_again"),
+    ],
+)
+def test_arguments_of_another_kind_are_shown_the_right_ones(make):
+    with pytest.raises(TypeError) as error:
+        make()
+    assert "Plan.uniform(model.named_parameters(), 'shard_again', world_size=8)" in str(error.value)
+
+
 def test_within_a_host_more_can_be_sharded_than_over_all_ranks():
     named = [("bias", torch.empty(8))]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from passes.units import format_bytes, format_seconds, parse_bytes
+from passes.units import format_bytes, format_limit, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,25 @@ from passes.units import format_bytes, format_seconds, parse_bytes
 )
 def test_sizes_that_are_understood(text, size_bytes):
     assert parse_bytes(text) == size_bytes
+
+
+@pytest.mark.parametrize(
+    ("given", "echoed"),
+    [
+        ("4GB", "4 GB"),
+        ("80GB", "80 GB"),
+        ("1.5GB", "1.5 GB"),
+        ("500MB", "500 MB"),
+        ("8GiB", "8 GiB"),
+        ("1.5 GiB", "1.5 GiB"),
+        ("180MiB", "180 MiB"),
+        ("3KiB", "3 KiB"),
+        (123_456_789, "117.74 MiB"),
+        ("462.12 KiB", "462.12 KiB"),
+    ],
+)
+def test_a_limit_is_echoed_in_the_unit_it_was_given_in(given, echoed):
+    assert format_limit(parse_bytes(given)) == echoed
 
 
 @pytest.mark.parametrize(

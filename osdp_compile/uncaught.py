@@ -1,0 +1,125 @@
+"""Uncaught errors: what a person sees of an error of the backend that nobody catches.
+
+An error that a user can act on is one sentence. Python prints it below the frames of Dynamo and of
+this package, and every rank prints all of that. Here the sentence comes first, and below it the
+user's own frames only. An error that all ranks raise alike is rank 0's to print. torchrun prints
+the sentence again in its summary, the last that a person sees.
+
+``OSDP_DEBUG=1`` or ``TORCHDYNAMO_VERBOSE=1`` shows all frames on all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+import passes
+from osdp_compile import _torch
+from osdp_compile.errors import OsdpError
+
+#: The time in which rank 0 prints before another rank ends the job by its own end.
+_PATIENCE_SECONDS = 2.0
+#: Code that is not the user's.
+_NOT_THE_USERS = tuple(
+    str(Path(file).parent) + os.sep
+    for file in (torch.__file__, __file__, passes.__file__)
+    if file is not None
+)
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+
+
+class Brief:
+    """Base of errors that are printed briefly if nobody catches them."""
+
+
+def is_verbose() -> bool:
+    """Whether all frames are to be shown."""
+    asked = (os.environ.get(name, "0") for name in ("OSDP_DEBUG", "TORCHDYNAMO_VERBOSE"))
+    return any(one not in ("", "0") for one in asked)
+
+
+def raise_briefly(error: Exception) -> NoReturn:
+    """From within a backend: raise an error that a user can act on as its own type.
+
+    If nobody catches it, it is printed briefly.
+    """
+    if is_verbose():
+        _torch.raise_to_user(error)
+    _print_briefly()
+    _torch.raise_to_user(error, mixin=Brief)
+
+
+def _print_briefly() -> None:
+    """From now on, print an uncaught :class:`Brief` error briefly, and others as before."""
+    before = sys.excepthook
+    if not isinstance(before, _Printer):
+        sys.excepthook = _Printer(before)
+
+
+class _Printer:
+    """What Python calls with an error that nobody caught."""
+
+    def __init__(self, before: Hook) -> None:
+        self._before = before
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, Brief) or is_verbose():
+            self._before(kind, error, trace)
+            return
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        rank = dist.get_rank() if ranks > 1 else 0
+        shared = isinstance(error, OsdpError) and error.on_every_rank
+        text = brief_text(error, trace)
+        if rank and shared:
+            text = f"{_name(error)}: as on rank 0"
+        _tell_torchrun(text.splitlines()[0])
+        if rank:  # torchrun ends it in this time if rank 0 has printed the same
+            time.sleep(_PATIENCE_SECONDS)
+        prefix = "" if ranks == 1 or (shared and not rank) else f"[rank{rank}]: "
+        sys.stderr.write("".join(f"{prefix}{line}\n" for line in text.splitlines()))
+        sys.stderr.flush()
+
+
+def brief_text(error: BaseException, trace: TracebackType | None) -> str:
+    """The error, and below it the user's frames."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(trace)
+        if not os.path.abspath(frame.filename).startswith(_NOT_THE_USERS)
+    ]
+    said = " ".join(str(error).split())
+    return f"{_name(error)}: {said}\n" + "".join(traceback.format_list(frames))
+
+
+def _name(error: BaseException) -> str:
+    kind = type(error)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+def _tell_torchrun(text: str) -> None:
+    """Write the file that torchrun prints the cause of a failure from.
+
+    It is in the format of ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler``.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return
+    more = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    said = {"message": {"message": text, "extraInfo": more}}
+    try:
+        Path(file).write_text(json.dumps(said))
+    except OSError:
+        return  # the error itself is printed all the same
