@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -50,10 +50,22 @@ class RankFailed(AssertionError):
 class Ranks:
     """``world_size`` processes in one gloo process group."""
 
-    def __init__(self, world_size: int, cache: Path | None = None) -> None:
-        """``cache``: Inductor's cache folder, shared by all ranks (None: Inductor's own)."""
+    def __init__(
+        self,
+        world_size: int,
+        cache: Path | None = None,
+        preload: str = "tests.imported",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """``cache``: Inductor's cache folder, shared by all ranks (None: Inductor's own).
+
+        ``preload``: the module that all ranks are forked from, the first one's in this process.
+        ``environment``: variables of the ranks, beside or instead of those of tests.
+        """
         self.world_size = world_size
         self._cache = cache
+        self._preload = preload
+        self._environment = {**_ENVIRONMENT, **(environment or {})}
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -104,10 +116,10 @@ class Ranks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.imported"])
+        context.set_forkserver_preload([self._preload])
         self._folder = tempfile.TemporaryDirectory(prefix="osdp-ranks-")
         folder = Path(self._folder.name)
-        environment = dict(_ENVIRONMENT)
+        environment = dict(self._environment)
         if self._cache is not None:
             environment["TORCHINDUCTOR_CACHE_DIR"] = str(self._cache)
         # The first to start imports torch for all, and torch reads the environment then.

@@ -1,0 +1,107 @@
+"""The table of families, for a terminal and for docs/families.md."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.families.catalogue import FAMILIES
+from benchmarks.families.records import Record
+from benchmarks.families.trial import STEPS
+from benchmarks.families.verdict import (
+    LOW_PRECISION_TOLERANCE,
+    TOLERANCE,
+    Verdict,
+    judge,
+    summary,
+)
+
+_HEAD = """# Families of models
+
+Made by `python -m benchmarks.families`; do not edit. {summary}.
+
+Tiny configurations with random weights, trained {steps} steps of AdamW with clipped gradients on
+2 ranks (gloo, CPU), three ways, each in fresh processes:
+
+* *DDP*: `DistributedDataParallel` in eager mode, the reference;
+* *no limit*: `torch.compile(model, backend="osdp")`;
+* *1.1 x least*: the same with a memory limit of 1.1 times the least one, which the error for a
+  limit of 1 byte names.
+
+*difference*: the largest relative difference to DDP of any loss or gradient norm, of every rank and
+step, both ways. At most {tolerance:.0e} counts as equal ({low:.0e} under autocast to bfloat16):
+compiled kernels add in another order than eager ones, and training multiplies the rounding.
+*peak*: the most tensor bytes alive on a rank since before the model was built, measured by
+`osdp_compile.PeakMemory`, as a share of the limit. *plan*: parameters by decision under the limit.
+
+{how}
+
+{versions}
+
+"""
+_HOW = """How families are chosen: from the packages' own lists and not by their outcome.
+transformers: every 16th of the causal language models in alphabetical order, every 9th masked one,
+every 7th sequence-to-sequence one that reads text alone, every 8th image classifier and detector,
+every 5th segmenter and speech recogniser. timm: every 11th module, its smallest model. diffusers
+and PEFT: see `benchmarks/families/diffusers_models.py` and `peft_models.py`. Then those that many
+people train, those that were tried on earlier code, and those written by hand. One that a package
+cannot build here (DiNAT needs natten) gives way to the next in its list."""
+
+
+def judged(runs: Mapping[tuple[str, str], Record]) -> list[Verdict]:
+    """A verdict for every family of which there is a run, in the catalogue's order."""
+    found = []
+    for family in FAMILIES:
+        own = {way: record for (name, way), record in runs.items() if name == family.name}
+        if own:
+            found.append(judge(family, own))
+    return found
+
+
+def rows(verdicts: Sequence[Verdict]) -> list[tuple[str, ...]]:
+    """Cells as text."""
+    return [
+        (
+            verdict.family.name,
+            verdict.family.package,
+            verdict.kind,
+            f"{verdict.parameters / 1e6:.2f} M" if verdict.parameters else "",
+            "" if math.isnan(verdict.difference) else f"{verdict.difference:.0e}",
+            "" if math.isnan(verdict.peak_of_limit) else f"{verdict.peak_of_limit:.2f}",
+            ", ".join(f"{count} {kind}" for kind, count in verdict.decisions.items()),
+            verdict.reason,
+        )
+        for verdict in verdicts
+    ]
+
+
+HEADER = ("family", "package", "", "parameters", "difference", "peak", "plan", "reason")
+
+
+def write(path: Path, runs: Mapping[tuple[str, str], Record]) -> None:
+    """Write the document."""
+    verdicts = judged(runs)
+    head = _HEAD.format(
+        summary=f"{len(verdicts)} families: {summary(verdicts)}",
+        steps=STEPS,
+        tolerance=TOLERANCE,
+        low=LOW_PRECISION_TOLERANCE,
+        how=_HOW,
+        versions=_versions(runs),
+    )
+    lines = ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
+    for row in rows(verdicts):
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
+    path.write_text(head + "\n".join(lines) + "\n")
+
+
+def _versions(runs: Mapping[tuple[str, str], Record]) -> str:
+    """Versions of all runs; more than one of a package means that the sweep was mixed."""
+    found: dict[str, set[str]] = {}
+    for record in runs.values():
+        for package, version in record.versions.items():
+            found.setdefault(package, set()).add(version)
+        found.setdefault("osdp_compile at", set()).add(record.revision)
+    named = [f"{package} {' and '.join(sorted(seen))}" for package, seen in found.items()]
+    return "Versions: " + ", ".join(named) + "."

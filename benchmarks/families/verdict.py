@@ -1,0 +1,119 @@
+"""What the runs of a family say: works, refused, or fails, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from benchmarks.families.records import Record
+from benchmarks.families.trial import Family
+
+#: How far a loss or a gradient norm may be from DDP's, relative to it. Compiled kernels sum in
+#: another order than eager ones: a relative 1e-6 in the first step, which training multiplies.
+TOLERANCE = 2e-3
+#: In bfloat16, whose numbers have 8 bits: eager mode rounds what a compiled kernel keeps.
+LOW_PRECISION_TOLERANCE = 3e-2
+#: Differences of figures below this size are rounding of zero.
+SMALLEST = 1e-4
+
+Kind = Literal["works", "refused", "fails", "not run"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """A row of the table.
+
+    ``difference``: the largest relative one, of losses and gradient norms of all ranks and steps,
+    to DDP. ``peak_of_limit``: the highest rank's measured peak over the limit.
+    """
+
+    family: Family
+    kind: Kind
+    reason: str = ""
+    difference: float = math.nan
+    peak_of_limit: float = math.nan
+    parameters: int = 0
+    decisions: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+def judge(family: Family, runs: Mapping[str, Record]) -> Verdict:
+    """Compare the runs of one family."""
+    missing = [way for way in ("ddp", "osdp", "limit") if way not in runs]
+    if missing:
+        return Verdict(family, "not run", "no run of " + ", ".join(missing))
+    ddp = runs["ddp"]
+    if ddp.outcome != "ran":
+        return Verdict(family, "fails", f"the reference (DDP): {last_line(ddp.error)}")
+    for way in ("osdp", "limit"):
+        if runs[way].outcome != "ran":
+            return _stopped(family, runs, way)
+    figures = runs["limit"].ranks
+    tolerance = LOW_PRECISION_TOLERANCE if "autocast" in family.name else TOLERANCE
+    differences = {way: difference(ddp, runs[way]) for way in ("osdp", "limit")}
+    peak_of_limit = max(rank["peak_bytes"] / rank["limit_bytes"] for rank in figures)
+    wrong = []
+    for way, found in differences.items():
+        if not found <= tolerance:
+            wrong.append(f"{way}: {found:.1e} from DDP")
+    if not _gone_down(runs["osdp"]):
+        wrong.append("osdp: nothing is planned")
+    if peak_of_limit > 1:
+        wrong.append(f"peak {peak_of_limit:.2f} x the limit")
+    return Verdict(
+        family,
+        "fails" if wrong else "works",
+        "; ".join(wrong),
+        max(differences.values()),
+        peak_of_limit,
+        figures[0]["parameters"],
+        figures[0].get("decisions", {}),
+    )
+
+
+def _gone_down(record: Record) -> bool:
+    return all(rank.get("decisions") for rank in record.ranks)
+
+
+def _stopped(family: Family, runs: Mapping[str, Record], way: str) -> Verdict:
+    record = runs[way]
+    line = last_line(record.error)
+    if record.outcome == "hung":
+        return Verdict(family, "fails", f"{way}: hang after {record.seconds:.0f} s")
+    if family.refused is not None and re.search(family.refused, record.error):
+        if record.outcome == "refused":
+            return Verdict(family, "refused", line)
+        return Verdict(family, "fails", f"{way}: not refused by a message of its own: {line}")
+    triage = runs.get("inductor")
+    torch_too = "; torch.compile alone fails too" if triage and triage.outcome != "ran" else ""
+    return Verdict(family, "fails", f"{way}: {line}{torch_too}")
+
+
+def difference(reference: Record, record: Record) -> float:
+    """The largest relative difference of losses and gradient norms, over ranks and steps."""
+    found = 0.0
+    for expected, seen in zip(reference.ranks, record.ranks, strict=True):
+        for what in ("losses", "norms"):
+            for one, other in zip(expected[what], seen[what], strict=True):
+                if not (math.isfinite(one) and math.isfinite(other)):
+                    return math.inf
+                found = max(found, abs(one - other) / max(abs(one), SMALLEST))
+    return found
+
+
+def last_line(error: str) -> str:
+    """The exception's first line: the last line that starts one, or the last of all."""
+    lines = [line.strip() for line in error.splitlines() if line.strip()]
+    raised = [line for line in lines if re.match(r"[A-Za-z_][\w.]*(Error|Exception|\w+): ", line)]
+    shown = [line for line in raised if not line.startswith("tests.ranks")]
+    return (shown or lines or [""])[-1][:300]
+
+
+def summary(verdicts: Any) -> str:
+    """Counts by kind."""
+    kinds = [verdict.kind for verdict in verdicts]
+    return ", ".join(
+        f"{kinds.count(kind)} {kind}" for kind in ("works", "refused", "fails", "not run")
+    )

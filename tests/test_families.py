@@ -1,0 +1,119 @@
+"""The sweep over families of models: its runs, its verdicts, its table."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from benchmarks.families import records, table
+from benchmarks.families.catalogue import FAMILIES, find_family
+from benchmarks.families.rank import run
+from benchmarks.families.records import Record
+from benchmarks.families.runner import Sweep, _outcome_of
+from benchmarks.families.verdict import TOLERANCE, judge
+
+FAMILY = find_family("frozen layer")
+
+
+def record(way: str, outcome="ran", error="", family=FAMILY, **figures) -> Record:
+    rank = {
+        "losses": [2.0, 1.5],
+        "norms": [1.0, 1.0],
+        "peak_bytes": 90,
+        "limit_bytes": 100,
+        "parameters": 7,
+        "decisions": {"shard_keep": 2},
+        **figures,
+    }
+    ranks = [rank, rank] if outcome == "ran" else []
+    return Record(family.name, family.package, way, outcome, 1.0, ranks, error)
+
+
+def runs(**changed: Record) -> dict[str, Record]:
+    return {way: changed.get(way, record(way)) for way in ("ddp", "osdp", "limit")}
+
+
+def test_a_family_trains_in_every_way_and_works(two_ranks):
+    found = {
+        way: Record(FAMILY.name, "by hand", way, "ran", 1.0, two_ranks.run(run, FAMILY.name, way))
+        for way in ("ddp", "osdp", "limit")
+    }
+    verdict = judge(FAMILY, found)
+    assert verdict.kind == "works", verdict.reason
+    assert 0 < verdict.difference < TOLERANCE
+    assert 0.5 < verdict.peak_of_limit <= 1
+    assert any(kind.startswith("shard") for kind in verdict.decisions)
+    assert len(set(found["ddp"].ranks[0]["losses"])) > 1, "the reference does not learn"
+
+
+@pytest.mark.parametrize(
+    "changed, reason",
+    [
+        ({"osdp": record("osdp", losses=[2.0, 1.6])}, "osdp: 6.7e-02 from DDP"),
+        ({"limit": record("limit", norms=[1.0, 1.01])}, "limit: 1.0e-02 from DDP"),
+        ({"limit": record("limit", losses=[2.0, float("nan")])}, "limit: inf from DDP"),
+        ({"limit": record("limit", peak_bytes=101)}, "peak 1.01 x the limit"),
+        ({"osdp": record("osdp", decisions={})}, "osdp: nothing is planned"),
+        ({"osdp": record("osdp", "failed", "E\nKeyError: 'x'\n")}, "osdp: KeyError: 'x'"),
+        ({"limit": record("limit", "hung")}, "limit: hang after 1 s"),
+        ({"ddp": record("ddp", "failed", "KeyError: 1")}, "the reference (DDP): KeyError: 1"),
+    ],
+    ids=["loss", "norm", "nan", "peak", "unplanned", "error", "hang", "reference"],
+)
+def test_what_differs_or_stops_fails_with_the_reason(changed, reason):
+    assert judge(FAMILY, runs()).kind == "works"
+    verdict = judge(FAMILY, runs(**changed))
+    assert (verdict.kind, verdict.reason) == ("fails", reason)
+
+
+def test_only_an_expected_message_of_this_package_counts_as_refused():
+    family = dataclasses.replace(FAMILY, refused="double backward")
+    said = "osdp_compile.errors.OsdpError: no double backward: do this"
+    refusal = record("osdp", "refused", said)
+    assert judge(family, runs(osdp=refusal)).kind == "refused"
+    assert judge(FAMILY, runs(osdp=refusal)).kind == "fails"
+    crash = record("osdp", "failed", "RuntimeError: no double backward")
+    assert judge(family, runs(osdp=crash)).kind == "fails"
+
+
+def test_a_rank_failure_is_told_from_a_hang_and_a_refusal():
+    assert _outcome_of("run on 2 ranks\nno answer after 5 s\n--- rank 0 hangs:\n") == "hung"
+    assert _outcome_of("run\n--- rank 0: Traceback\nosdp_compile.errors.OsdpError: x") == "refused"
+    assert _outcome_of("run\n--- rank 0: Traceback\nKeyError: 'x'") == "failed"
+
+
+def test_a_sweep_goes_on_where_it_ended_and_asks_inductor_where_osdp_fails(tmp_path, monkeypatch):
+    started = []
+
+    def one(self, family, way):
+        started.append(way)
+        return record(way, "failed" if way == "limit" else "ran", family=family)
+
+    monkeypatch.setattr(Sweep, "_run", one)
+    sweep = Sweep(tmp_path / "results.jsonl", tmp_path, 1.0)
+    record("ddp").append_to(sweep.results)
+    assert [r.way for r in sweep.run([FAMILY])] == started == ["osdp", "limit", "inductor"]
+    assert list(sweep.run([FAMILY])) == []
+    assert set(records.read(sweep.results)) == {
+        (FAMILY.name, way) for way in ("ddp", "osdp", "limit", "inductor")
+    }
+
+
+def test_the_table_names_versions_counts_and_reasons(tmp_path):
+    kept = runs(limit=record("limit", peak_bytes=150))
+    kept = {
+        (FAMILY.name, way): dataclasses.replace(one, versions={"torch": "2.13.0"}, revision="abc")
+        for way, one in kept.items()
+    }
+    table.write(tmp_path / "families.md", kept)
+    text = (tmp_path / "families.md").read_text()
+    assert "1 families: 0 works, 0 refused, 1 fails" in text
+    assert "torch 2.13.0, osdp_compile at abc" in text
+    assert "| frozen layer | by hand | fails |" in text
+    assert "peak 1.50 x the limit |" in text
+
+
+def test_names_are_unique_and_there_are_at_least_sixty():
+    names = [family.name for family in FAMILIES]
+    assert len(names) == len(set(names)) >= 60
