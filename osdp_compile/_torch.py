@@ -8,8 +8,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from types import CodeType
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -19,7 +20,8 @@ from torch import Tensor, fx, nn
 from torch._C._distributed_c10d import _register_work as register_work
 
 # 2.13.0: a function that Dynamo does not compile by itself, and traces where a frame calls it.
-from torch._dynamo.eval_frame import skip_code
+# 2.11.0, 2.13.0, 2.15.0: what torch.compile wraps functions in, by a function within __call__.
+from torch._dynamo.eval_frame import _TorchDynamoContext, skip_code
 
 # 2.11.0, 2.13.0: passed through by Dynamo from a backend's compile call; the frame is traced again.
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
@@ -58,6 +60,9 @@ from torch._inductor.virtualized import V
 
 # 2.11.0, 2.13.0: tensors that have a shape and a device but no memory.
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+# 2.11.0, 2.13.0, 2.15.0: the node of an autograd.Function in the backward.
+from torch.autograd.function import BackwardCFunction
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -68,6 +73,9 @@ from torch.optim import _adafactor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
+    "COMPILED_CALLS",
+    "CUSTOM_BACKWARDS",
+    "MODULE_CALLS",
     "BaseSchedulerNode",
     "FakeTensorMode",
     "InductorChoices",
@@ -107,6 +115,30 @@ KEEP_ORDER: dict[str, Any] = {
     "allow_buffer_reuse": False,
     "layout_optimization": False,
 }
+
+
+def _codes_within(code: CodeType) -> Iterator[CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from _codes_within(constant)
+
+
+#: The code that runs while a module is called.
+# 2.11.0, 2.13.0, 2.15.0
+MODULE_CALLS: tuple[CodeType, ...] = (
+    nn.Module._wrapped_call_impl.__code__,
+    nn.Module._call_impl.__code__,
+)
+#: The code that runs while what torch.compile returned for a function is called.
+COMPILED_CALLS: tuple[CodeType, ...] = tuple(_codes_within(_TorchDynamoContext.__call__.__code__))
+#: The code that runs while the backward of an autograd.Function is called.
+# 2.11.0, 2.13.0, 2.15.0; what ``apply`` calls in 2.15 takes boxed gradients.
+CUSTOM_BACKWARDS: tuple[CodeType, ...] = tuple(
+    getattr(BackwardCFunction, name).__code__
+    for name in ("apply", "apply_boxed")
+    if hasattr(BackwardCFunction, name)
+)
 
 E = TypeVar("E", bound=Exception)
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]

@@ -2,8 +2,9 @@
 
 Sharding is in place: every parameter is replaced by a ``DTensor`` parameter of the same
 name (``Shard(0)`` or ``Replicate()``), and every module that owns one gets a subclass of
-its class in which reading the attribute gives the full parameter through a marker.
-(Between ``osdp_compile.shard`` and the first compiled call it gives the ``DTensor``.)
+its class in which reading the attribute gives the full parameter through a marker, inside a
+forward (:mod:`osdp_compile.inside_forward`). Elsewhere, and everywhere between
+``osdp_compile.shard`` and the first compiled call, it gives the parameter that the module has.
 
 All are DTensors on one mesh, for ``clip_grad_norm_`` takes no others: over all ranks, or, if
 anything is sharded within hosts, on the mesh of two levels. Where a plan shards nothing, all
@@ -27,6 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from osdp_compile import _torch, accumulated, markers, state_dicts
 from osdp_compile.errors import OsdpError, PlanMismatch
+from osdp_compile.inside_forward import is_inside_forward
 from osdp_compile.living import living
 from osdp_compile.optimizer_checks import replaced
 from osdp_compile.optimizers import OptimizerIndex
@@ -53,8 +55,8 @@ class ModelParameter:
 class Reading:
     """How modules read the parameters of one model.
 
-    ``whole``: through markers. Not yet: as the DTensors that they are, so that what initialises
-    the model writes into them; compiled code reads through markers all the same.
+    ``whole``: through markers, inside a forward. Not yet: as the DTensors that they are, so that
+    what initialises the model writes into them; compiled code reads through markers all the same.
     ``in_place``: some of them are whole tensors for a while, and these are read as they are.
     ``precision``: in which types they are read and their gradients travel.
     ``key``: of no other model.
@@ -221,7 +223,7 @@ def _reader(
         parameter: Any = module._parameters[attribute]
         if not torch.compiler.is_compiling():
             in_place = reading.in_place and not isinstance(parameter, DTensor)
-            if in_place or not reading.whole:
+            if in_place or not reading.whole or not is_inside_forward():
                 return parameter
         local = parameter
         if not plain:

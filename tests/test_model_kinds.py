@@ -359,16 +359,13 @@ def test_state_dict_keeps_its_names_and_loads_into_plain_and_sharded_models(two_
 
 def attributes_of_a_sharded_model(rank, world_size):
     model = two_layers()
-    wanted = model[0].weight.detach().clone()
     options = plan_options(model, "shard_again", Recipe(), world_size)
     compiled = torch.compile(model, backend="osdp", options=options)
     compiled(normal_batch(0, 0, rank)).sum().backward()
-    read = model[0].weight
     eager = model(normal_batch(0, 0, rank)).detach()
     with torch.no_grad():
         again = compiled(normal_batch(0, 0, rank))
     return {
-        "reads whole": type(read) is torch.Tensor and torch.equal(read.detach(), wanted),
         "is a Linear": isinstance(model[0], nn.Linear) and type(model[0]).__name__ == "Linear",
         "eager equals compiled": torch.allclose(eager, again, atol=1e-6),
         "repr": repr(model) == repr(two_layers()),

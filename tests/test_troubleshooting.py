@@ -67,8 +67,8 @@ def messages() -> set[str]:
 
 def rows() -> list[str]:
     """The starts of messages that the table has, in the first column, each in backticks."""
-    table = (ROOT / "docs" / "troubleshooting.md").read_text()
-    cells = re.findall(r"^\| (`.*?`) \| .+ \| .+ \|$", table, flags=re.MULTILINE)
+    ours = (ROOT / "docs" / "troubleshooting.md").read_text().partition("## Messages of torch")[0]
+    cells = re.findall(r"^\| (`.*?`) \| .+ \| .+ \|$", ours, flags=re.MULTILINE)
     return [plain(start) for cell in cells for start in re.findall(r"`([^`]+)`", cell)]
 
 
