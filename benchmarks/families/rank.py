@@ -22,6 +22,8 @@ from benchmarks.families.trial import Family, Trial, Wrap
 OVER_LEAST = 1.1
 #: A fixed profile: the same plan in every sweep, and no seconds to measure.
 HARDWARE = "cpu-gloo"
+#: Bytes that no model trains in.
+_TOO_FEW_BYTES = 1024
 #: Parts compiled one by one each name their own least limit.
 _LIMITS_TRIED = 6
 
@@ -46,16 +48,16 @@ def run(rank: int, world_size: int, name: str, way: str) -> dict[str, Any]:
 
 def _train_under_limit(family: Family, rank: int) -> dict[str, Any]:
     """Train at 1.1 times the least limit, which the refusal of a lower one names."""
-    least_bytes, limit_bytes = 0, 1
+    least_bytes, limit_bytes = 0, _TOO_FEW_BYTES
     for _ in range(_LIMITS_TRIED):
         try:
-            result = _train(family, "limit", rank, {"memory_limit": limit_bytes})
+            result = _train(family, "limit", rank, {"memory_limit": f"{limit_bytes}B"})
         except osdp_compile.InfeasibleLimit as error:
             least_bytes = error.least_bytes
             limit_bytes = int(OVER_LEAST * least_bytes)
         else:
-            if limit_bytes == 1:
-                raise AssertionError("a limit of 1 byte was not refused: the limit is ignored")
+            if not least_bytes:
+                raise AssertionError(f"a limit of {limit_bytes} bytes is not refused: it is ignored")
             return {**result, "least_bytes": least_bytes, "limit_bytes": limit_bytes}
         torch._dynamo.reset()
         gc.collect()
