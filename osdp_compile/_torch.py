@@ -10,7 +10,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -18,6 +18,9 @@ from torch import Tensor, fx, nn
 
 # 2.11.0, 2.13.0: makes wait_tensor(tensor) wait for a piece of work; several add up.
 from torch._C._distributed_c10d import _register_work as register_work
+
+# 2.11.0, 2.13.0, 2.15.0: where calls of compiled functions and of Dynamo's compiler stand.
+from torch._dynamo import convert_frame, eval_frame
 
 # 2.13.0: a function that Dynamo does not compile by itself, and traces where a frame calls it.
 # 2.11.0, 2.13.0, 2.15.0: what torch.compile wraps functions in, by a function within __call__.
@@ -33,7 +36,12 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config as functorch_config
 
 # 2.11.0, 2.13.0: origins of AOTAutograd's inputs and outputs (node.meta["desc"]).
-from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
 
 # 2.11.0, 2.13.0: which frame Dynamo is compiling.
 # 2.13.0: the fake tensors' mode of the graph that is being compiled.
@@ -71,6 +79,8 @@ from torch.optim import _adafactor
 
 # 2.11.0, 2.13.0: tensors inside nested containers and dataclasses such as model outputs.
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from osdp_compile.living import closed_over
 
 __all__ = [
     "COMPILED_CALLS",
@@ -176,9 +186,9 @@ def raise_to_user(error: Exception, mixin: type | None = None) -> NoReturn:
     bases = (kind, ShortenTraceback) if mixin is None else (mixin, kind, ShortenTraceback)
     both: Any = type(kind.__name__, bases, own)
     raised = both.__new__(both)
-    Exception.__init__(raised, *error.args)
+    # What Dynamo reads where errors are suppressed is set there, in newer versions more.
+    ShortenTraceback.__init__(raised, *error.args, first_useful_frame=sys._getframe(1))
     raised.__dict__.update(error.__dict__)
-    raised.first_useful_frame = sys._getframe(1)
     if mixin is not None:
         raise raised from None
     raise raised.with_traceback(error.__traceback__) from error.__cause__
@@ -189,6 +199,62 @@ def reduced_by_ddp() -> list[nn.Parameter]:
     # 2.11.0, 2.13.0: what Dynamo itself asks to split graphs at DDP's buckets.
     active = nn.parallel.DistributedDataParallel._get_active_ddp_module()
     return [] if active is None else list(active._module_parameters)
+
+
+# 2.11.0, 2.13.0, 2.15.0: the code that calls a module, the file of what torch.compile returns
+# (a function that calls ``fn(*args, **kwargs)``), and the one from which Dynamo compiles a frame.
+_CALLS_MODULE = nn.Module._call_impl.__code__
+_COMPILED_CALLABLES = eval_frame.__file__
+_COMPILER = convert_frame.__file__
+_CALLS = (torch.nn.modules.module.__file__, _COMPILED_CALLABLES)
+
+
+def called_module(frame: FrameType) -> nn.Module | None:
+    """The module that a frame calls, if it is torch's frame that calls one."""
+    return frame.f_locals.get("self") if frame.f_code is _CALLS_MODULE else None
+
+
+def called_function(frame: FrameType) -> Callable[..., Any] | None:
+    """What ``torch.compile`` was given, if a frame is of what it returned."""
+    if frame.f_code.co_filename != _COMPILED_CALLABLES:
+        return None
+    found = frame.f_locals
+    return found["fn"] if {"fn", "args", "kwargs"} <= found.keys() else None
+
+
+def backend_of_compiled(compiled: Any) -> Any:
+    """The backend that a module or a function was compiled with; None: it is not compiled."""
+    # 2.11.0, 2.13.0, 2.15.0: what OptimizedModule and a compiled function keep of it.
+    context = vars(compiled).get("dynamo_ctx") if isinstance(compiled, nn.Module) else None
+    if context is None and "_torchdynamo_orig_callable" in getattr(compiled, "__dict__", {}):
+        held = closed_over(compiled).values()
+        context = next((one for one in held if isinstance(one, eval_frame.OptimizeContext)), None)
+    if not isinstance(context, eval_frame.OptimizeContext):
+        return None
+    found: Any = eval_frame.innermost_backend(context.callback)  # type: ignore[arg-type]
+    return getattr(found, "compiler_fn", found)
+
+
+def original_function(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """What ``torch.compile`` made a function of."""
+    original: Callable[..., Any] = compiled._torchdynamo_orig_callable  # type: ignore[attr-defined]
+    return original
+
+
+def is_dynamos_compiler(frame: FrameType) -> bool:
+    """Whether a frame is where Dynamo begins to compile another one."""
+    return frame.f_code.co_filename == _COMPILER
+
+
+def is_users_code(frame: FrameType) -> bool:
+    """Whether a frame of a call under way is not torch's way of making calls."""
+    return frame.f_code.co_filename not in _CALLS
+
+
+def ends_at_graph_break(gm: fx.GraphModule) -> bool:
+    """Whether Dynamo stopped in the middle of a frame to have made this graph."""
+    # 2.11.0, 2.13.0, 2.15.0: why a graph ends where it does.
+    return bool(gm.compile_subgraph_reason.graph_break)  # type: ignore[union-attr]
 
 
 def current_frame() -> int | None:
@@ -236,6 +302,18 @@ def gradient_input_index(description: Any) -> int | None:
     while description is not None and not isinstance(description, GradAOTOutput):
         description = getattr(description, "base", None)
     return _plain_index(description.grad_of) if description is not None else None
+
+
+def result_index(description: Any) -> int | None:
+    """Which of the Dynamo graph's results an output of a forward is; None if none."""
+    while description is not None and not isinstance(description, PlainAOTOutput):
+        description = getattr(description, "base", None)
+    return description.idx if description is not None else None
+
+
+def tangent_result_index(description: Any) -> int | None:
+    """The gradient of which of the Dynamo graph's results a backward is given; None if none."""
+    return result_index(description.output) if isinstance(description, TangentAOTInput) else None
 
 
 def _plain_index(description: Any) -> int | None:

@@ -14,7 +14,7 @@ from osdp_compile import accumulated
 from osdp_compile.errors import OsdpError
 from osdp_compile.options import Options
 from osdp_compile.session import Session, find, session_for
-from osdp_compile.state import gradient_like
+from osdp_compile.state import add_gradient
 
 #: Models that are inside and were not called yet.
 _waiting: list[nn.Module] = []
@@ -132,15 +132,4 @@ def _reduce(session: Session, root: nn.Module, gradients: dict[str, Tensor]) -> 
             gradient = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
         marks = session.context.cut(decision).marks
         mean = torch.ops.osdp.reduce_grad(gradient, local, name, decision.sharded, *marks)
-        _add(parameter, mean)
-
-
-def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Add this rank's part of a gradient to what there is."""
-    if parameter.grad is not None:
-        there = parameter.grad
-        (there.to_local() if isinstance(there, DTensor) else there).add_(gradient)
-    elif isinstance(parameter, DTensor):
-        parameter.grad = gradient_like(parameter, gradient)
-    else:
-        parameter.grad = gradient
+        add_gradient(parameter, mean)

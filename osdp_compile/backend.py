@@ -17,8 +17,10 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from osdp_compile import _torch
+from osdp_compile.current_call import interrupted_call, with_whole_models
 from osdp_compile.errors import OsdpError
 from osdp_compile.first_call import first_call, first_call_of_sharded
+from osdp_compile.frames import collected, is_collecting
 from osdp_compile.laid_out import waiting
 from osdp_compile.lower import Compiler, lower, session_of
 from osdp_compile.options import Options, check_mode
@@ -27,6 +29,7 @@ from osdp_compile.precision import cast_while_traced, end_casting, is_cast
 from osdp_compile.roots import find_roots, plain_parameters
 from osdp_compile.session import check_kept
 from osdp_compile.uncaught import raise_briefly
+from osdp_compile.uncovered import leave_alone, watch_optimizers
 from passes.pipeline import Observer
 from passes.units import format_limit
 
@@ -73,11 +76,14 @@ def compile_graph(
 
     ``compile_inner``, ``observe``: see :func:`osdp_compile.lower.lower`.
     """
+    if is_collecting():
+        return collected(gm, inputs)
     alone = why_alone(options)
     if alone is not None:
         limit_bytes = options.memory_limit_bytes
         kept = "" if limit_bytes is None else f", memory_limit={format_limit(limit_bytes)} not kept"
         say_once(f"{alone}: compiling with Inductor, nothing is sharded{kept}")
+        leave_alone(inputs)
         return _torch.compile_fx(gm, list(inputs))
     reduced = {id(parameter) for parameter in _torch.reduced_by_ddp()}
     if any(id(value) in reduced for value in inputs):
@@ -113,7 +119,11 @@ def compile_graph(
 def _modules(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[nn.Module]:
     """Those that own the graph's parameters; none where :func:`first_call` will refuse it."""
     try:
-        return [one for _, root in find_roots(gm, inputs) for one in root.modules()]
+        roots = find_roots(gm, inputs)
+        call = interrupted_call(gm, inputs)
+        if call is not None:
+            roots = with_whole_models(roots, call)
+        return [one for _, root in roots for one in root.modules()]
     except OsdpError:
         return []
 
@@ -132,3 +142,8 @@ def say_once(message: str) -> None:
         _said.add(message)
         ensure_visible(log)
         log.info(message)
+
+
+# torch.compile imports this module when it is asked for the backend by name. Dynamo may never call
+# it, so what watches over that begins here.
+watch_optimizers(osdp)

@@ -21,6 +21,10 @@ from passes.graph import output_node
 from passes.pipeline import Pass, Stage, run
 
 
+class NeedsNoGradients(Exception):
+    """Nothing that a graph gives needs gradients: AOTAutograd does not cut it."""
+
+
 class _Done(Exception):
     def __init__(self, captured: Captured) -> None:
         super().__init__("captured")
@@ -40,6 +44,9 @@ def capture(
     Args:
         names: index of each parameter among the graph's inputs, and its name.
         static: what each input is (:func:`~osdp_compile.lower.static_inputs`).
+
+    Raises:
+        NeedsNoGradients: if nothing that the graph gives needs any.
     """
     everything_again = ctx.replace(
         plan=Plan.uniform(_named(ctx), Decision.SHARD_AGAIN, world_size=1)
@@ -78,10 +85,16 @@ def capture(
                 gm,
                 list(inputs),
                 config_patches={"custom_partitioner_fn": _torch.Partitioner(partition)},
+                inner_compile=_compiles_nothing,
             )
     except _Done as done:
         return done.captured
-    raise AssertionError("the graph needs gradients and was not partitioned")
+    raise NeedsNoGradients
+
+
+def _compiles_nothing(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """In the place of Inductor, for a graph that is not partitioned."""
+    raise NeedsNoGradients
 
 
 def _named(ctx: Context) -> list[tuple[str, Any]]:

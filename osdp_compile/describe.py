@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from osdp_compile.capture import capture
+from osdp_compile.current_call import Call, with_whole_models
 from osdp_compile.lower import static_inputs
 from osdp_compile.optimizer_names import state_bytes_per_element
 from osdp_compile.optimizers import OptimizerIndex
@@ -24,14 +25,18 @@ _UNSEEN_BYTES = 1 << 16
 
 
 def owned_parameters(
-    gm: fx.GraphModule, inputs: Sequence[Any]
+    gm: fx.GraphModule, inputs: Sequence[Any], call: Call | None = None
 ) -> tuple[list[tuple[str, nn.Module]], list[ModelParameter]]:
     """The modules that own the graph's parameters, and all parameters of theirs.
+
+    ``call``: of whose step the graph is a part: then the modules are whole models.
 
     Raises:
         OsdpError: naming a parameter that cannot be sharded.
     """
     roots = find_roots(gm, inputs)
+    if call is not None:
+        roots = with_whole_models(roots, call)
     entries = model_parameters(roots)
     check_shardable(entries)
     return roots, entries

@@ -12,9 +12,11 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from osdp_compile import _torch
 from osdp_compile.accumulating import begin_if_waiting, check_if_waiting
 from osdp_compile.agreement import agree, fingerprint, from_rank_zero, on_every_rank
 from osdp_compile.collectives import backend_of
+from osdp_compile.current_call import interrupted_call
 from osdp_compile.describe import (
     accumulated_bytes_of,
     captured_step,
@@ -25,6 +27,7 @@ from osdp_compile.describe import (
 )
 from osdp_compile.errors import PlanMismatch
 from osdp_compile.exchange import by_messages
+from osdp_compile.frames import captured_frames
 from osdp_compile.initialising import write_as_into_whole_ones
 from osdp_compile.laid_out import LaidOut, end_waiting
 from osdp_compile.markers import register_group
@@ -64,7 +67,8 @@ log = logging.getLogger("osdp_compile")
 class _Step:
     """The graph that is planned on, and the model that it is of.
 
-    ``captured``: gives the training step with whole parameters.
+    ``captured``: gives the training step with whole parameters; called on every rank.
+    ``frames``: it is one of several graphs of the step, cut by graph breaks.
     ``lay_out``: lays the model out as the context's plan says; gives its parameters as they are
     then. ``reading``: how they are read then.
     """
@@ -77,6 +81,7 @@ class _Step:
     captured: Callable[[Context, Sequence[Pass]], Captured]
     lay_out: Callable[[Context, OptimizerIndex], Sequence[nn.Parameter]]
     reading: Reading
+    frames: bool = False
 
 
 def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Session:
@@ -89,11 +94,16 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
     """
     device = plain_parameters(gm, inputs)[0][1].device
     mesh = flat_mesh(options.mesh, device.type)
-    roots, owned = on_every_rank(lambda: owned_parameters(gm, inputs), mesh.get_group())
+    call = interrupted_call(gm, inputs)
+    roots, owned = on_every_rank(lambda: owned_parameters(gm, inputs, call), mesh.get_group())
     entries = held_elsewhere(owned)
     reading = Reading(whole=True, precision=options.precision)
 
     def captured(context: Context, passes: Sequence[Pass]) -> Captured:
+        if call is not None:
+            found = captured_frames(call, roots, context, passes)
+            if found is not None:
+                return found
         return captured_step(gm, inputs, entries, context, passes)
 
     def lay_out(context: Context, optimizers: OptimizerIndex) -> Sequence[nn.Parameter]:
@@ -101,11 +111,15 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
         values = [entry.parameter.detach() for entry in entries]
         synchronize([*values, *buffers_of(roots)], mesh.get_group())
         if not context.plan.shards:
-            return keep_in_place(entries, context, reading)
+            renewing = optimizers if call is not None else None
+            return keep_in_place(entries, context, reading, renewing)
         own = own_mesh(mesh, options.mesh, context.plan)
         return shard_in_place(entries, own, context, optimizers, reading)
 
-    step = _Step(gm, inputs, roots, entries, mesh, captured, lay_out, reading)
+    given = inputs if call is None else _torch.tree_leaves((call.args, call.kwargs))
+    step = _Step(
+        gm, given, roots, entries, mesh, captured, lay_out, reading, frames=call is not None
+    )
     session = _session(step, options)
     _log(session)
     return session
@@ -207,7 +221,13 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
         levels=levels_of(levels, hardware, by_exchange),
     )
 
-    captured: list[Captured] = []  # on rank 0
+    captured: list[Captured] = []  # on rank 0; of several frames on all
+    if step.frames and not (options.plan is not None and options.plan.order):
+        # What cuts the step may be a collective of the model's own: all ranks run it.
+        captured.append(step.captured(context, passes))
+        unread = captured[0].unread
+        unseen_bytes = sum(p.gradient_bytes for p in context.parameters if p.name in unread)
+        context = context.replace(base_bytes=context.base_bytes + unseen_bytes)
     given: list[Plan] = []
 
     def prepare() -> bool:
@@ -224,7 +244,8 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
             known = options.plan.order and options.plan.prediction is not None  # saved once
             if known or not to_train:
                 return False
-        captured.append(step.captured(context, passes))
+        if not captured:
+            captured.append(step.captured(context, passes))
         return options.hardware is None and backend_of(group, device.type) != "fake"
 
     def decide() -> Plan:
@@ -263,7 +284,7 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
     context = context.replace(
         base_bytes=context.base_bytes + state["parameters"] + state["optimizer"]
     )
-    session = Session(plan, mesh, context, options, passes, step.reading)
+    session = Session(plan, mesh, context, options, passes, step.reading, step.frames)
     names = [entry.name for entry in entries]
     remember(session, [root for _, root in step.roots], list(zip(names, renewed, strict=True)))
     begin_if_waiting(session)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _Kind = TypeVar("_Kind")
 
@@ -17,3 +17,15 @@ def living(kind: type[_Kind]) -> Iterator[_Kind]:
     for candidate in gc.get_objects():
         if issubclass(type(candidate), kind):
             yield candidate
+
+
+def closed_over(function: Any) -> dict[str, Any]:
+    """What a function closes over, by name, without what is not there yet."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    found = {}
+    for name, cell in cells:
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:
+            continue
+    return found

@@ -116,6 +116,10 @@ def lower(
         forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
         _recompute(forward, backward, session)
         _mark_kept(forward, backward)
+        step.parameters = frozenset(
+            str(node.args[1])
+            for node in forward.graph.find_nodes(op="call_function", target=UNSHARD)
+        )
         split_saved(forward, backward, session.context)
         step.returned_bytes = _returned_bytes(forward, kwargs["num_fwd_outputs"])
         return forward, backward
@@ -126,10 +130,12 @@ def lower(
             phase = Phase.INFERENCE
         _mark(graph, static, parameters, phase)
         ctx = session.context.replace(phase=phase)
+        others_bytes = _held_by_other_frames(session, step, phase)
+        ctx = ctx.replace(base_bytes=ctx.base_bytes + others_bytes)
         if phase is Phase.INFERENCE:
             graph = run(session.passes, Stage.JOINT, graph, ctx, watch)
         graph = run(session.passes, Stage.PARTS, graph, ctx, watch)
-        _look_at(graph, ctx, session, step)
+        _look_at(graph, ctx, session, step, others_bytes)
         with in_place():
             return (compile_inner or _torch.compile_fx_inner)(graph, example_inputs, **kwargs)
 
@@ -164,7 +170,8 @@ def _recompute(forward: fx.GraphModule, backward: fx.GraphModule, session: Sessi
     order = plan.order.get("forward", ())
     planned = {parameter_of(name) for one in order if one.gathers for name in one.names}
     # A frame behind a graph break saves none of them: it is not the one that was planned on.
-    if missing and (len(missing) < len(plan.recompute) or gathered == planned):
+    own = len(missing) < len(plan.recompute) and not session.frames
+    if missing and (own or gathered == planned):
         log.warning(
             "of %d tensors that the plan recomputes, this graph does not save %d, the first of "
             "them %r: it is not the graph that was planned on, and may take more memory than was "
@@ -175,9 +182,34 @@ def _recompute(forward: fx.GraphModule, backward: fx.GraphModule, session: Sessi
         )
 
 
-def _look_at(gm: fx.GraphModule, ctx: Context, session: Session, step: CompiledStep) -> None:
+def _held_by_other_frames(session: Session, step: CompiledStep, phase: Phase) -> int:
+    """Bytes that frames of the step under way keep for their backwards, or have for gradients.
+
+    Of a step that is one graph there are none. Frames that are still to come have had their
+    backwards when this one's begins.
+    """
+    if not session.frames or phase is Phase.INFERENCE:
+        return 0
+    before = [one for one in session.observed.under_way if one is not step]
+    held_bytes = sum(one.kept_bytes for one in before)
+    if phase is Phase.BACKWARD:
+        earlier = step.parameters.union(*(one.parameters for one in before))
+        ctx = session.context
+        held_bytes += sum(
+            one.shard_bytes(ctx.cut(session.plan.decision(one.name)).ranks)
+            for one in ctx.parameters
+            if one.requires_grad and one.name not in earlier
+        )
+    return held_bytes
+
+
+def _look_at(
+    gm: fx.GraphModule, ctx: Context, session: Session, step: CompiledStep, others_bytes: int
+) -> None:
     """Simulate a lowered graph as it will run: keep its timeline, compare it with the limit."""
     base = base_parts(session)
+    if others_bytes:
+        base["other frames"] = others_bytes
     limit_bytes = session.options.memory_limit_bytes
     if accumulated.is_active(session.reading.key):
         # The graph has the gradients of one backward itself, of the two that there is room for.
@@ -190,7 +222,10 @@ def _look_at(gm: fx.GraphModule, ctx: Context, session: Session, step: CompiledS
         return
     if ctx.phase is Phase.BACKWARD:
         base["returned"] = step.returned_bytes
-    timeline = timeline_of(gm.graph, simulate(gm.graph), phase=ctx.phase.value, base=base)
+    simulation = simulate(gm.graph)
+    if ctx.phase is Phase.FORWARD:
+        step.kept_bytes = simulation.memory.kept_bytes
+    timeline = timeline_of(gm.graph, simulation, phase=ctx.phase.value, base=base)
     session.observed.compiled(step, ctx.phase, timeline)
     if limit_bytes is not None:
         _warn_above_limit(ctx, limit_bytes, timeline.peak_bytes)

@@ -30,6 +30,10 @@ class CompiledStep:
         self.timelines: dict[Phase, Timeline] = {}
         #: Bytes that the forward returns to its caller, who holds them during the backward.
         self.returned_bytes = 0
+        #: Bytes that are there from the end of the forward to the backward.
+        self.kept_bytes = 0
+        #: The parameters that the graphs read.
+        self.parameters: frozenset[str] = frozenset()
 
 
 class Observed:
@@ -53,6 +57,11 @@ class Observed:
     def graphs(self) -> list[CompiledStep]:
         """The frames of :attr:`in_step` as they were compiled last; before the first step, all."""
         return [self._compiled[frame] for frame in self.in_step or self._compiled]
+
+    @property
+    def under_way(self) -> list[CompiledStep]:
+        """The frames of the step under way whose forwards have begun."""
+        return [self._compiled[frame] for frame in self._under_way if frame in self._compiled]
 
     def compiled(self, step: CompiledStep, phase: Phase, timeline: Timeline) -> None:
         """Keep a graph's timeline. A forward begins anew: its frame's steps are timed from now."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from osdp_compile.living import living
 from osdp_compile.optimizer_names import optimizer_name, state_bytes_per_element
@@ -41,7 +40,7 @@ class OptimizerIndex:
         ]
 
     def rebind(
-        self, old: nn.Parameter, new: nn.Parameter, lay_out: Callable[[Tensor], DTensor]
+        self, old: nn.Parameter, new: nn.Parameter, lay_out: Callable[[Tensor], Tensor]
     ) -> None:
         """Put ``new`` where an optimizer holds ``old``, its state laid out by ``lay_out``.
 

@@ -30,6 +30,7 @@ class Session:
     ``context``: with the plan, the hardware, the parameters, and the bytes this rank holds
     between steps as ``base_bytes``.
     ``reading``: how its modules read its parameters.
+    ``frames``: its step is several graphs, cut by graph breaks.
     ``observed``: its graphs as they were compiled, and how long its steps take.
     """
 
@@ -39,6 +40,7 @@ class Session:
     options: Options
     passes: tuple[Pass, ...]
     reading: Reading
+    frames: bool = False
     observed: Observed = dataclasses.field(default_factory=Observed)
 
 

@@ -5,7 +5,7 @@ A model of any size, on the meta device or not, is traced as on the device it wi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,11 +16,11 @@ from osdp_compile import _torch
 
 
 @contextmanager
-def stand_ins(model: nn.Module, inputs: Any, device: torch.device) -> Iterator[Any]:
-    """Put stand-ins in the place of a model's parameters and buffers, for a while.
+def stand_ins(models: Sequence[nn.Module], inputs: Any, device: torch.device) -> Iterator[Any]:
+    """Put stand-ins in the place of some models' parameters and buffers, for a while.
 
     ``inputs``: anything that holds tensors; yields the same with stand-ins. Tied parameters
-    stay tied. Afterwards the model is as it was.
+    stay tied. Afterwards the models are as they were.
     """
     mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
     made: dict[int, Tensor] = {}
@@ -39,7 +39,7 @@ def stand_ins(model: nn.Module, inputs: Any, device: torch.device) -> Iterator[A
 
     places = [
         (held, name, tensor)
-        for module in model.modules()
+        for module in dict.fromkeys(one for model in models for one in model.modules())
         for held in (module._parameters, module._buffers)
         for name, tensor in held.items()
         if tensor is not None

@@ -316,6 +316,7 @@ def shard_in_place(
         for module, attribute in entry.places:
             module._parameters[attribute] = new
         optimizers.rebind(old, new, partial(lay_out, mesh=mesh, decision=decision, cut=cut))
+        _hand_on_gradients(entry, new, decision, cut)
         replaced(old, entry.name)
         renewed.append(new)
     read_through_markers(parameters, ctx, reading, mesh)
@@ -335,20 +336,70 @@ def gradient_like(parameter: DTensor, local: Tensor) -> DTensor:
 
 
 def keep_in_place(
-    parameters: Sequence[ModelParameter], ctx: Context, reading: Reading
+    parameters: Sequence[ModelParameter],
+    ctx: Context,
+    reading: Reading,
+    renewing: OptimizerIndex | None = None,
 ) -> list[nn.Parameter]:
-    """Leave all parameters what they are, for a plan that shards nothing; read them as it says.
+    """Leave all parameters plain tensors, for a plan that shards nothing; read them as it says.
+
+    ``renewing``: what ran of the step already may have read them as they were. Then they become
+    other parameters of the same memory, in these optimizers too, and get the gradients of that.
 
     Returns them, in their order.
     """
+    kept: list[nn.Parameter] = []
     for entry in parameters:
         parameter, decision = entry.parameter, ctx.plan.decision(entry.name)
+        cut = ctx.cut(decision)
+        mean = None
         if parameter.grad is not None:
-            parameter.grad = _mean_gradient(
-                entry, parameter.detach(), decision, ctx.cut(decision)
-            )
+            mean = _mean_gradient(entry, parameter.detach(), decision, cut)
+        if renewing is not None:
+            old = parameter
+            parameter = nn.Parameter(old.detach(), requires_grad=old.requires_grad)
+            parameter.__dict__.update(old.__dict__)
+            for module, attribute in entry.places:
+                module._parameters[attribute] = parameter
+            renewing.rebind(old, parameter, lambda value: value)
+            _hand_on_gradients(entry, parameter, decision, cut)
+            replaced(old, entry.name)
+        parameter.grad = mean
+        kept.append(parameter)
     read_through_markers(parameters, ctx, reading, None)
-    return [entry.parameter for entry in parameters]
+    return kept
+
+
+def _hand_on_gradients(
+    entry: ModelParameter, new: nn.Parameter, decision: Decision, cut: Cut
+) -> None:
+    """Give a new parameter, reduced, the gradients of what read the old one before.
+
+    In the step of the first call eager code may have read it before anything was compiled.
+    """
+    name, held = entry.name, new.detach()
+    local = held.to_local() if isinstance(held, DTensor) else held
+
+    def hand_on(old: Tensor) -> None:
+        gradient, old.grad = old.grad, None
+        mean: Tensor = torch.ops.osdp.reduce_grad(
+            gradient, local, name, decision.sharded, *cut.marks
+        )
+        add_gradient(new, mean)
+
+    if entry.parameter.requires_grad:
+        entry.parameter.register_post_accumulate_grad_hook(hand_on)
+
+
+def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Add this rank's part of a gradient to what there is."""
+    if parameter.grad is not None:
+        there = parameter.grad
+        (there.to_local() if isinstance(there, DTensor) else there).add_(gradient)
+    elif isinstance(parameter, DTensor):
+        parameter.grad = gradient_like(parameter, gradient)
+    else:
+        parameter.grad = gradient
 
 
 def _mean_gradient(entry: ModelParameter, local: Tensor, decision: Decision, cut: Cut) -> Tensor:

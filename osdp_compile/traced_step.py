@@ -288,7 +288,8 @@ def trace(
         _torch.raise_to_user(_Found(found))
 
     compiled = torch.compile(model, backend=backend, dynamic=False)
-    with stand_ins(model, (tuple(args), dict(kwargs or {})), _device_of(model)) as (given, named):
+    inputs = (tuple(args), dict(kwargs or {}))
+    with stand_ins([model], inputs, _device_of(model)) as (given, named):
         try:
             with torch.enable_grad(), traced_cast(model, precision):
                 compiled(*given, **named)

@@ -40,11 +40,13 @@ class Captured:
     """A partitioned training step with a marker for every parameter it reads.
 
     ``values``: what the graphs that are made of it share (:func:`passes.graph.shared_values`).
+    ``unread``: parameters of the model that code beside the graphs reads, in eager mode.
     """
 
     forward: fx.GraphModule
     backward: fx.GraphModule
     values: dict[Hashable, Any] = dataclasses.field(default_factory=dict, repr=False)
+    unread: frozenset[str] = frozenset()
 
 
 def add_markers(

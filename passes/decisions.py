@@ -362,15 +362,24 @@ class Plan:
         return None
 
     def order_for(self, phase: str, graph: Iterable[Collective]) -> tuple[Collective, ...] | None:
-        """The order of a graph's collectives, if it is the graph that the order is for.
+        """The order of a graph's collectives: of the step's, or of one of its frames' alone.
 
-        ``graph``: the collectives of the graph, packed or not, in legs or not. None: other
-        collectives, as in a frame behind a graph break, or a plan made by hand.
+        ``graph``: the collectives of the graph, packed or not, in legs or not. A frame between
+        graph breaks keeps what the step's order says of its own parameters. None: the order does
+        not know all of them, as of a plan made by hand.
         """
-        planned = self.order.get(phase, ())
-        if not planned or _served(planned) != _served(graph):
+        served = _served(graph)
+        own = set(served)
+        planned = [
+            dataclasses.replace(
+                one, names=tuple(name for name in one.names if (one.gathers, name) in own)
+            )
+            for one in self.order.get(phase, ())
+        ]
+        planned = [one for one in planned if one.names]
+        if not planned or _served(planned) != served:
             return None
-        return planned
+        return tuple(planned)
 
     def to_dict(self) -> dict[str, Any]:
         data = dataclasses.asdict(self)

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from passes._torch import FakeTensorMode, called, copied_graph
 from passes.exchange import EXCHANGE, GATHER_PARTS
@@ -336,9 +336,9 @@ def copy_module(gm: fx.GraphModule) -> fx.GraphModule:
     return module_of(gm, copied_graph(gm.graph))
 
 
-def module_of(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+def module_of(owner: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     """A module of a graph that is looked at and not run, with what the graph needs of another."""
-    return _Uncompiled(gm, graph)
+    return _Uncompiled(owner, graph)
 
 
 def remove_dead(graph: fx.Graph) -> None:

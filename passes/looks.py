@@ -67,11 +67,14 @@ class Looks:
         if ctx.slices and not isinstance(captured, Folded):
             self.by_hand, self.again_by_hand = splits_by_hand(captured, ctx)
         gathered_again = {one.name for one in self.by_hand if one.kept_slices}
+        unread = captured.unread if isinstance(captured, Captured) else frozenset()
         self.choices = [
             [
                 one
                 for one in choices_of(parameter, ctx)
-                if parameter.name not in gathered_again or one.decision.again
+                if (parameter.name not in gathered_again or one.decision.again)
+                # Eager code gathers nothing ahead, and no graph shows what it holds.
+                and (parameter.name not in unread or not one.decision.sharded)
             ]
             for parameter in ctx.parameters
         ]

@@ -258,19 +258,23 @@ class _Rewriting:
         self.top = next(n for n in nodes if n.op != "placeholder")
 
     def run(self, plan: Plan) -> list[str]:
-        by_key = {key: node for node, key in keys_of(self.forward.graph).items()}
+        by_key: dict[str, list[fx.Node]] = {}  # of a step of several frames, one a frame
+        for node, key in keys_of(self.forward.graph).items():
+            by_key.setdefault(key, []).append(node)
         missing = [key for key in plan.also_save if key not in by_key]
-        self.besides = dict.fromkeys(by_key[key] for key in plan.also_save if key in by_key)
+        self.besides = dict.fromkeys(
+            node for key in plan.also_save for node in by_key.get(key, ())
+        )
         chain: dict[fx.Node, None] = {}
         for key in dict.fromkeys(plan.recompute):
-            node = by_key.get(key)
-            saved = node is not None and node in self.cut.saved
-            found = self.cut.chain(node, self.besides) if saved and node is not None else None
-            if node is None or found is None:
+            saved = [node for node in by_key.get(key, ()) if node in self.cut.saved]
+            found = {node: self.cut.chain(node, self.besides) for node in saved}
+            if not any(found.values()):
                 missing.append(key)
-                continue
-            self.chosen[node] = key
-            chain.update(dict.fromkeys(found[0]))
+            for node, way in found.items():
+                if way is not None:
+                    self.chosen[node] = key
+                    chain.update(dict.fromkeys(way[0]))
         self._copy(sorted(chain))  # fx nodes compare by their order in the graph
         self._sink()
         self._save_no_more()

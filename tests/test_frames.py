@@ -1,0 +1,228 @@
+"""Steps of several graphs: breaks in submodules, eager layers, blocks compiled one by one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import osdp_compile
+from tests.training import (
+    Recipe,
+    finish_step,
+    mean_over_ranks,
+    normal_batch,
+    placements,
+    plan_options,
+    sgd,
+    trains_like_reference,
+    whole,
+)
+
+
+class Inner(nn.Module):
+    """Stops Dynamo between two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 16)
+        self.b = nn.Linear(16, 8)
+
+    def forward(self, x):
+        x = torch.tanh(self.a(x))
+        torch._dynamo.graph_break()
+        return self.b(x)
+
+
+class BrokenInside(nn.Module):
+    """The submodule's frames are compiled by themselves, before the rest of this one's."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner()
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.inner(x)
+        return self.head(x)
+
+
+class BrokenInArgument(BrokenInside):
+    def forward(self, x):
+        return self.head(self.inner(x))
+
+
+class BrokenAfter(BrokenInside):
+    """The outer frame begins before the break."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.head(self.inner(torch.tanh(self.first(x))))
+
+
+CLIPPED = Recipe(max_norm=0.05, steps=4)
+
+
+@pytest.mark.parametrize("model", [BrokenInside, BrokenInArgument, BrokenAfter])
+@pytest.mark.parametrize("plan", ["replicate", "shard_keep", "shard_again", 0.5], ids=str)
+def test_a_graph_break_inside_a_submodule(two_ranks, model, plan):
+    outcome = trains_like_reference(two_ranks, model, plan, CLIPPED)
+    if plan in ("shard_keep", "shard_again"):
+        assert set(outcome.placements.values()) == {"shard"}
+
+
+def nested(model, batch):
+    with torch._dynamo.config.patch(nested_graph_breaks=True):
+        return model(batch).float().square().mean()
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "nested_graph_breaks"), reason="torch has no such option"
+)
+@pytest.mark.parametrize("plan", ["replicate", "shard_again"])
+def test_breaks_that_dynamo_nests(two_ranks, plan):
+    recipe = Recipe(step=nested, max_norm=0.05)
+    trains_like_reference(two_ranks, BrokenAfter, plan, recipe)
+
+
+class EagerFirst(nn.Module):
+    """Eager code reads parameters before anything is compiled, and after."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = nn.Linear(8, 8)
+        self.inner = Inner()
+        self.after = nn.Linear(8, 4)
+
+    @torch.compiler.disable
+    def eager(self, layer, x):
+        return torch.tanh(layer(x))
+
+    def forward(self, x):
+        x = self.eager(self.before, x)
+        x = self.inner(x)
+        return self.eager(self.after, x)
+
+
+@pytest.mark.parametrize("plan", ["replicate", "shard_again"])
+def test_layers_that_run_before_anything_is_compiled(two_ranks, plan):
+    trains_like_reference(two_ranks, EagerFirst, plan, CLIPPED)
+
+
+class Asks(nn.Module):
+    """Python asks for a value, which fake tensors do not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.b = nn.Linear(8, 8)
+        self.steps = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x):
+        x = self.a(x)
+        self.steps += 1
+        if x.sum().item() > 1e9:
+            return x
+        return self.b(x)
+
+
+def test_a_model_that_asks_for_values(two_ranks):
+    outcome = trains_like_reference(two_ranks, Asks, "shard_again", CLIPPED)
+    assert outcome.osdp.buffers["steps"] == 4, "tracing the step counts as none"
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(32, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(8, 4, bias=False)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def some_ids(step, micro, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(0, 32, (4,), generator=generator)
+
+
+def train_by_blocks(rank, world_size, plan):
+    """Blocks compiled one by one; the differences to one process that has all ranks' batches."""
+    torch.manual_seed(0)
+    model = Blocks()
+    reference = copy.deepcopy(model)
+    options = plan_options(model, plan, Recipe(), world_size)
+    for block in model.blocks:
+        block.compile(backend="osdp", options=options)
+    optimizer, other = sgd(model.parameters()), sgd(reference.parameters())
+    recipe = Recipe(max_norm=0.05)
+    differences = []
+    for step in range(3):
+        loss = model(some_ids(step, 0, rank)).square().mean()
+        loss.backward()
+        total = 0.0
+        for one in range(world_size):
+            part = reference(some_ids(step, 0, one)).square().mean() / world_size
+            part.backward()
+            total += part.item()
+        norms = finish_step(model, optimizer, None, recipe)
+        wanted = finish_step(reference, other, None, recipe)
+        differences += [mean_over_ranks(loss) - total, norms[0] - wanted[0]]
+    differences += [
+        (whole(p) - q).abs().max().item()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True)
+    ]
+    planned = osdp_compile.plan_of(model)
+    return max(map(abs, differences)), placements(model), [row.name for row in planned.parameters]
+
+
+@pytest.mark.parametrize("plan", ["replicate", "shard_again", {"blocks.1.up.weight": "shard_keep"}])
+def test_blocks_that_are_compiled_one_by_one(two_ranks, plan):
+    for difference, placed, names in two_ranks.run(train_by_blocks, plan):
+        assert difference < 1e-5
+        assert names == list(placed) == list(dict(Blocks().named_parameters()))
+        if plan == "shard_again":
+            assert set(placed.values()) == {"shard"}
+
+
+def plan_of_a_broken_model(rank, world_size):
+    """The planner's own plan of a broken model, and that of the same without breaks."""
+    found = []
+    for broken in (True, False):
+        torch.manual_seed(0)
+        model = BrokenAfter()
+        with torch._dynamo.config.patch() if broken else _no_breaks():
+            compiled = torch.compile(model, backend="osdp", options={"hardware": "cpu-gloo"})
+            compiled(normal_batch(0, 0, rank)).sum().backward()
+        plan = osdp_compile.plan_of(model)
+        found.append((plan.prediction.peak_bytes, sorted(plan.prediction.peak), len(plan.order)))
+        torch._dynamo.reset()
+    return found
+
+
+def _no_breaks():
+    return torch._dynamo.config.patch()
+
+
+def test_all_frames_are_in_the_prediction(two_ranks):
+    ((broken, *_), (whole_, *_)), _ = two_ranks.run(plan_of_a_broken_model)
+    assert broken == pytest.approx(whole_, rel=0.05)
