@@ -9,7 +9,7 @@ train a model of its own. So before an optimizer's first step every gradient mus
 
 from __future__ import annotations
 
-import logging
+import gc
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,8 +27,6 @@ from osdp_compile.current_call import referred_to
 from osdp_compile.errors import OsdpError
 from osdp_compile.living import living
 from osdp_compile.session import find
-
-log = logging.getLogger("osdp_compile")
 
 #: Optimizers that were looked at, with how many parameters had gradients.
 _looked_at: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
@@ -84,6 +82,7 @@ def _accounted_for(parameter: nn.Parameter) -> bool:
 def _check_apart(
     apart: Sequence[nn.Parameter], stepping: Sequence[nn.Parameter], backend: Callable[..., Any]
 ) -> None:
+    gc.collect()  # a model whose compiled form is gone trains as it likes
     wrapped = living(nn.parallel.DistributedDataParallel)
     reduced = {id(parameter) for one in wrapped for parameter in one.parameters()}
     apart = [one for one in apart if id(one) not in reduced]
