@@ -57,7 +57,8 @@ def _train_under_limit(family: Family, rank: int) -> dict[str, Any]:
             limit_bytes = int(OVER_LEAST * least_bytes)
         else:
             if not least_bytes:
-                raise AssertionError(f"a limit of {limit_bytes} bytes is not refused: it is ignored")
+                text = f"a limit of {limit_bytes} bytes is not refused: it is ignored"
+                raise AssertionError(text)
             return {**result, "least_bytes": least_bytes, "limit_bytes": limit_bytes}
         torch._dynamo.reset()
         gc.collect()
