@@ -32,6 +32,9 @@ from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 # 2.11.0, 2.13.0: the frame that is being traced.
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
+# 2.11.0, 2.13.0, 2.15.0: see :func:`recompile_reason`.
+from torch._dynamo.utils import get_metrics_context
+
 # 2.11.0, 2.13.0: settings of AOTAutograd and Dynamo, patched around one compilation.
 from torch._functorch import config as functorch_config
 
@@ -103,6 +106,7 @@ __all__ = [
     "handle_adafactor",
     "handle_dtensor_operator",
     "raise_to_user",
+    "recompile_reason",
     "reduced_by_ddp",
     "register_work",
     "restart_tracing",
@@ -261,6 +265,13 @@ def current_frame() -> int | None:
     """The number of the frame being compiled, the same when it is compiled again; None outside."""
     compiling = CompileContext.current_compile_id()
     return compiling.frame_id if compiling is not None else None
+
+
+def recompile_reason() -> str | None:
+    """Why the frame that is being compiled was compiled before and is now again; None if not."""
+    # 2.11.0, 2.13.0, 2.15.0: what Dynamo records of the compilation under way.
+    reason: str | None = get_metrics_context()._metrics.get("recompile_reason")
+    return reason
 
 
 def source_chain(placeholder: fx.Node) -> list[str]:

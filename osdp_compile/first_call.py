@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from osdp_compile import _torch
+from osdp_compile import _torch, progress
 from osdp_compile.accumulating import begin_if_waiting, check_if_waiting
 from osdp_compile.agreement import agree, fingerprint, from_rank_zero, on_every_rank
 from osdp_compile.collectives import backend_of
@@ -179,6 +179,7 @@ def first_call_of_sharded(
         _log(session)
 
 
+@progress.of_first_call
 def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
     """Agree, measure, decide, lay out. Collective."""
     passes = tuple(options.passes or default_passes())
@@ -196,6 +197,7 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
         accumulated_bytes = accumulated_bytes_of(entries, options.precision)
     held_bytes = held_bytes_of(step.roots, step.inputs, entries) + accumulated_bytes
     spare_bytes = _spare_bytes(entries, held_bytes, options)
+    progress.stage("measuring the machine")
     hardware = hardware_of(
         group,
         device,
@@ -224,6 +226,7 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
     captured: list[Captured] = []  # on rank 0; of several frames on all
     if step.frames and not (options.plan is not None and options.plan.order):
         # What cuts the step may be a collective of the model's own: all ranks run it.
+        progress.stage("tracing")
         captured.append(step.captured(context, passes))
         unread = captured[0].unread
         unseen_bytes = sum(p.gradient_bytes for p in context.parameters if p.name in unread)
@@ -245,6 +248,7 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
             if known or not to_train:
                 return False
         if not captured:
+            progress.stage("tracing")
             captured.append(step.captured(context, passes))
         return options.hardware is None and backend_of(group, device.type) != "fake"
 
@@ -256,11 +260,13 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
                 return complete(given[0], captured[0], context, passes)
             except NothingSaved as error:
                 raise PlanMismatch(f"the plan given in options does not fit: {error}") from None
+        progress.stage("planning")
         asked = context.replace(slices=slices_of(options.slices, context.parameters))
         return planned_whole(captured[0], asked, passes, options.search)
 
     measures = from_rank_zero(prepare, group)
     if measures:
+        progress.stage("measuring operators")
         first = captured[0] if captured else None
         hardware = with_step_seconds(first, context, group, device, spare_bytes)
     hardware = from_rank_zero(lambda: hardware, group)
@@ -279,6 +285,7 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
     if plan.shards:
         for optimizer in optimizers.optimizers:
             check_works_on_rows(optimizer)
+    progress.stage("sharding")
     renewed = step.lay_out(context, optimizers)
     state = state_bytes(context, plan)
     context = context.replace(

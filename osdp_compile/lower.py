@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 import osdp_compile.exchange  # noqa: F401  (what the graphs call)
-from osdp_compile import _torch, accumulated
+from osdp_compile import _torch, accumulated, progress
 from osdp_compile.errors import OsdpError
 from osdp_compile.fusing import in_place
 from osdp_compile.observed import CompiledStep, timed
@@ -139,7 +141,10 @@ def lower(
         with in_place():
             return (compile_inner or _torch.compile_fx_inner)(graph, example_inputs, **kwargs)
 
-    with _torch.without_autograd_cache():
+    shown: AbstractContextManager[None] = contextlib.nullcontext()
+    if compile_inner is None:  # Inductor takes its time
+        shown = progress.compiling(_torch.recompile_reason(), first=not session.observed.graphs)
+    with shown, _torch.without_autograd_cache():
         compiled: Any = _torch.compile_fx(
             gm,
             list(inputs),

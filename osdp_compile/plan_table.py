@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -129,11 +129,28 @@ def log_plan(plan: Plan, log: logging.Logger) -> None:
     log.info("%s", plan_text(plan))
 
 
+class _OwnHandler(logging.StreamHandler[Any]):
+    """To standard error, whatever it is by then: what moves on a terminal stands in for it."""
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: Any) -> None:
+        """Nothing is kept."""
+
+
+def is_own_handler(log: logging.Logger) -> bool:
+    """Whether the logger has the handler of :func:`ensure_visible`: nobody configured logging."""
+    return any(isinstance(handler, _OwnHandler) for handler in log.handlers)
+
+
 def ensure_visible(log: logging.Logger) -> None:
     """Make INFO of this logger visible where nobody has configured logging."""
     if log.hasHandlers() or log.level != logging.NOTSET:
         return
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _OwnHandler()
     handler.setFormatter(logging.Formatter("[osdp] %(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.INFO)

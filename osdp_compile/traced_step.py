@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from osdp_compile import _torch
+from osdp_compile import _torch, progress
 from osdp_compile.describe import (
     accumulated_bytes_of,
     captured_step,
@@ -127,7 +127,8 @@ class TracedStep:
     ) -> Ladder:
         """To search thoroughly under several limits, under each rung once."""
         ctx = self.context(ranks, hardware, None)
-        return Ladder(chosen(self.captured, self.folded, ctx), ctx, self.passes, say)
+        step = chosen(self.captured, self.folded, ctx)
+        return Ladder(step, ctx, self.passes, say, progress.detail)
 
     def least_bytes(self, ranks: Mapping[str, int], hardware: Hardware) -> int:
         """The least limit that works: what the error about one that no plan fits says."""
@@ -191,8 +192,8 @@ def planned(
     """
     try:
         if search == "thorough" and ctx.limit_bytes is not None:
-            return Ladder(step, ctx, passes, say).plan(ctx.limit_bytes)
-        return make_plan(step, ctx, passes)
+            return Ladder(step, ctx, passes, say, progress.detail).plan(ctx.limit_bytes)
+        return make_plan(step, ctx, passes, progress.detail)
     except Infeasible as error:
         raise InfeasibleLimit(str(error), error.least_bytes) from None
 

@@ -32,7 +32,8 @@ _RUNGS = 32
 class Ladder:
     """The rungs of a training step, each searched under once.
 
-    ``ctx``: its limit does not count. ``say``: is told what is searched under.
+    ``ctx``: its limit does not count. ``say``: is told what is searched under. ``detail``: is told
+    of every plan that is priced.
     """
 
     def __init__(
@@ -41,14 +42,17 @@ class Ladder:
         ctx: Context,
         passes: Sequence[Pass],
         say: Callable[[str], None] = lambda text: None,
+        detail: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._captured, self._ctx, self._passes, self._say = captured, ctx, passes, say
+        self._detail = detail
         self._found: dict[int, Plan] = {}
 
     @functools.cached_property
     def free(self) -> Plan:
         """The plan without a limit."""
-        return make_plan(self._captured, self._ctx.replace(limit_bytes=None), self._passes)
+        free = self._ctx.replace(limit_bytes=None)
+        return make_plan(self._captured, free, self._passes, self._detail)
 
     @functools.cached_property
     def least(self) -> Prediction:
@@ -86,8 +90,14 @@ class Ladder:
             if rung not in self._found:
                 self._say(f"searching under {format_limit(rung)}, {number} of {len(rungs)}")
                 ctx = self._ctx.replace(limit_bytes=rung)
-                self._found[rung] = make_plan(self._captured, ctx, self._passes)
+                about = f"limit {number} of {len(rungs)}, "
+                say = functools.partial(_after, self._detail, about)
+                self._found[rung] = make_plan(self._captured, ctx, self._passes, say)
         return min((self._found[rung] for rung in rungs), key=lambda one: _said(one).step_seconds)
+
+
+def _after(say: Callable[[str], None], before: str, text: str) -> None:
+    say(before + text)
 
 
 def _next_rung(size_bytes: int) -> int:

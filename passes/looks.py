@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 from passes.alike import alike
@@ -58,9 +58,14 @@ class Looks:
     """The plans that were looked at, and what the simulator said of each."""
 
     def __init__(
-        self, captured: Captured | Folded, ctx: Context, passes: Sequence[Pass]
+        self,
+        captured: Captured | Folded,
+        ctx: Context,
+        passes: Sequence[Pass],
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.captured, self.ctx, self.passes = captured, ctx, passes
+        self._say, self._priced = say, 0
         #: What is to run in slices whatever the search finds, and what is recomputed for that.
         self.by_hand: tuple[Split, ...] = ()
         self.again_by_hand: tuple[str, ...] = ()
@@ -112,6 +117,8 @@ class Looks:
     ) -> tuple[Plan, Prediction]:
         """Lower and simulate a plan, whatever was seen; it gets the order that was found."""
         _collect()
+        self._priced += 1
+        self._say(f"plan {self._priced} of up to {self._priced + self.left}")
         plan = self.empty.replace(
             parameters=_rows(ctx, key.decisions, (*self.by_hand, *key.splits)),
             recompute=tuple(dict.fromkeys((*key.recompute, *self.again_by_hand))),

@@ -27,7 +27,7 @@ level's best plans, the middle one first and then towards where the step is fast
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from passes.bucket_sizes import SIZED_PLANS, share_sizes, size_buckets, size_buckets_of_sets
@@ -71,16 +71,22 @@ class Infeasible(ValueError):
         )
 
 
-def make_plan(captured: Captured | Folded, ctx: Context, passes: Sequence[Pass]) -> Plan:
+def make_plan(
+    captured: Captured | Folded,
+    ctx: Context,
+    passes: Sequence[Pass],
+    say: Callable[[str], None] = lambda text: None,
+) -> Plan:
     """The fastest plan under ``ctx.limit_bytes`` (None: no limit). See the module's docstring.
 
     ``captured``: or folded; then the plan leaves the order of the collectives open.
+    ``say``: is told how many plans were priced, of up to how many.
 
     Raises:
         Infeasible: if even the plan that takes the least memory is above the limit.
     """
     with _young_garbage_only():
-        return _searched(captured, ctx, passes)
+        return _searched(captured, ctx, passes, say)
 
 
 def least_limit(
@@ -94,8 +100,13 @@ def least_limit(
         return least_memory(Looks(captured, ctx.replace(limit_bytes=0), passes))
 
 
-def _searched(captured: Captured | Folded, ctx: Context, passes: Sequence[Pass]) -> Plan:
-    looks = Looks(captured, ctx, passes)
+def _searched(
+    captured: Captured | Folded,
+    ctx: Context,
+    passes: Sequence[Pass],
+    say: Callable[[str], None],
+) -> Plan:
+    looks = Looks(captured, ctx, passes, say)
     uniform = look_at_uniform(looks)
     recompute_some(looks, propose_all(looks))
     slice_some(looks)

@@ -23,7 +23,7 @@ def test_a_search_that_goes_astray_does_not_count(monkeypatch):
     steps = {60: 3.0, 62: 2.9, 63: 2.0, 64: 2.0, 66: 2.5, 68: 1.9, None: 1.5}
     asked = []
 
-    def make(step, ctx, passes) -> Plan:
+    def make(step, ctx, passes, say=None) -> Plan:
         asked.append(ctx.limit_bytes)
         seconds = steps.get(ctx.limit_bytes, 2.95)
         prediction = said(seconds, ctx.limit_bytes or 100)

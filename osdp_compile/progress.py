@@ -1,0 +1,168 @@
+"""Progress of what takes long: one moving line on a terminal, one line a stage in a log.
+
+    with stages("first call", log.info):
+        stage("planning")
+        detail("plan 12 of up to 120")
+
+Nothing need be handed down: :func:`stage` and :func:`detail` are of the work that is under way in
+this process, and do nothing where there is none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from osdp_compile.plan_table import ensure_visible, is_own_handler
+from passes.units import format_seconds
+
+log = logging.getLogger("osdp_compile")
+F = TypeVar("F", bound=Callable[..., Any])
+
+_under_way: list[_Work] = []
+
+
+class _Work:
+    """Some work, the stages that it had, and the terminal's line if there is a terminal."""
+
+    def __init__(self, name: str, say: Callable[[str], None], terminal: bool) -> None:
+        self.name, self._say, self._started = name, say, time.perf_counter()
+        self.seconds: dict[str, float] = {}
+        self._stage = ""
+        self._stage_started = self._started
+        self._line: Progress | None = None
+        if terminal:
+            columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+            console = Console(stderr=True)
+            self._line = Progress(*columns, console=console, transient=True, refresh_per_second=4)
+            self._task = self._line.add_task(name)
+            self._line.start()
+
+    @property
+    def total_seconds(self) -> float:
+        return time.perf_counter() - self._started
+
+    def stage(self, name: str) -> None:
+        self._end_stage()
+        self._stage = name
+        self.detail("")
+        if self._line is None:
+            after = f" (after {format_seconds(self.total_seconds)})" if self.seconds else ""
+            self._say(f"{self.name}: {name}{after}")
+
+    def detail(self, text: str) -> None:
+        if self._line is not None:
+            shown = ", ".join(part for part in (self._stage, text) if part)
+            self._line.update(self._task, description=f"{self.name}: {shown}")
+
+    def end(self) -> None:
+        self._end_stage()
+        if self._line is not None:
+            self._line.stop()
+
+    def _end_stage(self) -> None:
+        now = time.perf_counter()
+        if self._stage:
+            before = self.seconds.get(self._stage, 0.0)
+            self.seconds[self._stage] = before + now - self._stage_started
+        self._stage, self._stage_started = "", now
+
+
+@contextlib.contextmanager
+def stages(
+    name: str, say: Callable[[str], None], *, lines_too: bool = False
+) -> Iterator[dict[str, float]]:
+    """Work with stages; gives the seconds that each has taken.
+
+    Args:
+        name: of the work, before each stage.
+        say: writes a line, at the start of each stage where standard error is no terminal.
+        lines_too: the lines are wanted beside a terminal's moving line.
+    """
+    work = _Work(name, say, terminal=sys.stderr.isatty() and not lines_too)
+    _under_way.append(work)
+    try:
+        yield work.seconds
+    finally:
+        _under_way.remove(work)
+        work.end()
+
+
+def stage(name: str) -> None:
+    """The next stage of the work under way begins."""
+    if _under_way:
+        _under_way[-1].stage(name)
+
+
+def detail(text: str) -> None:
+    """How far the stage under way is; shown on a terminal only."""
+    if _under_way:
+        _under_way[-1].detail(text)
+
+
+def of_first_call(function: F) -> F:
+    """The function is a first call: rank 0 shows its stages, and logs what each took."""
+
+    @functools.wraps(function)
+    def shown(*args: Any, **kwargs: Any) -> Any:
+        if not _is_shown():
+            return function(*args, **kwargs)
+        started = time.perf_counter()
+        with stages("first call", log.info, lines_too=not is_own_handler(log)) as seconds:
+            made = function(*args, **kwargs)
+        total = format_seconds(time.perf_counter() - started)
+        parts = ", ".join(f"{name} {format_seconds(taken)}" for name, taken in seconds.items())
+        log.info("first call took %s before compiling: %s", total, parts)
+        return made
+
+    return shown  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def compiling(cause: str | None, first: bool) -> Iterator[None]:
+    """The compilation of one graph of a sharded model. Rank 0 logs its cause and its seconds.
+
+    Args:
+        cause: Dynamo's, of a recompilation; None for a frame's first.
+        first: it is the model's first; a line says so before it begins.
+    """
+    if not _is_shown():
+        yield
+        return
+    started = time.perf_counter()
+    say: Callable[[str], None] = log.info if first else (lambda text: None)
+    with stages("first call" if first else "osdp", say, lines_too=not is_own_handler(log)):
+        stage("compiling" if cause is None else "compiling again")
+        yield
+    seconds = format_seconds(time.perf_counter() - started)
+    if cause is None:
+        log.info("compiled in %s", seconds)
+    else:
+        log.info("compiled again in %s: %s", seconds, shortened(cause))
+
+
+def shortened(cause: str) -> str:
+    """The cause of a recompilation in one line, without Dynamo's number of the frame.
+
+    >>> shortened("0/0: tensor 'x' size mismatch at index 0. expected 8, actual 12\\n(more)")
+    "tensor 'x' size mismatch at index 0. expected 8, actual 12"
+    """
+    line = cause.strip().splitlines()[0]
+    number, colon, rest = line.partition(": ")
+    return rest if colon and number.replace("/", "").isdigit() else line
+
+
+def _is_shown() -> bool:
+    """Whether this process shows progress: rank 0, if anyone reads INFO."""
+    ensure_visible(log)
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return rank == 0 and log.isEnabledFor(logging.INFO)
