@@ -22,7 +22,7 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -32,7 +32,7 @@ SMALL: dict[str, Any] = {
     "d_model": 64,
     "d_kv": 16,
     "d_ff": 128,
-    "num_layers": 2,
+    "num_layers": 1,
     "num_heads": 4,
     "encoder_layers": 1,
     "decoder_layers": 1,
@@ -52,7 +52,7 @@ SMALL: dict[str, Any] = {
     "shared_expert_intermediate_size": 64,
     "n_group": 1,
     "topk_group": 1,
-    "first_k_dense_replace": 1,
+    "first_k_dense_replace": 0,
     "kv_lora_rank": 16,
     "q_lora_rank": 32,
     "qk_rope_head_dim": 8,
@@ -85,7 +85,15 @@ SPECIAL: dict[str, dict[str, Any]] = {
         name: {"head_dim": 8, "num_key_value_heads": 4}
         for name in ("deepseek_v2", "deepseek_v3", "youtu")
     },
-    "gemma4_text": {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY},
+    **{
+        name: {"num_hidden_layers": 2}  # layers of two kinds
+        for name in ("afmoe", "gemma3_text", "llama4_text", "olmo_hybrid", "qwen3_5_moe_text")
+    },
+    "gemma4_text": {
+        "num_hidden_layers": 2,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": VOCABULARY,
+    },
     "inkling2_loop_text": {
         "swa_num_attention_heads": 4,
         "swa_num_key_value_heads": 2,
@@ -110,7 +118,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "num_buckets": 4,
         "is_decoder": False,
     },
-    "t5": {"decoder_start_token_id": 0},
+    "t5": {"decoder_start_token_id": 0, "num_decoder_layers": 1},
+    "distilbert": {"n_layers": 1, "dim": 64, "hidden_dim": 128},
     "perceiver": {
         "num_latents": 16,
         "d_latents": 32,
@@ -123,7 +132,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "v_channels": 32,
     },
     "swin": {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 2},
-    "convnext": {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2, "patch_size": 4},
+    "convnext": {
+        "hidden_sizes": [16, 32],
+        "depths": [1, 1],
+        "num_stages": 2,
+        "num_layers": 2,
+        "num_hidden_layers": 2,
+        "patch_size": 4,
+    },
     "segformer": {
         "num_encoder_blocks": 2,
         "depths": [1, 1],
