@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import osdp_compile.exchange  # noqa: F401  (what the graphs call)
 from osdp_compile import _torch, accumulated, progress
+from osdp_compile.double_backward import refusing_double_backward
 from osdp_compile.errors import OsdpError
 from osdp_compile.fusing import in_place
 from osdp_compile.observed import CompiledStep, timed
@@ -156,6 +157,7 @@ def lower(
         )
     if Phase.FORWARD in step.timelines:
         compiled = timed(compiled, session.observed, step.frame)
+        compiled = refusing_double_backward(compiled)
     return compiled
 
 

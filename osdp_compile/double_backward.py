@@ -1,0 +1,54 @@
+"""Refuse a backward through the backward of a compiled graph, which torch.compile cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from osdp_compile.errors import OsdpError
+
+
+def refusing_double_backward(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiled function of a frame; a second backward through its backward is an error.
+
+    ``create_graph=True`` alone is none: many scripts give it and never use the graph.
+    """
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        outputs = function(*args, **kwargs)
+        for node in _nodes(outputs):
+            node.register_hook(_refuse_where_graph_is_created)
+        return outputs
+
+    # What AOTAutograd left on it for Dynamo. (Not ``functools.wraps``: Dynamo would look
+    # through ``__wrapped__``.)
+    vars(watched).update(getattr(function, "__dict__", {}))
+    return watched
+
+
+def _nodes(values: Sequence[Any]) -> set[Node]:
+    """The nodes of autograd that made these values, each once."""
+    made = {one.grad_fn for one in values if isinstance(one, Tensor)}
+    return {node for node in made if node is not None}
+
+
+def _refuse_where_graph_is_created(
+    grad_inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]
+) -> None:
+    """Hook of a backward's node; autograd records inside it under ``create_graph=True`` only."""
+    if not torch.is_grad_enabled():
+        return
+    for node in _nodes(grad_inputs):
+        node.register_prehook(_refuse)
+
+
+def _refuse(grad_outputs: Sequence[Tensor | None]) -> None:
+    raise OsdpError(
+        "a backward goes through the backward of the compiled model (create_graph=True, as for a "
+        "gradient penalty), and torch.compile has no derivative of that. Leave the model that "
+        "needs it uncompiled, in DistributedDataParallel; others may use backend='osdp'"
+    )
