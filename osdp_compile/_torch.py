@@ -105,6 +105,7 @@ __all__ = [
     "gradient_input_index",
     "handle_adafactor",
     "handle_dtensor_operator",
+    "is_marked_by_fsdp",
     "raise_to_user",
     "recompile_reason",
     "reduced_by_ddp",
@@ -259,6 +260,12 @@ def ends_at_graph_break(gm: fx.GraphModule) -> bool:
     """Whether Dynamo stopped in the middle of a frame to have made this graph."""
     # 2.11.0, 2.13.0, 2.15.0: why a graph ends where it does.
     return bool(gm.compile_subgraph_reason.graph_break)  # type: ignore[union-attr]
+
+
+def is_marked_by_fsdp(module: nn.Module) -> bool:
+    """Whether a module is inside one that FSDP shards, of either kind."""
+    # 2.11.0, 2.13.0, 2.15.0: what both mark modules with for Dynamo.
+    return bool(module.__dict__.get("_is_fsdp_managed_module", False))
 
 
 def current_frame() -> int | None:

@@ -9,6 +9,7 @@ parameters through markers and is lowered as the plan says. A model that was lai
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,11 +31,13 @@ from osdp_compile.roots import find_roots, plain_parameters
 from osdp_compile.session import check_kept
 from osdp_compile.uncaught import raise_briefly
 from osdp_compile.uncovered import leave_alone, watch_optimizers
+from osdp_compile.wrapped import check_not_wrapped
 from passes.pipeline import Observer
 from passes.units import format_limit
 
 log = logging.getLogger("osdp_compile")
 _said: set[str] = set()
+_warned: set[tuple[str, int]] = set()
 
 
 def osdp(
@@ -80,20 +83,11 @@ def compile_graph(
         return collected(gm, inputs)
     alone = why_alone(options)
     if alone is not None:
-        limit_bytes = options.memory_limit_bytes
-        kept = "" if limit_bytes is None else f", memory_limit={format_limit(limit_bytes)} not kept"
-        say_once(f"{alone}: compiling with Inductor, nothing is sharded{kept}")
+        say_once(f"{alone}: compiling with Inductor, nothing is sharded")
+        warn_of_limit(options, alone)
         leave_alone(inputs)
         return _torch.compile_fx(gm, list(inputs))
-    reduced = {id(parameter) for parameter in _torch.reduced_by_ddp()}
-    if any(id(value) in reduced for value in inputs):
-        raise OsdpError(
-            "the model is wrapped in DistributedDataParallel, which reduces gradients itself: give "
-            "torch.compile(..., backend='osdp') the module that it wraps (model.module), and call "
-            "what that returns. accelerate and transformers.Trainer wrap what they prepare: use "
-            "osdp_compile.hf_trainer.OsdpTrainer; with accelerate, prepare_model(model, "
-            "evaluation_mode=True), which brings autocast only, and then torch.compile"
-        )
+    check_not_wrapped(gm, inputs)
     for root, laid_out in waiting(inputs):
         if laid_out.read_in(root, options.precision):
             _torch.restart_tracing()
@@ -129,11 +123,36 @@ def _modules(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[nn.Module]:
 
 
 def why_alone(options: Options) -> str | None:
-    """Why there is nothing to shard over; None if there is."""
+    """Why there is nothing to shard over; None if there is.
+
+    Raises:
+        OsdpError: if the process was started as one of several ranks and has no process group.
+    """
     if not (dist.is_available() and dist.is_initialized()):
+        started = os.environ.get("WORLD_SIZE", "")
+        if started.isdigit() and int(started) > 1:
+            raise OsdpError(
+                f"there is no process group, and WORLD_SIZE={started} in the environment: each of "
+                "the ranks would train a model of its own. Call torch.distributed."
+                "init_process_group() before the model's first call; to train in this process "
+                "alone, unset WORLD_SIZE"
+            )
         return "no process group (torch.distributed.init_process_group was not called)"
     size = options.mesh.size() if options.mesh is not None else dist.get_world_size()
     return "a world of one rank" if size == 1 else None
+
+
+def warn_of_limit(options: Options, alone: str) -> None:
+    """Say that a limit is not kept where nothing is planned, once for each limit."""
+    limit = options.memory_limit_bytes
+    if limit is not None and (alone, limit) not in _warned:
+        _warned.add((alone, limit))
+        ensure_visible(log)
+        log.warning(
+            "memory_limit=%s is not kept: %s, nothing is planned, the model takes what it takes",
+            format_limit(limit),
+            alone,
+        )
 
 
 def say_once(message: str) -> None:

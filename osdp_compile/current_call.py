@@ -76,6 +76,16 @@ def current_call(holds: Callable[[nn.Module], bool]) -> Call | None:
     )
 
 
+def modules_being_called() -> Iterator[nn.Module]:
+    """The modules whose calls lead to here, within what ``torch.compile`` returned."""
+    for frame in _stack():
+        called = _torch.called_module(frame)
+        if called is not None:
+            yield called
+        elif _torch.called_function(frame) is not None:
+            return
+
+
 def interrupted_call(gm: fx.GraphModule, inputs: Sequence[Any]) -> Call | None:
     """The call of which a graph is one of several frames; None: it is the whole step."""
     parameters = {id(one) for one in inputs if isinstance(one, nn.Parameter)}

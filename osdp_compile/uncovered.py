@@ -27,6 +27,7 @@ from osdp_compile.current_call import referred_to
 from osdp_compile.errors import OsdpError
 from osdp_compile.living import living
 from osdp_compile.session import find
+from osdp_compile.wrapped import check_not_in_fsdp
 
 #: Optimizers that were looked at, with how many parameters had gradients.
 _looked_at: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
@@ -65,7 +66,10 @@ def check_covered(optimizer: torch.optim.Optimizer, backend: Callable[..., Any])
     if _looked_at.get(optimizer) == len(stepping):
         return
     if _ranks() > 1:
-        apart = [one for one in stepping if not (isinstance(one, DTensor) or _accounted_for(one))]
+        unknown = [one for one in stepping if not _accounted_for(one)]
+        if unknown:  # of FSDP, if Dynamo compiled nothing between its hooks
+            check_not_in_fsdp(_of_compiled_models(unknown, backend))
+        apart = [one for one in unknown if not isinstance(one, DTensor)]
         if apart:
             _check_apart(apart, stepping, backend)
     _looked_at[optimizer] = len(stepping)
@@ -77,6 +81,18 @@ def _ranks() -> int:
 
 def _accounted_for(parameter: nn.Parameter) -> bool:
     return find(parameter) is not None or parameter in _alone
+
+
+def _of_compiled_models(
+    parameters: Sequence[nn.Parameter], backend: Callable[..., Any]
+) -> list[nn.Module]:
+    """The models compiled with a backend that hold some of these."""
+    wanted = {id(one) for one in parameters}
+    return [
+        model
+        for model in compiled_models(backend)
+        if any(id(one) in wanted for one in model.parameters())
+    ]
 
 
 def _check_apart(

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import osdp_compile
@@ -377,28 +378,98 @@ def test_a_parameter_of_no_module_is_refused(two_ranks):
 class Doubled(nn.Module):
     """A module with code of its own: around torch's own, nothing of DDP's would be compiled."""
 
-    def __init__(self) -> None:
+    def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 4)
+        self.linear = nn.Linear(inputs, outputs)
 
     def forward(self, x):
         return 2 * self.linear(x)
 
 
-def wrapped_in_ddp(rank, world_size, order):
-    model = Doubled()
-    if order == "compiled first":
-        called = DistributedDataParallel(torch.compile(model, backend="osdp"))
-    else:
-        called = torch.compile(DistributedDataParallel(model), backend="osdp")
-    with pytest.raises(OsdpError, match=r"DistributedDataParallel.*model\.module"):
-        called(torch.randn(2, 8))
-    assert osdp_compile.plan_of(model) is None
+class Layers(nn.Module):
+    """As large as two of DDP's smallest buckets, where Dynamo splits its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Doubled(512, 512) for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def ddp(model):
+    return DistributedDataParallel(model, bucket_cap_mb=1)
+
+
+def all_blocks(model):
+    for layer in model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def one_block(model):
+    fully_shard(model.layers[1])
+    return model
+
+
+def fsdp1(model):
+    return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+
+
+#: What each is told: DDP with one bucket and with several; FSDP, whose hooks Dynamo skips, so that
+#: graphs have whole parameters or those of another block.
+WRAPPERS = {
+    DistributedDataParallel: r"DistributedDataParallel.*model\.module",
+    ddp: r"DistributedDataParallel.*model\.module",
+    all_blocks: "delete the calls of fully_shard",
+    one_block: "delete the calls of fully_shard",
+    fsdp1: "FullyShardedDataParallel around it",
+}
+
+
+def wrapped(rank, world_size, order):
+    for wrap, said in WRAPPERS.items():
+        torch._dynamo.reset()
+        width = 512 if wrap is not DistributedDataParallel else 8
+        model = Layers() if wrap is not DistributedDataParallel else Doubled(8, 4)
+        if order == "compiled first":
+            if wrap in (all_blocks, one_block):
+                model.compile(backend="osdp")
+                called = wrap(model)
+            else:
+                called = wrap(torch.compile(model, backend="osdp"))
+        else:
+            called = torch.compile(wrap(model), backend="osdp")
+        with pytest.raises(OsdpError, match=said):
+            called(torch.randn(2, width))
+        assert osdp_compile.plan_of(model) is None
+
+
+def flat(model):
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def wrapped_and_not_compiled(rank, world_size):
+    """Dynamo compiles nothing: torch's own module around the hooks, FSDP with flat parameters."""
+    for wrap in (fully_shard, flat):
+        torch._dynamo.reset()
+        model = wrap(nn.Sequential(nn.Linear(8, 8)))
+        compiled = torch.compile(model, backend="osdp")
+        optimizer = adamw(model.parameters())
+        compiled(torch.randn(2, 8)).sum().backward()
+        with pytest.raises(OsdpError, match="delete the calls of fully_shard"):
+            optimizer.step()
+
+
+def test_a_model_in_fsdp_of_which_nothing_is_compiled_is_refused_at_its_step(two_ranks):
+    two_ranks.run(wrapped_and_not_compiled, timeout_seconds=PROMPT_SECONDS)
 
 
 @pytest.mark.parametrize("order", ["compiled first", "wrapped first"])
-def test_a_model_that_ddp_reduces_too_is_refused(two_ranks, order):
-    two_ranks.run(wrapped_in_ddp, order)
+def test_a_model_that_ddp_or_fsdp_handles_too_is_refused(two_ranks, order):
+    two_ranks.run(wrapped, order, timeout_seconds=PROMPT_SECONDS)
 
 
 def options_that_come_late(rank, world_size):

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from osdp_compile import Plan
+import osdp_compile
+from osdp_compile import OsdpError, Plan
 from osdp_compile.options import Options
 from passes.hardware import generic
 from passes.pipeline import default_passes
@@ -209,6 +210,8 @@ def test_a_mesh_of_two_dimensions_needs_names(world_of_one):
 @pytest.fixture
 def nothing_said_yet(monkeypatch, inductor_cache):
     monkeypatch.setattr("osdp_compile.backend._said", set())
+    monkeypatch.setattr("osdp_compile.backend._warned", set())
+    monkeypatch.setenv("WORLD_SIZE", "1")  # as torchrun sets it for one process
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(inductor_cache))
     torch._dynamo.reset()
 
@@ -225,13 +228,25 @@ def trains_alone(caplog, why):
             output.sum().backward()
             assert all(type(p) is nn.Parameter for p in model.parameters())
             assert model.weight.grad is not None
-    said = [record.message for record in caplog.records if record.name == "osdp_compile"]
-    assert len(said) == 1 and why in said[0] and "Inductor" in said[0]
-    assert "memory_limit=1 GiB not kept" in said[0]
+    said = {r.levelno: r.message for r in caplog.records if r.name == "osdp_compile"}
+    assert len(caplog.records) == len(said) == 2
+    assert why in said[logging.INFO] and "Inductor" in said[logging.INFO]
+    assert said[logging.WARNING].startswith(f"memory_limit=1 GiB is not kept: {why}")
 
 
 def test_without_a_process_group_inductor_compiles_and_it_is_said_once(nothing_said_yet, caplog):
     trains_alone(caplog, "no process group")
+
+
+def test_one_of_several_ranks_without_a_process_group_is_refused(nothing_said_yet, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = nn.Linear(2, 2)
+    wanted = r"WORLD_SIZE=2 .*init_process_group\(\) before"
+    with pytest.raises(OsdpError, match=wanted):
+        torch.compile(model, backend="osdp")(torch.ones(1, 2))
+    plan = Plan.uniform(model.named_parameters(), "shard_again", world_size=2)
+    with pytest.raises(OsdpError, match=wanted):
+        osdp_compile.shard(model, plan)
 
 
 def test_in_a_world_of_one_inductor_compiles_and_it_is_said_once(
