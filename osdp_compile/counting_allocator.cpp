@@ -99,4 +99,11 @@ void osdp_stop_counting(int64_t* peak_bytes, int64_t* current_bytes) {
   c10::SetCPUAllocator(all.inner);
 }
 
+// Whether what is at an address was allocated while it was counted last, and is alive.
+bool osdp_was_counted(const void* data) {
+  Counts& all = counts();
+  std::lock_guard<std::mutex> guard(all.mutex);
+  return all.sizes.count(const_cast<void*>(data)) != 0;
+}
+
 }  // extern "C"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -10,7 +11,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from osdp_compile.cpu_memory import leaves_out
 from osdp_compile.errors import OsdpError
 from osdp_compile.memory_picture import draw_memory
 from osdp_compile.plan_table import plain_text
@@ -38,7 +41,8 @@ class Report:
     ``measured_step_seconds``: the median of ``measured_steps`` steps, from the start of one
     forward to the next; None for too few.
     ``measured_peak_bytes``: on CUDA the allocator's peak; else what was given; None for nothing.
-    ``on_cuda``: where the model is.
+    ``entered_late``: the peak that was given was measured without the model's own parameters, and
+    is not in the report. ``on_cuda``: where the model is.
     ``trained_graphs``: how many a step runs, one after the other; more than one if it has graph
     breaks. Of each, the timeline is that of its last compilation.
     """
@@ -51,6 +55,7 @@ class Report:
     measured_peak_bytes: int | None
     on_cuda: bool
     trained_graphs: int
+    entered_late: bool = False
 
     @property
     def predicted_step_seconds(self) -> float:
@@ -157,6 +162,7 @@ def report(model: nn.Module, *, peak_bytes: int | None = None) -> Report:
     device = next(model.parameters()).device
     if peak_bytes is None and device.type == "cuda":
         peak_bytes = torch.cuda.max_memory_allocated(device)
+    entered_late = peak_bytes is not None and leaves_out(peak_bytes, _own_parts(model))
     enough = observed.steps >= LEAST_STEPS
     return Report(
         world_size=session.plan.world_size,
@@ -164,10 +170,18 @@ def report(model: nn.Module, *, peak_bytes: int | None = None) -> Report:
         timeline=_step_timeline(session),
         measured_step_seconds=observed.step_seconds if enough else None,
         measured_steps=observed.steps,
-        measured_peak_bytes=peak_bytes,
+        measured_peak_bytes=None if entered_late else peak_bytes,
         on_cuda=device.type == "cuda",
         trained_graphs=len(graphs),
+        entered_late=entered_late,
     )
+
+
+def _own_parts(model: nn.Module) -> Iterator[torch.Tensor]:
+    """What this rank holds of a model's parameters."""
+    for parameter in model.parameters():
+        detached = parameter.detach()
+        yield detached.to_local() if isinstance(detached, DTensor) else detached
 
 
 def _step_timeline(session: Session) -> StepTimeline:
@@ -294,6 +308,11 @@ def _notes(said: Report) -> list[str]:
         )
     if said.on_cuda:
         notes.append("peak: the allocator's, since torch.cuda.reset_peak_memory_stats()")
+    elif said.entered_late:
+        notes.append(
+            "peak: osdp_compile.PeakMemory() was entered when the model was there already, and did "
+            "not count it. Build and train the model inside it"
+        )
     elif said.measured_peak_bytes is None:
         notes.append(
             "peak: to measure it, build and train the model inside osdp_compile.PeakMemory() and "

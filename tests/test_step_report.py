@@ -54,6 +54,13 @@ def trained(rank, world_size, steps, folder):
     last = report(compiled, peak_bytes=memory.peak_bytes)
     if rank == 0:
         last.save_trace(f"{folder}/trace.json")
+    with PeakMemory() as late:  # the model is there already
+        compiled.train()
+        compiled(tokens(), tokens()).backward()
+    said = report(compiled, peak_bytes=late.peak_bytes)
+    assert said.entered_late and said.measured_peak_bytes is None
+    assert "Build and train the model inside" in " ".join(str(said).split())
+    assert not last.entered_late
     return first, last, plan_of(model)
 
 
