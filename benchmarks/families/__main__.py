@@ -15,7 +15,7 @@ import benchmarks.families
 from benchmarks.families import records, table
 from benchmarks.families.catalogue import FAMILIES, find_family, is_installed
 from benchmarks.families.records import Record
-from benchmarks.families.runner import Sweep, share_of
+from benchmarks.families.runner import WAYS, Sweep, share_of
 from benchmarks.families.trial import Family
 from benchmarks.families.verdict import last_line, summary
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     families = [family for family in families if family not in left_out]
     given.folder.mkdir(parents=True, exist_ok=True)
     results = given.folder / "results.jsonl"
-    sweep = Sweep(results, given.folder / "inductor", given.timeout)
+    sweep = Sweep(results, given.folder / "inductor", given.timeout, given.ways.split(","))
     if given.share:
         number, jobs = map(int, given.share.split("/"))
         _run(sweep, share_of(families, number, jobs), given.again)
@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", action="append", default=[], metavar="NAME", help="this family; may be repeated")
     add("--package", help="families of this package, as transformers or 'by hand'")
     add("--jobs", type=int, default=1, help="families at a time, each with two processes")
+    add("--ways", default=",".join(WAYS), help="ways to train, for a first look (default: all)")
     add("--timeout", type=float, default=300.0, help="seconds of a run, after which it hangs")
     add("--folder", type=Path, default=Path("families-out"), help="results and compiled kernels")
     add("--again", action="store_true", help="run what has a record too")

@@ -34,17 +34,19 @@ _ENVIRONMENT = {
 class Sweep:
     """Where a sweep keeps what, and how long a run may take.
 
-    ``cache``: of Inductor's compiled kernels, shared by all runs.
+    ``cache``: of Inductor's compiled kernels, shared by all runs. ``ways``: a first look may
+    leave some out.
     """
 
     results: Path
     cache: Path
     timeout_seconds: float
+    ways: Sequence[str] = WAYS
 
     def run(self, families: Sequence[Family], again: bool = False) -> Iterator[Record]:
         """Run what has no record yet (``again``: all), and yield each record once it is kept."""
         for family in families:
-            for way in (*WAYS, TRIAGE):
+            for way in (*self.ways, TRIAGE):
                 known = {} if again else records.read(self.results)
                 if (family.name, way) in known:
                     continue
