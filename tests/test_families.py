@@ -30,6 +30,17 @@ def record(way: str, outcome="ran", error="", family=FAMILY, **figures) -> Recor
     return Record(family.name, family.package, way, outcome, 1.0, ranks, error)
 
 
+HANG = """run on 2 ranks
+no answer after 1 s
+--- rank 0 hangs:
+Current thread 0x1 (most recent call first):
+  File "/x/a.py", line 3 in wait
+  File "/x/b.py", line 5 in g
+"""
+
+PLACE = " at a.py:3 wait < b.py:5 g"
+
+
 def runs(**changed: Record) -> dict[str, Record]:
     return {way: changed.get(way, record(way)) for way in ("ddp", "osdp", "limit")}
 
@@ -56,7 +67,10 @@ def test_a_family_trains_in_every_way_and_works(two_ranks):
         ({"limit": record("limit", peak_bytes=101)}, "peak 1.01 x the limit"),
         ({"osdp": record("osdp", decisions={})}, "osdp: nothing is planned"),
         ({"osdp": record("osdp", "failed", "E\nKeyError: 'x'\n")}, "osdp: KeyError: 'x'"),
-        ({"limit": record("limit", "hung")}, "limit: hang after 1 s"),
+        (
+            {"limit": record("limit", "hung", HANG)},
+            "limit: hang after 1 s" + PLACE,
+        ),
         ({"ddp": record("ddp", "failed", "KeyError: 1")}, "the reference (DDP): KeyError: 1"),
     ],
     ids=["loss", "norm", "nan", "peak", "unplanned", "error", "hang", "reference"],

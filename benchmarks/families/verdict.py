@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.families.records import Record
@@ -81,7 +82,8 @@ def _stopped(family: Family, runs: Mapping[str, Record], way: str) -> Verdict:
     record = runs[way]
     line = last_line(record.error)
     if record.outcome == "hung":
-        return Verdict(family, "fails", f"{way}: hang after {record.seconds:.0f} s")
+        where = stack_of_hang(record.error)
+        return Verdict(family, "fails", f"{way}: hang after {record.seconds:.0f} s{where}")
     if family.refused is not None and re.search(family.refused, record.error):
         if record.outcome == "refused":
             return Verdict(family, "refused", line)
@@ -101,6 +103,13 @@ def difference(reference: Record, record: Record) -> float:
                     return math.inf
                 found = max(found, abs(one - other) / max(abs(one), SMALLEST))
     return found
+
+
+def stack_of_hang(error: str, frames: int = 3) -> str:
+    """Where the first rank that hangs is, innermost frame first."""
+    found = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', error.partition(" hangs:")[2])
+    shown = [f"{Path(file).name}:{line} {function}" for file, line, function in found[:frames]]
+    return " at " + " < ".join(shown) if shown else ""
 
 
 def last_line(error: str) -> str:
