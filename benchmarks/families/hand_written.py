@@ -629,8 +629,20 @@ _MADE = {
     "variational autoencoder": _vae,
 }
 
+#: What torch cannot compile, by the words of the refusal.
+_REFUSED = {
+    "LSTM language model": "no graph that was compiled",
+    "GRU language model": "no graph that was compiled",
+    "a layer under dynamo.disable": "no graph that was compiled",
+}
+
 FAMILIES = [
-    *(Family(name, "by hand", make) for name, make in _MADE.items()),
+    *(Family(name, "by hand", make, refused=_REFUSED.get(name)) for name, make in _MADE.items()),
     Family("dynamic=True", "by hand", _lengths_grow, dynamic=True),
-    Family("WGAN-GP, double backward", "by hand", _gan_with_penalty, refused="double backward"),
+    Family(
+        "WGAN-GP, double backward",
+        "by hand",
+        _gan_with_penalty,
+        refused="goes through the backward of the compiled model",
+    ),
 ]
