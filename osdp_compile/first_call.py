@@ -230,6 +230,7 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
         captured.append(step.captured(context, passes))
         unread = captured[0].unread
         unseen_bytes = sum(p.gradient_bytes for p in context.parameters if p.name in unread)
+        unseen_bytes += captured[0].border_bytes
         context = context.replace(base_bytes=context.base_bytes + unseen_bytes)
     given: list[Plan] = []
 

@@ -127,6 +127,7 @@ def _call(
         target(*args, **kwargs)
     finally:
         _collectors.pop()
+        collector.let_go()
 
 
 class _Collector:
@@ -159,6 +160,11 @@ class _Collector:
             return results
 
         return run
+
+    def let_go(self) -> None:
+        """Keep no tensors: what Dynamo compiled keeps this collector."""
+        self.entries = ()
+        self._numbers.clear()
 
     def _names(self, inputs: Sequence[Any]) -> dict[int, str]:
         by_id = {id(entry.parameter): entry.name for entry in self.entries}

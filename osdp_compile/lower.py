@@ -108,7 +108,8 @@ def lower(
     static = static_inputs(gm, inputs)
     parameters = frozenset(p.name for p in session.context.parameters)
     watch = _observer(session, observe)
-    step = CompiledStep(_torch.current_frame())
+    own = tuple(sorted(name for name in static.values() if name in parameters))
+    step = CompiledStep((_torch.current_frame(), own))
     session.observed.interrupted()
 
     def partition(
@@ -133,7 +134,7 @@ def lower(
             phase = Phase.INFERENCE
         _mark(graph, static, parameters, phase)
         ctx = session.context.replace(phase=phase)
-        others_bytes = _held_by_other_frames(session, step, phase)
+        others_bytes = _held_by_other_frames(graph, session, step, phase)
         ctx = ctx.replace(base_bytes=ctx.base_bytes + others_bytes)
         if phase is Phase.INFERENCE:
             graph = run(session.passes, Stage.JOINT, graph, ctx, watch)
@@ -189,15 +190,19 @@ def _recompute(forward: fx.GraphModule, backward: fx.GraphModule, session: Sessi
         )
 
 
-def _held_by_other_frames(session: Session, step: CompiledStep, phase: Phase) -> int:
+def _held_by_other_frames(
+    gm: fx.GraphModule, session: Session, step: CompiledStep, phase: Phase
+) -> int:
     """Bytes that frames of the step under way keep for their backwards, or have for gradients.
+
+    Those that a frame's backward is given are held by autograd until it ends.
 
     Of a step that is one graph there are none. Frames that are still to come have had their
     backwards when this one's begins.
     """
     if not session.frames or phase is Phase.INFERENCE:
         return 0
-    before = [one for one in session.observed.under_way if one is not step]
+    before = session.observed.before(step.frame)
     held_bytes = sum(one.kept_bytes for one in before)
     if phase is Phase.BACKWARD:
         earlier = step.parameters.union(*(one.parameters for one in before))
@@ -206,6 +211,11 @@ def _held_by_other_frames(session: Session, step: CompiledStep, phase: Phase) ->
             one.shard_bytes(ctx.cut(session.plan.decision(one.name)).ranks)
             for one in ctx.parameters
             if one.requires_grad and one.name not in earlier
+        )
+        held_bytes += sum(
+            bytes_of(node.meta["val"])
+            for node in gm.graph.find_nodes(op="placeholder")
+            if node.name.startswith("tangents")
         )
     return held_bytes
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from passes.context import Phase
@@ -23,9 +23,13 @@ _MOST_FRAMES = 256  # in a step; should the last one never run again, no more ar
 
 
 class CompiledStep:
-    """One compilation of a frame: the timelines of its graphs by phase."""
+    """One compilation of a frame: the timelines of its graphs by phase.
 
-    def __init__(self, frame: int | None) -> None:
+    ``frame``: the same when the frame is compiled again, for other shapes say. Alike modules that
+    are compiled apart have frames of their own, by their parameters.
+    """
+
+    def __init__(self, frame: Hashable) -> None:
         self.frame = frame
         self.timelines: dict[Phase, Timeline] = {}
         #: Bytes that the forward returns to its caller, who holds them during the backward.
@@ -44,10 +48,10 @@ class Observed:
     """
 
     def __init__(self) -> None:
-        self.in_step: tuple[int | None, ...] = ()
-        self._compiled: dict[int | None, CompiledStep] = {}
+        self.in_step: tuple[Hashable, ...] = ()
+        self._compiled: dict[Hashable, CompiledStep] = {}
         self._last: CompiledStep | None = None
-        self._under_way: collections.deque[int | None] = collections.deque(maxlen=_MOST_FRAMES)
+        self._under_way: collections.deque[Hashable] = collections.deque(maxlen=_MOST_FRAMES)
         self._steps_seconds: collections.deque[float] = collections.deque(maxlen=KEPT_STEPS)
         self._started: float | None = None
         self._leave_out = False  # the step under way
@@ -58,10 +62,15 @@ class Observed:
         """The frames of :attr:`in_step` as they were compiled last; before the first step, all."""
         return [self._compiled[frame] for frame in self.in_step or self._compiled]
 
-    @property
-    def under_way(self) -> list[CompiledStep]:
-        """The frames of the step under way whose forwards have begun."""
-        return [self._compiled[frame] for frame in self._under_way if frame in self._compiled]
+    def before(self, frame: Hashable) -> list[CompiledStep]:
+        """The runs of frames that come before the last one of a frame in a step.
+
+        Of a frame that no step ran yet those that have begun count.
+        """
+        order = [*self.in_step, *self._under_way]
+        if frame in self.in_step:
+            order = order[: len(self.in_step) - 1 - self.in_step[::-1].index(frame)]
+        return [self._compiled[one] for one in order if one in self._compiled]
 
     def compiled(self, step: CompiledStep, phase: Phase, timeline: Timeline) -> None:
         """Keep a graph's timeline. A forward begins anew: its frame's steps are timed from now."""
@@ -82,7 +91,7 @@ class Observed:
         """Something is being compiled: the step under way is no step like others."""
         self._leave_out = True
 
-    def forward_started(self, frame: int | None) -> None:
+    def forward_started(self, frame: Hashable) -> None:
         """A frame's compiled forward begins now."""
         self._under_way.append(frame)
         if self._last is None or self._last.frame != frame:
@@ -107,7 +116,7 @@ class Observed:
 
 
 def timed(
-    function: Callable[..., Any], observed: Observed, frame: int | None
+    function: Callable[..., Any], observed: Observed, frame: Hashable
 ) -> Callable[..., Any]:
     """The compiled function of a frame that is trained, saying when it starts.
 

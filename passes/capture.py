@@ -40,6 +40,9 @@ class Captured:
     """A partitioned training step with a marker for every parameter it reads.
 
     ``values``: what the graphs that are made of it share (:func:`passes.graph.shared_values`).
+    ``is_joined``: the graphs are those of several frames (``passes/join_frames.py``).
+    ``border_bytes``: the largest gradient that one frame's backward gives to another's. Autograd
+    holds it while that runs.
     ``unread``: parameters of the model that code beside the graphs reads, in eager mode.
     """
 
@@ -47,6 +50,8 @@ class Captured:
     backward: fx.GraphModule
     values: dict[Hashable, Any] = dataclasses.field(default_factory=dict, repr=False)
     unread: frozenset[str] = frozenset()
+    is_joined: bool = False
+    border_bytes: int = 0
 
 
 def add_markers(

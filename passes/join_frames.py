@@ -27,7 +27,7 @@ from torch import fx, nn
 
 from passes._torch import FakeTensorMode
 from passes.capture import Captured
-from passes.graph import concrete, hint, module_of, output_node
+from passes.graph import bytes_of, concrete, hint, module_of, output_node
 from passes.markers import REDUCE_GRAD, UNSHARD
 from passes.recompute import KEY, SAVES, keys_of
 
@@ -66,7 +66,12 @@ def join_frames(runs: Sequence[FrameRun]) -> Captured:
     values = _Values()
     forward = _Forward(runs, values)
     backward = _Backward(runs, values, forward)
-    return Captured(forward.module, backward.module)
+    return Captured(
+        forward.module,
+        backward.module,
+        is_joined=len(runs) > 1,
+        border_bytes=max(backward.given_bytes),
+    )
 
 
 class _Values:
@@ -206,7 +211,10 @@ class _Forward:
 
 
 class _Backward:
-    """The joined backward: the last frame's first."""
+    """The joined backward: the last frame's first.
+
+    ``given_bytes``: by run, of the gradients that it gets from later frames.
+    """
 
     def __init__(self, runs: Sequence[FrameRun], values: _Values, forward: _Forward) -> None:
         self.part = _Part(values)
@@ -220,17 +228,20 @@ class _Backward:
         self._reduced: dict[str, fx.Node] = {}
         self._returned: dict[fx.Node, None] = {}
         self._tangents = 0
+        self.given_bytes = [0] * len(runs)
         made: set[int] = set()
         made_before: list[frozenset[int]] = []
         for run in runs:
             made_before.append(frozenset(made))
             made.update(run.outputs.values())
-        steps = list(zip(runs, forward.nodes, made_before, strict=True))
-        for run, nodes, before in reversed(steps):
-            self._add(run, {node.name: own for node, own in nodes.items()}, before)
+        for index in reversed(range(len(runs))):
+            origins = {node.name: own for node, own in forward.nodes[index].items()}
+            self._add(index, runs[index], origins, made_before[index])
         self.module = self.part.ended(list(self._returned))
 
-    def _add(self, run: FrameRun, origins: Mapping[str, fx.Node], before: frozenset[int]) -> None:
+    def _add(
+        self, index: int, run: FrameRun, origins: Mapping[str, fx.Node], before: frozenset[int]
+    ) -> None:
         """``before``: numbers of the tensors that earlier frames make."""
         gm = run.captured.backward
         nodes: dict[fx.Node, fx.Node] = {}
@@ -238,6 +249,8 @@ class _Backward:
             origin = origins.get(node.meta.get(SAVES, node.name))
             if node.op == "placeholder":
                 nodes[node] = self._input(node, run, origin)
+                if nodes[node] in self._gradients.values():
+                    self.given_bytes[index] += bytes_of(nodes[node].meta["val"])
             elif node.op != "output":
                 nodes[node] = copied = self.part.copy(node, nodes, run, gm)
                 copied.meta[SAVES] = origin.name if origin is not None else ""

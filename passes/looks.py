@@ -197,8 +197,13 @@ class Looks:
 
     @functools.cached_property
     def families(self) -> list[Family]:
-        """What may run in slices, the largest first; of a folded step nothing."""
-        if isinstance(self.captured, Folded) or self.ctx.slices is not None:
+        """What may run in slices, the largest first; of a folded step or of frames nothing.
+
+        Slices of operators in two frames cannot run one after the other.
+        """
+        if isinstance(self.captured, Folded) or self.captured.is_joined:
+            return []
+        if self.ctx.slices is not None:
             return []
         return split_families(self.captured, self.ctx)
 
