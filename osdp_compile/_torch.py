@@ -50,6 +50,9 @@ from torch._functorch._aot_autograd.descriptors import (
 # 2.13.0: the fake tensors' mode of the graph that is being compiled.
 from torch._guards import CompileContext, TracingContext
 
+# 2.11.0 to 2.15.0: Inductor's settings.
+from torch._inductor import config as inductor_config
+
 # 2.11.0, 2.13.0: what Inductor fuses, with hooks (``InductorChoices.can_fuse_vertical``); what
 # the hooks look at: ``name_to_node``, ``ancestors``, ``min_order``, ``is_extern``, ``users``.
 from torch._inductor.choices import InductorChoices
@@ -120,15 +123,39 @@ __all__ = [
     "without_dtensor_handler",
 ]
 
-#: Inductor settings under which it keeps the order of the graph it is given, and adds no
-#: tensors: its layout optimization copies every convolution's weight to channels-last in the
-#: forward and saves the copy for the backward, gathered weights too.
-KEEP_ORDER: dict[str, Any] = {
+#: Every setting of Inductor that moves, joins or replaces nodes of the graph it is given, or adds
+#: tensors, with the value under which it does not. Versions have different ones of them.
+_KEEPS_ORDER: dict[str, Any] = {
+    # It moves nodes, in the graph and in the scheduler. 2.14 and later: a pass after fusion that
+    # moves native collectives and their waits, on by default.
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
+    "reorder_for_locality_in_training": False,
     "reorder_for_compute_comm_overlap": False,
+    "aten_distributed_optimizations.enable_overlap_scheduling": False,
+    "aten_distributed_optimizations.enable_simple_overlap": False,
+    "triton.reorder_for_reducing_graph_partitions": False,
+    # It joins collectives, or replaces them.
+    "bucket_all_gathers_fx": "none",
+    "bucket_reduce_scatters_fx": "none",
+    "bucket_all_reduces_fx": "none",
+    "aten_distributed_optimizations.allow_comms_decompositions": False,
+    "aten_distributed_optimizations.enable_low_contention_collectives": False,
+    "_micro_pipeline_tp": False,
+    # It refuses fusions by a memory timeline of its own.
+    "fusion_memory_timeline_peak_allowed_increase_mb": None,
+    "fusion_memory_timeline_peak_memory_increase_gb": None,
+    "fusion_memory_timeline_peak_memory_pct_threshold": None,
+    # It keeps memory for later buffers.
     "allow_buffer_reuse": False,
+    # It copies every convolution's weight to channels-last in the forward and saves the copy for
+    # the backward, gathered weights too.
     "layout_optimization": False,
+}
+
+#: Those of them that this torch has; it refuses others. 2.11.0 to 2.15.0: get_config_copy.
+KEEP_ORDER: dict[str, Any] = {
+    name: value for name, value in _KEEPS_ORDER.items() if name in inductor_config.get_config_copy()
 }
 
 

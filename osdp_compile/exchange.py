@@ -8,21 +8,36 @@ copied; and no tensor code runs on gloo's threads, where it corrupted the heap
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import passes.exchange  # noqa: F401  (defines the operators)
 from osdp_compile import _torch
-from osdp_compile.collectives import backend_of
+from osdp_compile.collectives import GLOO_STAGES, backend_of
 from osdp_compile.markers import group_of
 
 #: Of our messages, so that a script's own send and recv do not meet them.
 _TAG = 0x05D9
 
+#: For developers: with this variable set to 1, on every rank, gloo's own collectives are used. So
+#: the path that NCCL takes can be run without a GPU.
+_NATIVE = "OSDP_NATIVE_COLLECTIVES"
+
 
 def by_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether gathers and scatters of a group are carried out here, and not by its backend."""
+    return _on_gloo(group, device) and os.environ.get(_NATIVE) != "1"
+
+
+def staged_kinds(group: dist.ProcessGroup, device: torch.device) -> frozenset[str]:
+    """The kinds of collective of whose whole tensor a group's backend holds a copy in flight."""
+    return GLOO_STAGES if _on_gloo(group, device) else frozenset()
+
+
+def _on_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     return device.type == "cpu" and backend_of(group, "cpu") == "gloo"
 
 

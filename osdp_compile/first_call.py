@@ -26,7 +26,7 @@ from osdp_compile.describe import (
     slices_of,
 )
 from osdp_compile.errors import PlanMismatch
-from osdp_compile.exchange import by_messages
+from osdp_compile.exchange import by_messages, staged_kinds
 from osdp_compile.frames import captured_frames
 from osdp_compile.initialising import write_as_into_whole_ones
 from osdp_compile.laid_out import LaidOut, end_waiting
@@ -189,7 +189,9 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
     group, along = mesh.get_group(), groups_along(options.mesh)
     levels = [level(name, one) for name, one in along.items()]
     check_if_waiting([entry.parameter for entry in entries], options)
-    agree([*options.lines(), *fingerprint(step.gm, entries)], group)
+    by_exchange = by_messages(group, device)
+    lines = [*options.lines(), *fingerprint(step.gm, entries)]
+    agree([*lines, f"gathers and scatters by messages: {by_exchange}"], group)
 
     optimizers = OptimizerIndex(entry.parameter for entry in entries)
     accumulated_bytes = 0
@@ -206,7 +208,6 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
         mesh.mesh_dim_names[0] if mesh.mesh_dim_names else None,
         along,
     )
-    by_exchange = by_messages(group, device)
     context = Context(
         plan=Plan((), world_size=mesh.size()),
         hardware=hardware,
@@ -218,6 +219,7 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
         accumulated_bytes=accumulated_bytes,
         limit_bytes=options.memory_limit_bytes,
         by_exchange=by_exchange,
+        staged=staged_kinds(group, device),
         param_dtype=options.precision.param_dtype,
         reduce_dtype=options.precision.reduce_dtype,
         levels=levels_of(levels, hardware, by_exchange),

@@ -49,7 +49,8 @@ class Cost:
     """The price of one node.
 
     ``memory_bytes``: what its output takes while alive (0: a view, or inside a fused kernel).
-    ``workspace_bytes``: what it takes besides, only while it runs (``passes/workspace.py``).
+    ``workspace_bytes``: what it takes besides, only while it runs (``passes/workspace.py``); a
+    collective until it is waited for (``Context.staged``).
     ``seconds``: on the compute stream, or on the network for a collective.
     ``busy_seconds``: of the compute stream, that a collective takes from what runs beside it.
     ``wake_seconds``: that a collective ends later if nothing was in flight as it was started.
@@ -169,12 +170,15 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         memory_bytes = -(-own_bytes // align) * align if is_real else 0
         if traits.collective:
             network, ranks = ctx.network(group_of(node))
-            what = COLLECTIVES[node.target], collective_full_bytes(node), ranks
+            kind, full_bytes = COLLECTIVES[node.target], collective_full_bytes(node)
+            staged_bytes = full_bytes if kind in ctx.staged else 0
+            what = kind, full_bytes, ranks
             meta["cost"] = Cost(
                 memory_bytes=0 if node.target is ALL_REDUCE else memory_bytes,
+                workspace_bytes=-(-staged_bytes // align) * align,
                 seconds=network.collective_seconds(*what),
                 busy_seconds=network.busy_seconds(*what),
-                wake_seconds=network.wake_seconds(COLLECTIVES[node.target], ranks),
+                wake_seconds=network.wake_seconds(kind, ranks),
                 serves=names,
             )
             continue

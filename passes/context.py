@@ -93,6 +93,8 @@ class Context:
     ``deciding``: the planner is at work: the best order of collectives is searched for.
     Otherwise it follows from the plan and the parameters, for all ranks alike.
     ``by_exchange``: gather and reduce by messages (gloo; see ``passes/exchange.py``).
+    ``staged``: the kinds of collective for which the backend holds a copy of the whole tensor
+    while one is in flight, besides its input and output (gloo's own gathers and scatters).
     ``slices``: by name, in how many slices the operators of some parameters must run, and how many
     of these are kept; all others' as a whole. None: the planner decides.
     ``param_dtype``, ``reduce_dtype``: in which the parameters of a graph without markers are
@@ -113,6 +115,7 @@ class Context:
     accumulated_bytes: int = 0
     limit_bytes: int | None = None
     by_exchange: bool = False
+    staged: frozenset[str] = frozenset()
     deciding: bool = False
     slices: tuple[tuple[str, int, int], ...] | None = None
     param_dtype: torch.dtype | None = None

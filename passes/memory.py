@@ -3,8 +3,8 @@
 A tensor is born with the kernel that writes it (``passes/kernels.py``) and dies after the last
 kernel that reads it, views and in-place updates counted once. What lives only inside a fused
 kernel takes none. What a kernel allocates for itself is there while it runs. A collective's
-input lives until its wait. Parameters and everything else that the graph does not allocate are
-the caller's ``base_bytes``.
+input lives until its wait, and so does a copy of the whole tensor if the backend makes one.
+Parameters and everything else that the graph does not allocate are the caller's ``base_bytes``.
 
 On a CPU Inductor makes one C++ function of all fused kernels between two operators that are not
 (``torch._inductor.scheduler.Scheduler._codegen`` frees where it flushes): what they read dies with
@@ -47,6 +47,7 @@ class Memory:
     ``curve``: alive while each node runs, in the order of the graph.
     ``peak_node``: where it is the highest, the first of several.
     ``alive``: the results that are alive then; what is written over at that moment left out.
+    ``in_flight``: the collectives of which the backend holds a copy then.
     ``peak``: their bytes by kind, with the kernel's own.
     ``kept_bytes``: still alive at the end (the graph's outputs).
     """
@@ -54,6 +55,7 @@ class Memory:
     curve: list[int]
     peak_node: fx.Node
     alive: list[fx.Node]
+    in_flight: list[fx.Node]
     peak: dict[str, int]
     kept_bytes: int
 
@@ -89,7 +91,8 @@ class MemoryModel:
     ``_size``: what a node allocates (0: nothing, or not the graph's). ``_inlined``: whether it
     lives only inside its readers' kernels. ``_over``: whether it may be written over what dies.
     ``_own``: whether others may be written over it. ``_held``: inputs and outputs of collectives,
-    and the wait until which they are there. ``_part``: whether its kernel is a part of a function;
+    and the wait until which they are there. ``_staged``: where a collective starts and is waited
+    for of which the backend holds a copy. ``_part``: whether its kernel is a part of a function;
     ``_ends``: whether it is called from outside of functions. ``_reading``: who reads a node,
     those who live only inside others' kernels looked through.
     """
@@ -104,6 +107,7 @@ class MemoryModel:
         self._own: list[bool] = []
         self._workspace: list[int] = []
         self._held: list[tuple[int, int]] = []
+        self._staged: list[tuple[int, int]] = []
         self._part: list[bool] = []
         self._ends: list[bool] = []
         self._needed: dict[tuple[int, int], bool] = {}
@@ -127,6 +131,8 @@ class MemoryModel:
                 if wiring.traits[start].collective:
                     source = wiring.root[wiring.place[node.args[0].args[0]]]
                     self._held += [(source, index), (start, index)]
+                    if self._workspace[start]:
+                        self._staged.append((start, index))
         self._reading: list[list[int]] = list(wiring.readers)
         for index in reversed(range(len(wiring.nodes))):
             own = wiring.readers[index]
@@ -161,13 +167,14 @@ class MemoryModel:
                 else:
                     comes.append(index)
         ends = self._function_ends(order, birth)
+        staged = self._staged_bytes(order)
         freed: list[list[int]] = [[] for _ in order]
         alive_bytes, most_bytes, at = 0, -1, 0
         curve: list[int] = []
         over: list[int] = []
         for place, index in enumerate(order):
             comes, dies = born[place], dying[place]
-            here = workspace[index]
+            here = workspace[index] if staged is None else staged[place]
             replaced: list[int] = []
             if comes is not None:
                 for one in comes:
@@ -201,16 +208,36 @@ class MemoryModel:
         returned = set(self._returned)
         for index in alive:
             peak[kind_of(nodes[index], index in returned)] += size[index]
-        peak["workspace"] = self._workspace[course.order[at]]
+        runs = course.order[at]
+        if not self._wiring.traits[runs].collective:
+            peak["workspace"] = self._workspace[runs]
+        place = {index: where for where, index in enumerate(course.order)}
+        in_flight = [start for start, wait in self._staged if place[start] <= at < place[wait]]
+        peak["communication"] += sum([self._workspace[start] for start in in_flight])
         end = len(nodes) - 1
         kept_bytes = sum([size[index] for index, last in course.death.items() if last == end])
         return Memory(
             course.curve,
             nodes[course.order[at]],
             [nodes[index] for index in alive],
+            [nodes[index] for index in in_flight],
             {kind: size_bytes for kind, size_bytes in peak.items() if size_bytes},
             kept_bytes,
         )
+
+    def _staged_bytes(self, order: list[int]) -> list[int] | None:
+        """Workspace at every place in the order, if backends hold copies; None: they hold none.
+
+        A copy is there from a collective's start to its wait.
+        """
+        if not self._staged:
+            return None
+        place = {index: where for where, index in enumerate(order)}
+        held = [self._workspace[index] for index in order]
+        for start, wait in self._staged:
+            for where in range(place[start] + 1, place[wait]):
+                held[where] += self._workspace[start]
+        return held
 
     def _function_ends(self, order: list[int], birth: list[int]) -> list[int]:
         """For every place in the order the last one of its function; its own if it is in none."""

@@ -174,7 +174,7 @@ def _jobs(graph: fx.Graph) -> list[Job]:
                 gathers,
                 collective_full_bytes(start),
                 _extra_bytes(start, before),
-                0 if gathers else cost_of(start).memory_bytes,
+                0 if gathers else cost_of(start).memory_bytes + cost_of(start).workspace_bytes,
                 first_use,
             )
         )
@@ -203,7 +203,8 @@ def _total_bytes(jobs: list[Job]) -> int:
 def _extra_bytes(start: fx.Node, before: list[fx.Node]) -> int:
     """What a gather's early start, or a reduction's late wait, keeps alive; see :class:`Job`."""
     if start.meta["collective"].gathers:
-        return sum(cost_of(node).memory_bytes for node in (start, *before))
+        copied_bytes = cost_of(start).workspace_bytes
+        return copied_bytes + sum(cost_of(node).memory_bytes for node in (start, *before))
     # What is sent is there longer; an all-reduce works in place.
     sent = root_of(start.args[0])  # type: ignore[arg-type]
     return 0 if start.target is ALL_REDUCE else cost_of(sent).memory_bytes

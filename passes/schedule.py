@@ -32,7 +32,7 @@ class Job:
     ``bytes``: of the whole tensor, for the plan's in-flight limit; the same for all legs.
     ``extra_bytes``: what is alive longer if a gather starts early, or a reduction is waited for
     late, than if each happened on the spot. ``flying_bytes``: what a reduction that has started
-    keeps alive besides: that into which it receives.
+    keeps alive besides: that into which it receives, and its backend's copy.
     """
 
     before: list[fx.Node]

@@ -244,9 +244,13 @@ def _alive(graph: fx.Graph, simulation: Simulation) -> list[Buffer]:
         )
         for node in memory.alive
     ]
-    own_bytes = cost_of(memory.peak_node).workspace_bytes
+    for start in memory.in_flight:
+        copied_bytes = cost_of(start).workspace_bytes
+        label = f"the backend's copy: {label_of(start)}"
+        buffers.append(Buffer(f"{start.name} copy", label, "communication", copied_bytes))
+    runs = memory.peak_node
+    own_bytes = 0 if is_collective(runs) else cost_of(runs).workspace_bytes
     if own_bytes:
-        runs = memory.peak_node
         label = f"workspace of {label_of(runs)}"
         buffers.append(Buffer(f"{runs.name} workspace", label, "workspace", own_bytes))
     return buffers

@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.path
         for item in items
         if item.path.name in _LONG_FILES
-        or {"two_ranks", "four_ranks"} & set(getattr(item, "fixturenames", ()))
+        or {"two_ranks", "four_ranks", "native_ranks"} & set(getattr(item, "fixturenames", ()))
     }
     items.sort(key=lambda item: item.path not in long)
 

@@ -66,8 +66,8 @@ def test_messages_of_the_script_do_not_meet_ours(two_ranks):
 
 CALL = re.compile(
     r"(?:torch\.ops\.)?"
-    r"(osdp\.gather_parts|osdp\.exchange|_c10d_functional\.all_reduce|_c10d_functional\.wait_tensor)"
-    r"_?(?:\.default)?\("
+    r"(osdp\.gather_parts|osdp\.exchange|_c10d_functional\.(?:all_reduce|all_gather_into_tensor"
+    r"|reduce_scatter_tensor|all_to_all_single|wait_tensor))(?:_|_out)?(?:\.default)?\("
 )
 
 
