@@ -3,14 +3,19 @@
 torchrun --nproc-per-node 8 -m osdp_compile calibrate --out profile.json
 osdp plan train:model_and_batch --world-size 64 --hardware h100-sxm --memory-limit 80GB
 osdp sweep train:model_and_batch --world-sizes 8,64,512 --hardware h100-sxm --bandwidths 0.5x,1x,2x
+
+torch is imported once a command runs: help and malformed arguments are answered without it.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import platform
 from collections.abc import Sequence
+from typing import Any
 
-from osdp_compile import cli_calibrate, cli_plan, cli_sweep
+from osdp_compile.cli_arguments import add_calibrate, add_plan, add_sweep
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,15 +23,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="osdp", description="Tools for torch.compile(model, backend='osdp')."
     )
+    parser.add_argument("--version", action=_Version, help="show the versions and exit")
     commands = parser.add_subparsers(dest="command", required=True)
-    cli_calibrate.add_arguments(
-        commands.add_parser("calibrate", help="measure this machine and its network")
-    )
-    cli_plan.add_arguments(
-        commands.add_parser("plan", help="plan a model for a cluster that need not be here")
-    )
-    cli_sweep.add_arguments(
+    add_calibrate(commands.add_parser("calibrate", help="measure this machine and its network"))
+    add_plan(commands.add_parser("plan", help="plan a model for a cluster that need not be here"))
+    add_sweep(
         commands.add_parser("sweep", help="plan over ranks, bandwidths, memory and lengths")
     )
     given = parser.parse_args(arguments)
-    return int(given.run(given))
+    command = importlib.import_module(f"osdp_compile.cli_{given.command}")
+    return int(command.run(given))
+
+
+class _Version(argparse.Action):
+    """Print the versions."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, dest, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
+        print(version())
+        parser.exit()
+
+
+def version() -> str:
+    """The versions that a report of a problem needs."""
+    import importlib.metadata  # which takes longer than all the rest
+
+    ours, torch = (importlib.metadata.version(name) for name in ("osdp-compile", "torch"))
+    return f"osdp-compile {ours} (torch {torch}, Python {platform.python_version()})"

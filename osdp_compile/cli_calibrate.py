@@ -20,49 +20,15 @@ from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 
 from osdp_compile.calibrate import Calibration, calibrate
-from osdp_compile.cli_values import bytes_of, mesh_of, prepare_file, seconds_of
+from osdp_compile.cli_values import prepare_file
 from passes.hardware import Hardware
 from passes.units import format_bytes, format_seconds
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``osdp calibrate`` takes."""
-    parser.description = (
-        "Measure compute, memory and every collective, for options={'hardware': 'FILE'}. "
-        "Start it as training is started: torchrun ... -m osdp_compile calibrate --out FILE. "
-        "Without torchrun one process is measured, and no collectives."
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the JSON profile")
-    parser.add_argument(
-        "--seconds", type=seconds_of, default=20.0, help="about how long to measure (default: 20)"
-    )
-    parser.add_argument(
-        "--memory",
-        type=bytes_of,
-        default=1 << 30,
-        metavar="BYTES",
-        help="the most memory a rank may take, as 500MB (default: 1GiB, at least 8MiB)",
-    )
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="what the ranks train on (default: cuda where there is one)",
-    )
-    parser.add_argument(
-        "--mesh",
-        type=mesh_of,
-        default={},
-        metavar="NAME=RANKS,...",
-        help="measure also along each dimension of a device mesh, outermost first, such as "
-        "host=2,gpu=8; options={'mesh': mesh['host']} then finds its own rates",
-    )
-    parser.set_defaults(run=_calibrate)
-
-
-def _calibrate(given: argparse.Namespace) -> int:
+def run(given: argparse.Namespace) -> int:
+    """Measure, print and save; the exit status."""
     device = torch.device("cpu")
-    if given.device == "cuda":
+    if given.device == "cuda" or (given.device is None and torch.cuda.is_available()):
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     with _process_group(device) as group:

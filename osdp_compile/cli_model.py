@@ -10,69 +10,23 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from osdp_compile import progress
+from osdp_compile.cli_arguments import SEQUENCE_LENGTH
 from osdp_compile.errors import OsdpError
 from osdp_compile.hf_models import causal_lm
 from osdp_compile.options import Options
 from osdp_compile.traced_step import TracedStep, trace
 from passes.hardware import Hardware
-from passes.presets import PRESETS
 
-#: Of the tokens of a sample, where none is given.
-SEQUENCE_LENGTH = 2048
 #: The argument of MODULE:FUNCTION that gets the sequence length.
 _LENGTH = "sequence_length"
 #: A model, and what it is called with in training.
 Made = tuple[torch.nn.Module, Sequence[Any], dict[str, Any]]
-#: For the description of a command.
-NOTHING_IS_HERE = (
-    "Nothing is allocated, no process group is started. MODULE:FUNCTION returns (model, args) or "
-    "(model, args, kwargs), what one rank calls the model with in training; it is called with "
-    "torch's default device set to meta, with the batch size where it takes an argument, and with "
-    "the sequence length where it has an argument called sequence_length."
-)
-
-
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model, what it is trained with, and the profile."""
-    parser.add_argument("model", nargs="?", metavar="MODULE:FUNCTION", help="makes the model")
-    parser.add_argument(
-        "--hf-config",
-        type=Path,
-        metavar="DIR",
-        help="in its place: a folder with a Hugging Face config.json, of a causal language model",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default="bfloat16",
-        help="of the parameters, with --hf-config (default: bfloat16)",
-    )
-    for name, what in (
-        ("param", "parameters are gathered and computed with"),
-        ("reduce", "gradients travel"),
-    ):
-        parser.add_argument(
-            f"--{name}-dtype",
-            metavar="DTYPE",
-            help=f"in which {what}, as bfloat16: the option of that name (default: their own)",
-        )
-    parser.add_argument(
-        "--hardware",
-        required=True,
-        help=f"a profile that osdp calibrate wrote, or one of {', '.join(PRESETS)}",
-    )
-    parser.add_argument(
-        "--optimizer", default="adamw", help="its name, or bytes of state for each element"
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class Given:
     """The profile, and what traces the model.
@@ -179,9 +133,15 @@ def said_in_a_line(command: str, run: Callable[[Console], None]) -> int:
 
 
 @contextmanager
-def working(what: str) -> Iterator[Callable[[str], None]]:
-    """A spinner on standard error that says what is being done, gone at the end."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what)
-        yield lambda text: progress.update(task, description=text)
+def working(command: str, first: str) -> Iterator[Callable[[str], None]]:
+    """Say on standard error what is being done: on a terminal a line that is gone at the end.
+
+    Elsewhere a line for each thing that is done. ``first``: the first of them.
+    """
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    with progress.stages(command, say):
+        progress.stage(first)
+        yield progress.stage

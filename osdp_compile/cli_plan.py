@@ -5,27 +5,22 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
-from typing import get_args
 
 from rich.console import Console
 from rich.table import Table
 
 from osdp_compile.batch_search import Tried, best_batch
 from osdp_compile.cli_model import (
-    NOTHING_IS_HERE,
-    SEQUENCE_LENGTH,
-    add_model_arguments,
     given_model,
     said_in_a_line,
     working,
 )
-from osdp_compile.cli_values import bytes_of, count_of, counts_of, mesh_of, slices_of
+from osdp_compile.cli_values import prepare_file
 from osdp_compile.describe import slices_of as slices_by_name
 from osdp_compile.figures import new_figure
 from osdp_compile.frontier import Frontier, frontier
 from osdp_compile.offline import mesh_sizes
-from osdp_compile.options import Options, Search
+from osdp_compile.options import Options
 from osdp_compile.plan_table import plan_text
 from osdp_compile.traced_step import TracedStep
 from passes.decisions import Decision, Plan
@@ -38,56 +33,6 @@ ALTERNATIVES = {
     "FSDP: shard all, gather again": Decision.SHARD_AGAIN,
     "HSDP: the same within hosts": Decision.SHARD_HOST_AGAIN,
 }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``osdp plan`` takes."""
-    parser.description = f"Plan a model for a cluster that need not be here. {NOTHING_IS_HERE}"
-    add_model_arguments(parser)
-    parser.add_argument("--batch-size", type=count_of, help="of a rank (with --hf-config: 1)")
-    parser.add_argument(
-        "--sequence-length",
-        type=count_of,
-        help=f"with --hf-config, or where MODULE:FUNCTION takes it (default: {SEQUENCE_LENGTH})",
-    )
-    parser.add_argument("--world-size", type=count_of, metavar="RANKS")
-    parser.add_argument(
-        "--mesh",
-        type=mesh_of,
-        metavar="NAME=RANKS,...",
-        help="in place of --world-size: ranks along two dimensions, the outer first, such as "
-        "host=8,gpu=8",
-    )
-    parser.add_argument(
-        "--memory-limit", type=bytes_of, metavar="BYTES", help="of a rank, as 80GB (default: none)"
-    )
-    parser.add_argument(
-        "--slices",
-        type=slices_of,
-        metavar="1|NAME=SLICES,...",
-        help="as the option of that name: 1 for none, or by parameter as 'blocks.*.up.weight=4', "
-        "or =4:1 to keep one of the four (default: the planner's choice)",
-    )
-    parser.add_argument(
-        "--search",
-        choices=get_args(Search),
-        default="quick",
-        help="thorough: under less memory too, which takes minutes and may find a faster plan",
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="save the plan as JSON")
-    parser.add_argument(
-        "--batch-sizes",
-        type=_batch_sizes,
-        metavar="1,2,4|auto",
-        help="find the batch size of a rank with the highest throughput under the limit",
-    )
-    parser.add_argument(
-        "--frontier",
-        type=Path,
-        metavar="PNG",
-        help="also step time against memory, as a table and as this picture",
-    )
-    parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -107,9 +52,13 @@ def _run(given: argparse.Namespace, console: Console) -> None:
 
     ranks = mesh_sizes(given.world_size, given.mesh)
     limit_bytes = given.memory_limit
+    # What is missing is said now, and not after planning.
     if given.frontier is not None:
-        new_figure("--frontier", 1, 1)  # what is missing is said now, and not after planning
-    with working("tracing") as say:
+        new_figure("--frontier", 1, 1)
+    for path in (given.out, given.frontier):
+        if path is not None and (failure := prepare_file(path)):
+            raise ValueError(failure)
+    with working("osdp plan", "tracing") as say:
         if batches:
             tried = best_batch(
                 lambda batch: traced(batch, length),
@@ -120,7 +69,6 @@ def _run(given: argparse.Namespace, console: Console) -> None:
                 say,
                 given.search,
             )
-            console.print(_batch_table(tried))
             best = max(tried, key=lambda one: one.samples_per_second)
             assert best.plan is not None
             step, found = best.step, best.plan
@@ -128,26 +76,26 @@ def _run(given: argparse.Namespace, console: Console) -> None:
             step = traced(given.batch_size, length)
             say("planning")
             found = step.plan(ranks, hardware, limit_bytes, given.search, say)
-        say("pricing the alternatives")
+    if batches:
+        console.print(_batch_table(tried))
+    print(plan_text(found), flush=True)
+    if given.out is not None:
+        found.save(given.out)
+        console.print(f"Saved. To use it: options={{'plan': '{given.out}'}}", markup=False)
+    with working("osdp plan", "pricing the alternatives"):
         flat = step.context(ranks, hardware, None).levels is None
         others = {
             name: step.uniform(decision, ranks, hardware)
             for name, decision in ALTERNATIVES.items()
             if not (flat and decision.within_host)
         }
-        say("looking at other limits")
-        curve = None
-        if given.frontier is not None:
-            curve = frontier(step, ranks, hardware, say, search=given.search)
-    print(plan_text(found))
     console.print(_comparison(found, others, limit_bytes))
-    if curve is not None:
+    if given.frontier is not None:
+        with working("osdp plan --frontier", "looking at other limits") as say:
+            curve = frontier(step, ranks, hardware, say, search=given.search)
         console.print(_frontier_table(curve))
         curve.draw(given.frontier, others)
         console.print(f"Drawn in {given.frontier}", markup=False)
-    if given.out is not None:
-        found.save(given.out)
-        console.print(f"Saved. To use it: options={{'plan': '{given.out}'}}", markup=False)
 
 
 def _comparison(found: Plan, others: dict[str, Plan], limit_bytes: int | None) -> Table:
@@ -198,14 +146,9 @@ def _frontier_table(curve: Frontier) -> Table:
         said = plan.prediction
         assert said is not None
         table.add_row(
-            format_bytes(limit_bytes),
+            format_bytes(limit_bytes, round_up=True),
             format_bytes(said.peak_bytes),
             format_seconds(said.step_seconds),
             format_seconds(said.exposed_seconds),
         )
     return table
-
-
-def _batch_sizes(text: str) -> tuple[int, ...]:
-    """Batch sizes; empty for those that are found automatically."""
-    return () if text == "auto" else counts_of(text)

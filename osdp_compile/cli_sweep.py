@@ -4,76 +4,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from osdp_compile.cli_model import (
-    NOTHING_IS_HERE,
-    SEQUENCE_LENGTH,
-    add_model_arguments,
     given_model,
     said_in_a_line,
     working,
 )
-from osdp_compile.cli_values import counts_of, factors_of, limits_of, mesh_of, prepare_file
+from osdp_compile.cli_values import prepare_file
 from osdp_compile.offline import mesh_sizes
 from osdp_compile.sweep import Grid, sweep
 from osdp_compile.sweep_picture import check_picture, draw_sweep
 from osdp_compile.sweep_table import EXPLAINED, points_table, write_csv
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``osdp sweep`` takes."""
-    parser.description = (
-        "Plan a model for every combination of ranks, bandwidth, memory and sequence length: "
-        "throughput and utilisation under the best plan and under FSDP, and what bounds each. "
-        + NOTHING_IS_HERE
-    )
-    add_model_arguments(parser)
-    parser.add_argument("--world-sizes", type=counts_of, metavar="RANKS,...", help="as 8,64,512")
-    parser.add_argument(
-        "--mesh",
-        type=mesh_of,
-        action="append",
-        metavar="NAME=RANKS,...",
-        help="in place of --world-sizes: ranks along two dimensions, the outer first, such as "
-        "host=8,gpu=8; once for each that is to be planned for",
-    )
-    parser.add_argument(
-        "--bandwidths",
-        type=factors_of,
-        default=(1.0,),
-        metavar="0.5x,1x,2x",
-        help="of the network, times the profile's: between hosts, where the profile knows them "
-        "(presets do, of eight GPUs each) or the mesh has two dimensions; else between all ranks",
-    )
-    parser.add_argument(
-        "--memory-limits",
-        type=limits_of,
-        default=(None,),
-        metavar="BYTES,...",
-        help="of a rank, as 40GB,80GB (default: none)",
-    )
-    parser.add_argument(
-        "--sequence-lengths",
-        type=counts_of,
-        metavar="2048,4096",
-        help=f"with --hf-config, or where MODULE:FUNCTION takes it (default: {SEQUENCE_LENGTH})",
-    )
-    parser.add_argument(
-        "--batch-sizes",
-        type=counts_of,
-        metavar="1,2,4",
-        help="of a rank: at each point the one with the highest throughput counts, which may be "
-        "another for FSDP (default: 1)",
-    )
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="save the points")
-    parser.add_argument(
-        "--picture", type=Path, metavar="PNG", help="draw them as heat maps (png, svg, pdf)"
-    )
-    parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -97,7 +41,7 @@ def _run(given: argparse.Namespace, console: Console) -> None:
     for path in (given.csv, given.picture):
         if path is not None and (failure := prepare_file(path)):
             raise ValueError(failure)
-    with working("tracing") as say:
+    with working("osdp sweep", "tracing") as say:
         points = sweep(checked.traced, grid, checked.hardware, say)
     title = f"{given.model or given.hf_config} on {checked.hardware.name}"
     console.print(points_table(points, title))

@@ -85,7 +85,10 @@ def prepare_file(out: Path) -> str:
     """Make the folder of a file and see that it can be written; what is wrong, or ""."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
+        was_there = out.exists()
         out.open("a").close()
+        if not was_there:
+            out.unlink()
     except OSError as error:
         return f"cannot write {out}: {error.strerror}"
     return ""

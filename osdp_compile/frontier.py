@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -11,9 +12,11 @@ from osdp_compile.options import Search
 from osdp_compile.traced_step import TracedStep, predicted
 from passes.decisions import Plan
 from passes.hardware import Hardware
-from passes.units import format_limit
+from passes.units import format_bytes, format_seconds
 
 _POINTS = 10
+#: A plan that takes no longer than so many times the fastest ends the search for others.
+_AS_FAST = 1.005
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +68,7 @@ def frontier(
     room its collectives would be scheduled otherwise than was predicted.
     """
     found: list[tuple[int, Plan]] = []
-    for limit, plan in each_by_itself(step, ranks, hardware, say, points, search):
+    for limit, plan in each_by_itself(step, ranks, hardware, say, points, search, True):
         before = found[-1][1] if found else plan
         slower = predicted(before).step_seconds < predicted(plan).step_seconds
         found.append((limit, before if slower else plan))
@@ -79,21 +82,34 @@ def each_by_itself(
     say: Callable[[str], None] = lambda text: None,
     points: int = _POINTS,
     search: Search = "quick",
+    until_fast: bool = False,
 ) -> list[tuple[int, Plan]]:
     """Plan for limits from the least that works to what is taken without one, evenly spaced.
 
-    A thorough search goes through the rungs that all of them need once.
+    ``until_fast``: from the first limit on under which a step is as fast as without one, within
+    0.5 %, its plan stands for all higher limits. A thorough search goes through the rungs that all
+    of them need once.
     """
     if search == "thorough":
         ladder = step.ladder(ranks, hardware, say)
         most, least = predicted(ladder.free).peak_bytes, ladder.least.peak_bytes
         return [(limit, ladder.plan(limit)) for limit in _spaced(least, most, points)]
+    started = time.perf_counter()
+    say("without a limit, and the least limit")
     free = step.plan(ranks, hardware)
     most = predicted(free).peak_bytes
+    limits = _spaced(step.least_bytes(ranks, hardware), most, points)[:-1]
     found: list[tuple[int, Plan]] = []
-    for limit in _spaced(step.least_bytes(ranks, hardware), most, points)[:-1]:
-        say(f"limit {format_limit(limit)}")
+    began = time.perf_counter()
+    for number, limit in enumerate(limits, 1):
+        each = (time.perf_counter() - began) / len(found) if found else began - started
+        left = format_seconds(each * (len(limits) - len(found)))
+        say(f"limit {number} of {len(limits)}, {format_bytes(limit)}, about {left} left")
         found.append((limit, step.plan(ranks, hardware, limit)))
+        seconds = predicted(found[-1][1]).step_seconds
+        if until_fast and seconds <= _AS_FAST * predicted(free).step_seconds:
+            found += [(higher, found[-1][1]) for higher in limits[number:]]
+            break
     return [*found, (most, free)]
 
 

@@ -11,6 +11,16 @@ from torch import nn
 from osdp_compile.errors import OsdpError
 
 
+def _dtype_name(version: str) -> str:
+    """Transformers' name of the argument for a model's type; the older one warns in newer versions.
+
+    >>> _dtype_name("4.55.4"), _dtype_name("4.56.0"), _dtype_name("5.0.0.dev0")
+    ('torch_dtype', 'dtype', 'dtype')
+    """
+    major, minor = (int(part) for part in version.split(".")[:2])
+    return "dtype" if (major, minor) >= (4, 56) else "torch_dtype"
+
+
 def causal_lm(
     folder: Path, batch: int, length: int, dtype: torch.dtype
 ) -> tuple[nn.Module, tuple[()], dict[str, Any]]:
@@ -24,14 +34,14 @@ def causal_lm(
         OsdpError: if transformers is not installed, or the configuration is of no such model.
     """
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, __version__
     except ImportError as error:
         raise OsdpError("--hf-config needs transformers: pip install 'osdp-compile[hf]'") from error
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         config.use_cache = False  # of keys and values; training has no use for it
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, torch_dtype=dtype)
+            model = AutoModelForCausalLM.from_config(config, **{_dtype_name(__version__): dtype})
             tokens = torch.zeros(batch, length, dtype=torch.long)
     except (ValueError, OSError) as error:
         raise OsdpError(f"{folder}: {error}") from error

@@ -26,6 +26,8 @@ from osdp_compile.plan_table import ensure_visible, is_own_handler
 from passes.units import format_seconds
 
 log = logging.getLogger("osdp_compile")
+#: Less is not worth a reader's time.
+_LEAST_SHOWN_SECONDS = 0.05
 F = TypeVar("F", bound=Callable[..., Any])
 
 _under_way: list[_Work] = []
@@ -56,7 +58,8 @@ class _Work:
         self._stage = name
         self.detail("")
         if self._line is None:
-            after = f" (after {format_seconds(self.total_seconds)})" if self.seconds else ""
+            total = self.total_seconds
+            after = f" (after {format_seconds(total)})" if total >= _LEAST_SHOWN_SECONDS else ""
             self._say(f"{self.name}: {name}{after}")
 
     def detail(self, text: str) -> None:

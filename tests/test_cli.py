@@ -2,18 +2,68 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
+import torch
 
+import osdp_compile
 from osdp_compile.cli import main
+from osdp_compile.cli_arguments import SEARCHES
+from osdp_compile.options import Search
 from passes.hardware import Hardware
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+
+
+WITHOUT_TORCH = """
+import sys
+from osdp_compile.cli import main
+try:
+    main({arguments})
+except SystemExit as stop:
+    assert stop.code == {code}, stop.code
+assert "torch" not in sys.modules and "rich" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--help"], 0, "measure this machine and its network"),
+        (["plan", "--help"], 0, "--batch-sizes"),
+        (["--version"], 0, f"osdp-compile 0.1.0 (torch {torch.__version__}"),
+        (["plan", "--hardware", "h100-sxm", "--memory-limit", "8"], 2, "did you mean '8GiB'?"),
+    ],
+)
+def test_what_needs_no_torch_is_answered_without_importing_it(arguments, code, said):
+    script = WITHOUT_TORCH.format(arguments=arguments, code=code)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert said in ran.stdout + ran.stderr
+
+
+def test_the_searches_that_the_command_offers_are_those_there_are():
+    assert get_args(Search) == SEARCHES
+
+
+def test_the_package_has_its_names_when_they_are_asked_for():
+    names = set(osdp_compile.__all__)
+    assert names <= set(dir(osdp_compile)) and set(osdp_compile._MODULES) == names
+    importlib.import_module("osdp_compile.full_parameters")  # a module of a function's name
+    for name in names:
+        assert getattr(osdp_compile, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        osdp_compile.nothing  # noqa: B018
 
 
 def test_two_ranks_write_one_profile_and_print_one_table(tmp_path):

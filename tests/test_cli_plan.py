@@ -120,9 +120,35 @@ def test_step_time_against_memory(here, capsys):
     pytest.importorskip("matplotlib")
     arguments = ["models_of_mine:one_batch", "--world-size", "8", "--frontier", "frontier.png"]
     assert run(*arguments) == 0
-    printed = capsys.readouterr().out
-    assert "step time against memory" in printed
+    printed = capsys.readouterr()
+    assert "step time against memory" in printed.out
+    # A log has a line for each thing that is done, and how long the rest will take.
+    for words in ("osdp plan: tracing", "osdp plan: planning", "osdp plan: pricing the"):
+        assert words in printed.err
+    assert "osdp plan --frontier: limit 1 of 9, " in printed.err and " left" in printed.err
     assert (here / "frontier.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_plan_is_there_before_the_frontier_is_drawn(here, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+
+    def interrupted(*given, **named):
+        assert Plan.load(here / "plan.json").prediction is not None
+        assert "Saved. To use it" in capsys.readouterr().out
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("osdp_compile.cli_plan.frontier", interrupted)
+    given = ["models_of_mine:one_batch", "--world-size", "8", "--frontier", "frontier.png"]
+    with pytest.raises(KeyboardInterrupt):
+        run(*given, "--out", "plan.json")
+
+
+def test_files_that_cannot_be_written_are_said_before_planning(here, capsys):
+    (here / "file").write_text("in the way")
+    given = ["models_of_mine:one_batch", "--world-size", "8", "--out", "file/plan.json"]
+    assert run(*given) == 1
+    said = capsys.readouterr().err
+    assert "cannot write" in said and "planning" not in said
 
 
 def test_a_type_to_gather_in(here, capsys):
