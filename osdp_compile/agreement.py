@@ -16,6 +16,7 @@ from torch import fx
 from osdp_compile.collectives import backend_of
 from osdp_compile.errors import InfeasibleLimit, OsdpError, PlanMismatch, RanksDiffer
 from osdp_compile.state import ModelParameter
+from osdp_compile.subgraphs import graphs_of
 
 T = TypeVar("T")
 
@@ -33,10 +34,11 @@ def fingerprint(gm: fx.GraphModule | None, entries: Sequence[ModelParameter]) ->
     ]
     if gm is None:
         return lines
-    for node in gm.graph.nodes:
-        if node.op in ("call_function", "call_method", "call_module"):
-            target = node.target if isinstance(node.target, str) else _qualified(node.target)
-            lines.append(f"operation {target}")
+    for graph in graphs_of(gm):
+        for node in graph.nodes:
+            if node.op in ("call_function", "call_method", "call_module"):
+                target = node.target if isinstance(node.target, str) else _qualified(node.target)
+                lines.append(f"operation {target}")
     return lines
 
 

@@ -19,6 +19,7 @@ from passes.context import Context, Phase
 from passes.decisions import Decision, Plan
 from passes.graph import output_node
 from passes.pipeline import Pass, Stage, run
+from passes.rng_states import settle_rng_states
 
 
 class NeedsNoGradients(Exception):
@@ -72,6 +73,7 @@ def capture(
         add_markers(joint, shards, gradients, ctx)
         joint = run(passes, Stage.JOINT, joint, everything_again)
         forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+        settle_rng_states(forward, backward, kwargs["num_fwd_outputs"])
         for part, phase in ((forward, Phase.FORWARD), (backward, Phase.BACKWARD)):
             found = [_torch.aot_input_index(n) for n in part.graph.find_nodes(op="placeholder")]
             mark_inputs(

@@ -28,6 +28,7 @@ from passes.graph import bytes_of, output_node
 from passes.markers import UNSHARD
 from passes.pipeline import Observer, Pass, Stage, run
 from passes.recompute import SAVES, recompute
+from passes.rng_states import settle_rng_states
 from passes.simulate import simulate
 from passes.slices import parameter_of
 from passes.split_saved import split_saved
@@ -118,6 +119,7 @@ def lower(
         _mark(joint, static, parameters, Phase.FORWARD)
         joint = run(session.passes, Stage.JOINT, joint, session.context, watch)
         forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+        settle_rng_states(forward, backward, kwargs["num_fwd_outputs"])
         _recompute(forward, backward, session)
         _mark_kept(forward, backward)
         step.parameters = frozenset(

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
+from osdp_compile.subgraphs import readers_of
 from passes.markers import UNSHARD
 
 
@@ -37,7 +38,7 @@ def marked_name(node: fx.Node) -> str | None:
     """
     names = {
         str(user.args[1]) if user.target in (UNSHARD, UNSHARD.overloadpacket) else None
-        for user in node.users
+        for user in readers_of(node)
     }
     return names.pop() if len(names) == 1 else None
 

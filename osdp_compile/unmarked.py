@@ -20,6 +20,7 @@ from torch import fx, nn
 from osdp_compile import _torch
 from osdp_compile.roots import placeholders
 from osdp_compile.state import ModelParameter
+from osdp_compile.subgraphs import called_region
 from passes.markers import UNSHARD
 
 _MARKERS = (UNSHARD, UNSHARD.overloadpacket)
@@ -42,16 +43,33 @@ def unmarked(
     ``entries``: of the sharded model; what of the graph's inputs is none of them stays as it is.
     """
     whole = {id(entry.parameter): _torch.whole_stand_in(entry.parameter) for entry in entries}
-    graph = fx.Graph()
-    nodes: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(gm.graph, nodes))
     given = [whole.get(id(value), value) for value in inputs]
-    for node, value in zip(placeholders(gm), given, strict=True):
-        _torch.copy_source(node, nodes[node])
+    copied = _copied(gm, given)
+    for node, copy in zip(placeholders(gm), placeholders(copied), strict=True):
+        _torch.copy_source(node, copy)
+    held = [dataclasses.replace(e, parameter=whole[id(e.parameter)]) for e in entries]
+    return copied, given, held
+
+
+def _copied(gm: fx.GraphModule, given: Sequence[Any]) -> fx.GraphModule:
+    """A copy of a graph without markers, and of the graphs of its regions.
+
+    ``given``: for each placeholder the parameter that it is, or anything else.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    copied = fx.GraphModule(gm, graph)
+    of: dict[Any, Any] = dict(zip(placeholders(copied), given, strict=True))
+    for node, value in of.items():
         if isinstance(value, nn.Parameter):
-            nodes[node].meta["example_value"] = value
+            node.meta["example_value"] = value
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in _MARKERS:
+        region = called_region(node)
+        if region is not None:
+            body, given_inside, _ = region
+            inside = [of.get(argument) for argument in given_inside]
+            copied.set_submodule(str(node.args[0].target), _copied(body, inside))
+        elif node.op == "call_function" and node.target in _MARKERS:
             parameter = node.args[0]
             while parameter.op != "placeholder":
                 parameter = parameter.all_input_nodes[0]
@@ -60,5 +78,5 @@ def unmarked(
                     parameter = graph.call_method("to", (parameter, node.kwargs["dtype"]))
             node.replace_all_uses_with(parameter)
     graph.eliminate_dead_code()  # never a placeholder
-    held = [dataclasses.replace(e, parameter=whole[id(e.parameter)]) for e in entries]
-    return fx.GraphModule(gm, graph), given, held
+    copied.recompile()
+    return copied

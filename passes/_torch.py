@@ -18,6 +18,13 @@ from torch._functorch._aot_autograd.descriptors import (  # noqa: F401
     InputMutationAOTOutput,
 )
 
+# 2.11.0, 2.13.0, 2.15.0: how the partitioner runs a random operator twice with one state.
+from torch._prims.rng_prims import (
+    graphsafe_run_with_rng_state,
+    run_and_save_rng_state,
+    run_with_rng_state,
+)
+
 # 2.11.0, 2.13.0: FakeTensorMode of a graph's values; enables computing `meta["val"]` of new nodes.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: F401
 
@@ -27,6 +34,10 @@ from torch.fx.graph_module import GraphModule  # noqa: F401
 
 # 2.11.0, 2.13.0: the policy tags the partitioner obeys (node.meta["recompute"]).
 from torch.utils.checkpoint import CheckpointPolicy  # noqa: F401
+
+RUN_AND_SAVE_RNG_STATE = run_and_save_rng_state
+RUN_WITH_RNG_STATE = run_with_rng_state
+GRAPHSAFE_RUN_WITH_RNG_STATE = graphsafe_run_with_rng_state
 
 
 def copied_graph(source: fx.Graph) -> fx.Graph:

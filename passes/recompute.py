@@ -31,7 +31,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -184,15 +184,19 @@ def is_repeatable(node: fx.Node) -> bool:
         return False
     if str(target).startswith("prims.inductor_"):
         return False
-    return torch.Tag.nondeterministic_seeded not in target.tags or _drops_nothing(node, target)
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return True
+    return drops_nothing(target, node.args, node.kwargs)
 
 
-def _drops_nothing(node: fx.Node, target: torch._ops.OpOverload) -> bool:
+def drops_nothing(
+    target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
     """Whether an operator that may drop some of its inputs at random is told not to."""
     for index, argument in enumerate(target._schema.arguments):
         if argument.name == "dropout_p":
-            default = node.args[index] if index < len(node.args) else argument.default_value
-            return bool(node.kwargs.get("dropout_p", default) == 0)
+            default = args[index] if index < len(args) else argument.default_value
+            return bool(kwargs.get("dropout_p", default) == 0)
     return False
 
 
