@@ -113,30 +113,16 @@ class ReentrantBrokenInside(BrokenInside):
     use_reentrant = True
 
 
-class Disabled(Reentrant):
-    """A reentrant region in code that is not compiled."""
-
-    @torch.compiler.disable
-    def call(self, block, x):
-        return super().call(block, x)
-
-
 @pytest.mark.parametrize(
     ("make", "plan"),
     [
-        (Model, "replicate"),
         (Model, None),
-        (Model, 0.3),
         (Reentrant, "shard_keep"),
         (Nested, "replicate"),
-        (Nested, "shard_again"),
-        (OfSequences, "replicate"),
-        (OfSequences, "shard_again"),
         (OfSequences, 0.3),
         (Selective, "shard_again"),
         (BrokenInside, "replicate"),
         (ReentrantBrokenInside, "shard_again"),
-        (Disabled, "shard_again"),
     ],
     ids=lambda one: getattr(one, "__name__", str(one)),
 )
@@ -191,12 +177,13 @@ def gpt2():
     )
     model = transformers.GPT2LMHeadModel(config)
     model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.loss_type = "ForCausalLM"  # without it transformers warns, and the graph breaks there
     assert model.config.attn_pdrop > 0 and model.training
     return model
 
 
 @pytest.mark.parametrize(
-    ("make", "plan"), [(llama, "shard_again"), (gpt2, 0.3)], ids=["Llama", "GPT-2"]
+    ("make", "plan"), [(llama, "shard_again"), (gpt2, "shard_keep")], ids=["Llama", "GPT-2"]
 )
 def test_hugging_faces_models_train_like_one_process(two_ranks, make, plan):
     pytest.importorskip("transformers")

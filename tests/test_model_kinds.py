@@ -253,25 +253,6 @@ def test_a_layer_that_runs_in_eager_mode(two_ranks, plan):
     assert set(outcome.placements.values()) == {"shard" if plan == "shard_again" else plan}
 
 
-class Checkpointed(nn.Module):
-    """Two layers behind torch's activation checkpointing."""
-
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(8, 16)
-        self.down = nn.Linear(16, 4)
-
-    def forward(self, x):
-        return torch.utils.checkpoint.checkpoint(
-            lambda x: self.down(torch.tanh(self.up(x))), x, use_reentrant=False
-        )
-
-
-def test_activation_checkpointing(two_ranks):
-    outcome = trains_like_reference(two_ranks, Checkpointed, "shard_again")
-    assert set(outcome.placements.values()) == {"shard"}
-
-
 def unfreeze_in_the_middle(rank, world_size, plan):
     """Train the last layer, then both; the largest difference to eager mode."""
     model = two_layers()
