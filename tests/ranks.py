@@ -31,6 +31,8 @@ from unittest import mock
 
 #: How long a rank may take longer than the first one that failed before it is given up.
 _GRACE_SECONDS = 5.0
+#: How long one may take to say where it is, on a busy machine.
+_STACK_SECONDS = 20.0
 #: Startup on a busy machine of few cores.
 _START_SECONDS = 180.0
 _ENVIRONMENT = {
@@ -168,10 +170,14 @@ class Ranks:
     def _stack(self, rank: int) -> str:
         """Where a rank is now, innermost frame first, as faulthandler writes it."""
         process = self._processes[rank]
-        before = len(self._log(rank))
+        before, deadline = len(self._log(rank)), time.monotonic() + _STACK_SECONDS
         if process.is_alive():
             os.kill(process.pid, signal.SIGUSR1)
-            time.sleep(0.5)
+        while process.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.1)
+            if self._log(rank)[before:].endswith("\n"):
+                time.sleep(0.5)  # it writes line by line
+                break
         return self._log(rank)[before:][:3000]
 
     def _log(self, rank: int) -> str:

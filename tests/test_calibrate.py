@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -22,11 +24,10 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 def measure(rank, world_size, seconds):
-    """The profile, and the seconds it took."""
-    dist.barrier()
-    start = time.perf_counter()
+    """The profile, and the seconds of this process's processor time that it took."""
+    start = time.process_time()
     hardware = measure_hardware(dist.group.WORLD, torch.device("cpu"), seconds=seconds)
-    return hardware.to_dict(), time.perf_counter() - start
+    return hardware.to_dict(), time.process_time() - start
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +65,31 @@ def test_it_says_how_gloo_carries_each_out(measured):
 
 
 def test_it_keeps_to_its_time(measured):
-    # Other processes may hold the cores: the allowance is wide, what it forbids is minutes.
+    # Its own processor time: other processes may hold the cores for as long as they like.
     assert max(seconds for _, seconds in measured) < 10
+
+
+class Clock:
+    """A clock that only the wire and computing move: however busy the machine is, it is right."""
+
+    def __init__(self) -> None:
+        self.now, self.own = 0.0, 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def process_time(self) -> float:
+        return self.own
+
+    def compute(self, seconds: float) -> float:
+        """Of this rank's own core; gives the seconds back."""
+        self.now += seconds
+        self.own += seconds
+        return seconds
+
+    def product(self, device: torch.device) -> Callable[[int], float]:
+        """In place of matrix products: 0.1 ms each."""
+        return lambda times: self.compute(1e-4 * times)
 
 
 class Wire:
@@ -73,6 +97,7 @@ class Wire:
 
     def __init__(
         self,
+        clock: Clock,
         latency_seconds: float,
         seconds_per_byte: float,
         starting: float = 0.0,
@@ -80,7 +105,7 @@ class Wire:
     ) -> None:
         """``starting``: seconds of this rank's own core that each byte takes to send, and
         ``each`` every collective."""
-        self.starting, self.each = starting, each
+        self.clock, self.starting, self.each = clock, starting, each
         self.rate = LinkRate(latency_seconds, seconds_per_byte)
         self.free_at = 0.0
         self.carried_bytes = 0
@@ -90,36 +115,44 @@ class Wire:
         wire_bytes = size_bytes * (world_size - 1) // world_size * (1 + (kind == "all_reduce"))
 
         def start():
-            until = time.thread_time() + self.each + wire_bytes * self.starting
-            while time.thread_time() < until:
-                pass
+            self.clock.compute(self.each + wire_bytes * self.starting)
             takes = self.rate.latency_seconds + wire_bytes * self.rate.seconds_per_byte
-            self.free_at = max(time.perf_counter(), self.free_at) + takes
+            self.free_at = max(self.clock.now, self.free_at) + takes
             self.carried_bytes += wire_bytes
-            return [Sent(self.free_at)]
+            return [Sent(self.clock, self.free_at)]
 
         return start, wire_bytes
 
 
 class Sent:
-    def __init__(self, arrives_at: float) -> None:
-        self.arrives_at = arrives_at
+    def __init__(self, clock: Clock, arrives_at: float) -> None:
+        self.clock, self.arrives_at = clock, arrives_at
 
     def wait(self):
-        time.sleep(max(0.0, self.arrives_at - time.perf_counter()))
+        self.clock.now = max(self.clock.now, self.arrives_at)
+
+
+@contextmanager
+def over(collective, clock: Clock) -> Iterator[None]:
+    """Inside, collectives are what a test says, and so is the time."""
+    with (
+        mock.patch.object(links, "_collective", collective),
+        mock.patch.object(links, "_product", clock.product),
+        mock.patch.object(links, "time", clock),
+    ):
+        yield
 
 
 def measure_over(
     rank, world_size, form, kind, latency_seconds, seconds_per_byte, budget_seconds, **own_core
 ):
     """The rate found for a wire, the seconds it took, and the bytes that were sent."""
-    wire = Wire(latency_seconds, seconds_per_byte, **own_core)
-    with mock.patch.object(links, "_collective", wire.collective):
-        start = time.perf_counter()
+    clock = Clock()
+    wire = Wire(clock, latency_seconds, seconds_per_byte, **own_core)
+    with over(wire.collective, clock):
         find = {"quick": links.quick_link, "swept": links.swept_link}[form]
         found = find(kind, dist.group.WORLD, torch.device("cpu"), budget_seconds, 1 << 28).rate
-        took = time.perf_counter() - start
-    return found, took, wire.carried_bytes
+    return found, clock.now, wire.carried_bytes
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "all_reduce"])
@@ -137,8 +170,8 @@ def test_the_rates_of_a_known_wire_are_found(
     )
     assert found[0][0] == found[1][0]
     for rate, took, _ in found:
-        assert math.isclose(rate.latency_seconds, latency_seconds, rel_tol=0.5, abs_tol=3e-3)
-        assert math.isclose(rate.seconds_per_byte, seconds_per_byte, rel_tol=0.5)
+        assert math.isclose(rate.latency_seconds, latency_seconds, rel_tol=0.01)
+        assert math.isclose(rate.seconds_per_byte, seconds_per_byte, rel_tol=0.01)
         assert took < 3 + 3 * budget_seconds
 
 
@@ -158,22 +191,22 @@ def test_computing_beside_a_busy_wire_is_found_to_take_longer(two_ranks):
         assert rates[0][0] == rates[1][0]
         return rates[0][0].busy_seconds_per_byte
 
-    # Other processes may hold the cores: one of several looks must be right.
-    assert any(math.isclose(found(1e-8), 1e-8, rel_tol=0.5) for _ in range(4))
-    assert any(found(0.0) < 4e-9 for _ in range(4))
+    assert math.isclose(found(1e-8), 1e-8, rel_tol=0.01)
+    assert found(0.0) == pytest.approx(0.0, abs=1e-15)
 
 
 def measure_busy_by_kind(rank, world_size):
     """What a byte takes of this rank's core, by kind: all-reduces three times as much."""
-    wires = {"all_gather": Wire(1e-3, 2e-8, starting=1e-8)}
+    clock = Clock()
+    wires = {"all_gather": Wire(clock, 1e-3, 2e-8, starting=1e-8)}
     wires["all_to_all"] = wires["all_gather"]  # what stands for all where one does
-    wires["all_reduce"] = Wire(1e-3, 2e-8, starting=3e-8)
+    wires["all_reduce"] = Wire(clock, 1e-3, 2e-8, starting=3e-8)
 
     def collective(kind, *args):
         return wires[kind].collective(kind, *args)
 
     group, device = dist.group.WORLD, torch.device("cpu")
-    with mock.patch.object(links, "_collective", collective):
+    with over(collective, clock):
         found = {kind: links.quick_link(kind, group, device, 0.15, 1 << 28) for kind in wires}
         busy = links.with_busy(found, group, device, 0.5)
     return {kind: link.rate.busy_seconds_per_byte for kind, link in busy.items()}
@@ -182,19 +215,19 @@ def measure_busy_by_kind(rank, world_size):
 def test_each_kinds_own_share_of_the_processor_is_found(two_ranks):
     one, other = two_ranks.run(measure_busy_by_kind)
     assert one == other
-    assert one["all_gather"] == pytest.approx(1e-8, rel=0.3)
-    assert one["all_reduce"] == pytest.approx(3e-8, rel=0.3)
+    assert one["all_gather"] == pytest.approx(1e-8, rel=0.01)
+    assert one["all_reduce"] == pytest.approx(3e-8, rel=0.01)
 
 
 def check_over(rank, world_size, seconds_per_byte, said_seconds_per_byte):
     """Whether rates are found to hold on a wire."""
-    wire = Wire(1e-3, seconds_per_byte)
+    clock = Clock()
+    wire = Wire(clock, 1e-3, seconds_per_byte)
     said = dict.fromkeys(links.KINDS, LinkRate(1e-3, said_seconds_per_byte))
     hardware = dataclasses.replace(generic(), collectives=said)
-    with mock.patch.object(links, "_collective", wire.collective):
-        start = time.perf_counter()
+    with over(wire.collective, clock):
         holds = links.rates_hold(hardware, dist.group.WORLD, torch.device("cpu"), 1 << 24)
-        return holds, time.perf_counter() - start
+    return holds, clock.now
 
 
 @pytest.mark.parametrize(("times_as_fast", "holds"), [(1, True), (10, False), (0.1, False)])
@@ -208,12 +241,12 @@ def test_rates_hold_on_a_wire_that_has_them(two_ranks, times_as_fast, holds):
 def test_what_starting_takes_is_found(two_ranks, form):
     rates = two_ranks.run(measure_over, form, "all_gather", 1e-2, 2e-8, 0.2, each=5e-3)
     assert rates[0][0] == rates[1][0]
-    assert math.isclose(rates[0][0].start_seconds, 5e-3, rel_tol=0.5)
+    assert math.isclose(rates[0][0].start_seconds, 5e-3, rel_tol=0.01)
 
 
 def calibrate_at_leisure(rank, world_size):
     said = []
-    start = time.perf_counter()
+    start = time.process_time()
     found = calibrate(
         dist.group.WORLD,
         torch.device("cpu"),
@@ -221,7 +254,7 @@ def calibrate_at_leisure(rank, world_size):
         scratch_bytes=1 << 24,
         progress=lambda what, done: said.append((what, done)),
     )
-    took = time.perf_counter() - start
+    took = time.process_time() - start  # its own, however busy the machine is
     samples = {kind: len(link.samples) for kind, link in found.links[""].items()}
     return found.hardware.to_dict(), samples, said, took
 

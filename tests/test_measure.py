@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from osdp_compile import OsdpError, PeakMemory
@@ -76,12 +77,17 @@ def test_an_error_inside_comes_out_and_leaves_it_usable():
 
 def all_gather_measured(rank, world_size):
     """Peak and current bytes of gathering 1 MiB from each rank."""
-    with PeakMemory() as memory:
-        part = tensor(1)
-        whole = torch.empty(world_size * MIB // 4)
-        all_gather_single(whole, part)
-        time.sleep(0.5)  # gloo's worker lets go of its tensors after the end
-        del part
+    for wait_seconds in (0.2, 1.0, 5.0, 25.0):  # gloo's worker lets go of its tensors after the end
+        with PeakMemory() as memory:
+            part = tensor(1)
+            whole = torch.empty(world_size * MIB // 4)
+            all_gather_single(whole, part)
+            time.sleep(wait_seconds)
+            del part
+        of_all = torch.tensor([memory.current_bytes])
+        dist.all_reduce(of_all, op=dist.ReduceOp.MAX)  # all try again, or none
+        if of_all.item() <= world_size * MIB + 8192:
+            break
     return memory.peak_bytes, memory.current_bytes
 
 
