@@ -27,6 +27,7 @@ from osdp_compile.current_call import referred_to
 from osdp_compile.errors import OsdpError
 from osdp_compile.living import living
 from osdp_compile.session import find
+from osdp_compile.unaveraged import check_averaged
 from osdp_compile.wrapped import check_not_in_fsdp
 
 #: Optimizers that were looked at, with how many parameters had gradients.
@@ -72,6 +73,8 @@ def check_covered(optimizer: torch.optim.Optimizer, backend: Callable[..., Any])
         apart = [one for one in unknown if not isinstance(one, DTensor)]
         if apart:
             _check_apart(apart, stepping, backend)
+        if optimizer not in _looked_at:
+            check_averaged(stepping)
     _looked_at[optimizer] = len(stepping)
 
 

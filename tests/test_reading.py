@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import osdp_compile
+from osdp_compile import OsdpError
 from osdp_compile.inside_forward import is_inside_forward
 from tests.training import Recipe, normal_batch, plan_options, whole
 
@@ -163,6 +164,13 @@ def read_on_one_rank(rank, world_size, decision):
     assert model.listed[0] is parameters["listed.0"]
     assert gradient is not None and isinstance(gradient, DTensor) == (kind is DTensor)
     torch.optim.SGD([model.up.weight, *model.down.parameters()], lr=0.1).step()
+    # What every rank computes of the weights alone needs no average.
+    if decision == "replicate":
+        (model.down.weight.norm() + model.encode(torch.ones(2, 8)).sum()).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        model.encode(normal_batch(0, 0, rank)).sum().backward()
+        with pytest.raises(OsdpError, match=r"parameter 'up\.weight' differs between ranks"):
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
     if decision != "replicate":
         with pytest.raises(RuntimeError, match=r"got mixed torch\.Tensor and DTensor"):
             model.encode(normal_batch(0, 0, rank))
