@@ -19,7 +19,7 @@ from passes.hardware import Hardware
 
 #: Where the search ends if memory does not end it.
 _MOST = 1 << 16
-#: From what this batch needs at least, beside what one sample needs, follows what others need.
+#: From what this batch takes, beside what one sample takes, follows what others take.
 _SECOND = 8
 #: How much faster half a batch must be for half of that to be tried.
 _WORTH_HALVING = 1.01
@@ -55,9 +55,8 @@ def best_batch(
 
     Args:
         traced: the training step of a batch size.
-        sizes: of a rank; empty: the largest that fits, of powers of two and the quarters between,
-            and from there down by halves as long as that is 1 % faster. Each takes a trace and a
-            plan, so the largest is looked for where the least memory of two sizes says that it is.
+        sizes: of a rank; empty: the best that is found from the largest whose plan fits without
+            effort, up and down as long as that is faster. Each size takes a trace and a plan.
 
     Raises:
         ValueError: if the sizes are to be found and there is no limit that ends the search.
@@ -91,11 +90,9 @@ def best_batch(
         for batch in sorted(set(sizes)):
             attempt(batch)
     elif attempt(1):
+        attempt(_SECOND)
         assert limit_bytes is not None
-        say(f"memory of batches 1 and {_SECOND}")
-        one, second = (traced_once(b).least_bytes(ranks, hardware) for b in (1, _SECOND))
-        _largest(attempt, _fitting(one, second, limit_bytes))
-        _faster_halves(attempt, tried)
+        _climb(attempt, tried, limit_bytes)
     tried.sort(key=lambda one: one.batch)
     if all(one.plan is None for one in tried):
         least = min(one.least_bytes for one in tried)
@@ -107,44 +104,55 @@ def best_batch(
     return tried
 
 
-def _fitting(one_bytes: int, second_bytes: int, limit_bytes: int) -> float:
-    """About the largest batch that fits, if the least memory grows evenly with the batch.
+def _climb(attempt: Callable[[int], bool], tried: Sequence[Tried], limit_bytes: int) -> None:
+    """Try sizes from about the largest whose peak is below the limit, while that is faster.
 
-    ``one_bytes``, ``second_bytes``: of batches 1 and :data:`_SECOND`.
+    That is where throughput is highest as a rule: more samples hide more communication, until
+    activations must be recomputed to make room for them.
     """
-    each_bytes = (second_bytes - one_bytes) / (_SECOND - 1)
+
+    def faster(size: int, best: int, times: float = 1.0) -> bool:
+        return attempt(size) and _rate(tried, size) > times * _rate(tried, best)
+
+    sizes = [size for size in _grid() if size <= _about(tried, limit_bytes)]
+    while not attempt(sizes[-1]):
+        sizes.pop()
+    best = sizes[-1]
+    if faster(_next(best), best):
+        best = _next(best)
+        while 2 * best <= _MOST and faster(2 * best, best):
+            best *= 2
+        while _next(best) <= _MOST and faster(_next(best), best):
+            best = _next(best)
+        return
+    while best > 1 and faster(best // 2, best, _WORTH_HALVING):
+        best //= 2
+
+
+def _about(tried: Sequence[Tried], limit_bytes: int) -> float:
+    """About the largest batch with a peak below the limit, if the peak grows evenly.
+
+    From what batches 1 and :data:`_SECOND` take, or what the latter needs at least.
+    """
+    one, second = (
+        one.least_bytes if one.plan is None else predicted(one.plan).peak_bytes for one in tried
+    )
+    each_bytes = (second - one) / (_SECOND - 1)
     if each_bytes <= 0:
         return _MOST
-    return min(_MOST, max(1.0, 1 + (limit_bytes - one_bytes) / each_bytes))
+    return min(_MOST, max(1.0, 1 + (limit_bytes - one) / each_bytes))
 
 
-def _grid(most: int) -> list[int]:
+def _grid() -> list[int]:
     """Powers of two and the quarters between them, ascending."""
     sizes = {(1 << power) * quarters // 4 for power in range(17) for quarters in _QUARTERS}
-    return sorted(size for size in sizes if 1 <= size <= most)
+    return sorted(size for size in sizes if 1 <= size <= _MOST)
 
 
-def _largest(attempt: Callable[[int], bool], about: float) -> None:
-    """Try sizes from about the largest, up to the first that does not fit or down to one that does.
-    """
-    sizes = _grid(_MOST)
-    place = max(index for index, size in enumerate(sizes) if size <= about)
-    while place > 0 and not attempt(sizes[place]):
-        place -= 1
-    for size in sizes[place + 1 :]:
-        if not attempt(size):
-            return
+def _next(size: int) -> int:
+    """The size of the grid above one."""
+    return next((one for one in _grid() if one > size), 2 * _MOST)
 
 
-def _faster_halves(attempt: Callable[[int], bool], tried: list[Tried]) -> None:
-    """Try half of the largest that fits, and half of that, while each is clearly faster."""
-
-    def rate(batch: int) -> float:
-        return next(one.samples_per_second for one in tried if one.batch == batch)
-
-    batch = max(one.batch for one in tried if one.plan is not None)
-    while batch > 1:
-        half = batch // 2
-        if not attempt(half) or rate(half) <= _WORTH_HALVING * rate(batch):
-            return
-        batch = half
+def _rate(tried: Sequence[Tried], batch: int) -> float:
+    return next(one.samples_per_second for one in tried if one.batch == batch)

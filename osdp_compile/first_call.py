@@ -191,7 +191,7 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
     check_if_waiting([entry.parameter for entry in entries], options)
     by_exchange = by_messages(group, device)
     lines = [*options.lines(), *fingerprint(step.gm, entries)]
-    agree([*lines, f"gathers and scatters by messages: {by_exchange}"], group)
+    agree([f"gathers and scatters by messages: {by_exchange}", *lines], group)
 
     optimizers = OptimizerIndex(entry.parameter for entry in entries)
     accumulated_bytes = 0

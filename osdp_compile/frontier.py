@@ -12,7 +12,7 @@ from osdp_compile.options import Search
 from osdp_compile.traced_step import TracedStep, predicted
 from passes.decisions import Plan
 from passes.hardware import Hardware
-from passes.units import format_bytes, format_seconds
+from passes.units import format_bytes
 
 _POINTS = 10
 #: A plan that takes no longer than so many times the fastest ends the search for others.
@@ -103,8 +103,8 @@ def each_by_itself(
     began = time.perf_counter()
     for number, limit in enumerate(limits, 1):
         each = (time.perf_counter() - began) / len(found) if found else began - started
-        left = format_seconds(each * (len(limits) - len(found)))
-        say(f"limit {number} of {len(limits)}, {format_bytes(limit)}, about {left} left")
+        left = max(1, round(each * (len(limits) - len(found))))
+        say(f"limit {number} of {len(limits)}, {format_bytes(limit)}, about {left} s left")
         found.append((limit, step.plan(ranks, hardware, limit)))
         seconds = predicted(found[-1][1]).step_seconds
         if until_fast and seconds <= _AS_FAST * predicted(free).step_seconds:

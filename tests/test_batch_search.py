@@ -61,7 +61,7 @@ def test_a_smaller_batch_that_is_faster_is_found():
 
 
 def test_memory_that_does_not_grow_evenly_leads_there_too():
-    """What the least memory of two sizes predicts is too much, or too little."""
+    """What the memory of two sizes predicts is too much."""
 
     class Uneven(Step):
         def least_bytes(self, ranks, hardware) -> int:
@@ -80,3 +80,26 @@ def test_given_sizes_are_all_tried_and_none_that_fits_is_an_error():
     assert traces == [1, 8, 64] and [one.plan is not None for one in found] == [True, True, False]
     with pytest.raises(InfeasibleLimit, match="the smallest, 1, needs"):
         tried(50)
+
+
+@pytest.mark.parametrize(("effort", "best", "most_traces"), [(1.3, 28, 5), (1.0, 112, 9)])
+def test_what_is_recomputed_to_make_room_is_worth_it_or_not(effort, best, most_traces):
+    """Beyond 28 samples activations must be recomputed, up to the 112 that fit at all."""
+    limit = 100 + 10 * 28
+
+    class Recomputing(Step):
+        def plan(self, ranks, hardware, limit_bytes, search, say) -> Plan:
+            if self.batch > 112:
+                raise InfeasibleLimit("too low", 100 + self.batch * 10 // 4)
+            whole = self.fixed + self.each * self.batch
+            seconds = self.seconds * (effort if whole > limit_bytes else 1.0)
+            peak = min(whole, limit_bytes)
+            said = Prediction(seconds, seconds, 0.0, peak, {"activations": peak})
+            return Plan((), world_size=4, prediction=said)
+
+    def traced(batch: int) -> Step:
+        return Recomputing(batch, 100, 10, 1.0 + batch)
+
+    found = best_batch(traced, (), {"ranks": 4}, PRESETS["cpu-gloo"], limit)
+    assert max(found, key=lambda one: one.samples_per_second).batch == best
+    assert len(found) <= most_traces, [one.batch for one in found]
