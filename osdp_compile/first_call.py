@@ -27,7 +27,7 @@ from osdp_compile.describe import (
 )
 from osdp_compile.errors import PlanMismatch
 from osdp_compile.exchange import by_messages, staged_kinds
-from osdp_compile.frames import captured_frames
+from osdp_compile.frames import captured_frames, unseen_bytes_of
 from osdp_compile.initialising import write_as_into_whole_ones
 from osdp_compile.laid_out import LaidOut, end_waiting
 from osdp_compile.markers import register_group
@@ -230,9 +230,7 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
         # What cuts the step may be a collective of the model's own: all ranks run it.
         progress.stage("tracing")
         captured.append(step.captured(context, passes))
-        unread = captured[0].unread
-        unseen_bytes = sum(p.gradient_bytes for p in context.parameters if p.name in unread)
-        unseen_bytes += captured[0].border_bytes
+        unseen_bytes = unseen_bytes_of(captured[0], context)
         context = context.replace(base_bytes=context.base_bytes + unseen_bytes)
     given: list[Plan] = []
 

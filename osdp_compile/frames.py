@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,13 +45,18 @@ def captured_frames(
     roots: Sequence[tuple[str, nn.Module]],
     ctx: Context,
     passes: Sequence[Pass],
+    device: torch.device | None = None,
 ) -> Captured | None:
     """The step of a call as one captured step; None if no graph of it needs gradients.
 
     ``roots``: the modules that own the parameters, as :func:`model_parameters` takes them.
+    ``device``: on which a model without memory is traced; None: the model has memory.
     """
     runs: list[FrameRun] = []
-    for traced in (_on_fake_tensors, _on_real_tensors):
+    ways: list[Callable[..., None]] = [functools.partial(_on_fake_tensors, device)]
+    if device is None:
+        ways.append(_on_real_tensors)
+    for traced in ways:
         collector = _Collector(ctx, passes)
         try:
             with _same_random_numbers(), torch.enable_grad():
@@ -58,7 +64,7 @@ def captured_frames(
         except _BackwardBegins:
             return _joined(collector.runs, ctx)
         except Exception as error:  # of the model's own code, which fails on no values
-            log.debug("tracing the whole step, %s: %r", traced.__name__, error)
+            log.debug("tracing the whole step: %r", error)
             if len(collector.runs) > len(runs):
                 runs = collector.runs
         else:
@@ -89,12 +95,20 @@ def _joined(runs: Sequence[FrameRun], ctx: Context) -> Captured | None:
     return dataclasses.replace(join_frames(runs), unread=unread)
 
 
+def unseen_bytes_of(captured: Captured, ctx: Context) -> int:
+    """Bytes of gradients that no graph shows: of what eager code reads, and between frames."""
+    unread = [one.gradient_bytes for one in ctx.parameters if one.name in captured.unread]
+    return sum(unread) + captured.border_bytes
+
+
 def _on_fake_tensors(
-    call: Call, roots: Sequence[tuple[str, nn.Module]], collector: _Collector
+    device: torch.device | None,
+    call: Call,
+    roots: Sequence[tuple[str, nn.Module]], collector: _Collector
 ) -> None:
     modules = [module for _, module in roots]
-    device = next(one.device for module in modules for one in module.parameters())
-    with stand_ins(modules, (call.args, call.kwargs), device) as (args, kwargs):
+    own = next(one.device for module in modules for one in module.parameters())
+    with stand_ins(modules, (call.args, call.kwargs), device or own) as (args, kwargs):
         _call(call, roots, collector, args, kwargs)
 
 

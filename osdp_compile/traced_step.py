@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from osdp_compile import _torch, progress
+from osdp_compile.current_call import Call, interrupted_call
 from osdp_compile.describe import (
     accumulated_bytes_of,
     captured_step,
@@ -21,12 +22,13 @@ from osdp_compile.describe import (
     owned_parameters,
 )
 from osdp_compile.errors import InfeasibleLimit, OsdpError
+from osdp_compile.frames import captured_frames, collected, is_collecting, unseen_bytes_of
 from osdp_compile.meshes import levels_of
 from osdp_compile.options import Search
 from osdp_compile.precision import OWN_PRECISION, Precision, traced_cast
 from osdp_compile.roots import plain_parameters
 from osdp_compile.stand_ins import stand_ins
-from osdp_compile.state import check_shardable, model_parameters
+from osdp_compile.state import ModelParameter, check_shardable, model_parameters
 from passes.bucket import bucket_bytes_for
 from passes.capture import Captured
 from passes.context import Context, Level, Parameter
@@ -45,6 +47,10 @@ _MOST_NODES = 2500
 _WHOLE_TRIES = 3
 #: What the planner asks the price of.
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+NOTHING_TO_PLAN = (
+    "nothing that the model computes from these arguments needs gradients: there is nothing "
+    "to plan (are all parameters frozen, or is the model called under no_grad?)"
+)
 #: The name that a graph has for a process group which does not exist.
 _GROUP = "osdp_offline"
 
@@ -234,7 +240,7 @@ def planned_whole(
 def folded_if_large(captured: Captured, parameters: Sequence[Parameter]) -> Folded | None:
     """The step without its inner layers, if it is large and they are alike."""
     nodes = len(captured.forward.graph.nodes) + len(captured.backward.graph.nodes)
-    if nodes <= _MOST_NODES:
+    if nodes <= _MOST_NODES or captured.is_joined:
         return None
     folded = fold(captured, parameters)
     if folded is None:
@@ -250,6 +256,10 @@ def chosen(captured: Captured, folded: Folded | None, ctx: Context) -> Captured 
     if folded is None or ctx.slices or bucket_bytes_for(ctx) > folded.layer_bytes(ctx):
         return captured
     return folded
+
+
+class _SeveralFrames(OsdpError):
+    """Leads out of Dynamo: the graph is not the whole step."""
 
 
 class _Found(OsdpError):
@@ -270,7 +280,7 @@ def trace(
     precision: Precision = OWN_PRECISION,
     accumulate: bool = False,
 ) -> TracedStep:
-    """Trace a training step on stand-ins: the first graph that needs gradients, as the backend.
+    """Trace a training step on stand-ins, with all graphs that need gradients, as the backend.
 
     Raises:
         OsdpError: if a parameter cannot be sharded, or nothing of what is computed needs gradients.
@@ -280,8 +290,12 @@ def trace(
     check_shardable(model_parameters([("", model)]))  # a stand-in has no hooks
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        if is_collecting():
+            return collected(gm, inputs)
         if not any(parameter.requires_grad for _, parameter in plain_parameters(gm, inputs)):
             return gm
+        if interrupted_call(gm, inputs) is not None:
+            _torch.raise_to_user(_SeveralFrames("the step is several graphs"))
         try:
             found = _traced(gm, inputs, optimizer, chosen, precision, accumulate)
         except OsdpError as error:
@@ -296,10 +310,13 @@ def trace(
                 compiled(*given, **named)
         except _Found as found:
             return found.step
-    raise OsdpError(
-        "nothing that the model computes from these arguments needs gradients: there is nothing "
-        "to plan (are all parameters frozen, or is the model called under no_grad?)"
-    )
+        except _SeveralFrames:
+            pass
+        else:
+            raise OsdpError(NOTHING_TO_PLAN)
+    call = Call(compiled, *inputs, modules=(model,), is_whole=False)
+    with traced_cast(model, precision):
+        return _traced_frames(model, call, optimizer, chosen, precision, accumulate)
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -311,6 +328,26 @@ def _device_of(model: nn.Module) -> torch.device:
     return next(devices, torch.device("cpu"))
 
 
+def _traced_frames(
+    model: nn.Module,
+    call: Call,
+    optimizer: int | str,
+    passes: tuple[Pass, ...],
+    precision: Precision,
+    accumulate: bool,
+) -> TracedStep:
+    """The step of a model that graph breaks cut."""
+    roots = [("", model)]
+    entries = model_parameters(roots)
+    ctx = _context(entries, optimizer, precision)
+    captured = captured_frames(call, roots, ctx, passes, _device_of(model))
+    if captured is None:
+        raise OsdpError(NOTHING_TO_PLAN)
+    held_bytes = held_bytes_of(roots, _torch.tree_leaves((call.args, call.kwargs)), entries)
+    held_bytes += unseen_bytes_of(captured, ctx)
+    return _step(captured, ctx, entries, held_bytes, passes, precision, accumulate)
+
+
 def _traced(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
@@ -320,16 +357,36 @@ def _traced(
     accumulate: bool,
 ) -> TracedStep:
     roots, entries = owned_parameters(gm, inputs)
+    ctx = _context(entries, optimizer, precision)
+    captured = captured_step(gm, inputs, entries, ctx, passes)
+    held_bytes = held_bytes_of(roots, inputs, entries)
+    return _step(captured, ctx, entries, held_bytes, passes, precision, accumulate)
+
+
+def _context(
+    entries: Sequence[ModelParameter], optimizer: int | str, precision: Precision
+) -> Context:
+    """Of it only the parameters, their types and the group's name enter the graphs."""
     parameters = tuple(described(entry, None, optimizer) for entry in entries)
-    # Of the context only the parameters, their types and the group's name enter the graphs.
-    ctx = Context(Plan((), world_size=1), generic(), parameters, 1, 0, _GROUP).replace(
+    return Context(Plan((), world_size=1), generic(), parameters, 1, 0, _GROUP).replace(
         param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype
     )
+
+
+def _step(
+    captured: Captured,
+    ctx: Context,
+    entries: Sequence[ModelParameter],
+    held_bytes: int,
+    passes: tuple[Pass, ...],
+    precision: Precision,
+    accumulate: bool,
+) -> TracedStep:
     accumulated_bytes = accumulated_bytes_of(entries, precision) if accumulate else 0
     return TracedStep(
-        captured=captured_step(gm, inputs, entries, ctx, passes),
-        parameters=parameters,
-        held_bytes=held_bytes_of(roots, inputs, entries) + accumulated_bytes,
+        captured=captured,
+        parameters=ctx.parameters,
+        held_bytes=held_bytes + accumulated_bytes,
         passes=passes,
         accumulated_bytes=accumulated_bytes,
     )
