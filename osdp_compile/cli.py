@@ -48,7 +48,11 @@ class _Version(argparse.Action):
 
 def version() -> str:
     """The versions that a report of a problem needs."""
-    import importlib.metadata  # which takes longer than all the rest
+    from importlib import metadata  # which takes longer than all the rest
 
-    ours, torch = (importlib.metadata.version(name) for name in ("osdp-compile", "torch"))
+    try:
+        ours = metadata.version("osdp-compile")
+    except metadata.PackageNotFoundError:  # a checkout on the path
+        ours = "(not installed)"
+    torch = metadata.version("torch")
     return f"osdp-compile {ours} (torch {torch}, Python {platform.python_version()})"
