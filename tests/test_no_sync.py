@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import osdp_compile
-from osdp_compile import OsdpError, PeakMemory, accumulating
+from osdp_compile import OsdpError, PeakMemory
+from osdp_compile.state import add_gradient
 from tests.training import SLOW, plan_for, whole
 
 MICROS = 3
@@ -58,7 +59,7 @@ def step_gradients(rank, world_size, kind, inside, folder, dtypes):
     compiled = torch.compile(model, backend="osdp", options=options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     found, sends = [], []
-    with mock.patch("osdp_compile.accumulating._add", wraps=accumulating._add) as added:
+    with mock.patch("osdp_compile.accumulating.add_gradient", wraps=add_gradient) as added:
         for step in range(2):
             micros = iter(range(MICROS))
             with osdp_compile.no_sync(compiled if step else model) if inside else nullcontext():
