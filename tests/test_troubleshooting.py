@@ -46,6 +46,9 @@ def exceptions(trees: list[ast.Module]) -> set[str]:
 
 def said_by(tree: ast.Module, known: set[str]) -> Iterator[str]:
     """The texts of the errors that a module raises, and of its warnings."""
+    constants = {
+        ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and node.name in known:
             for call in ast.walk(node):  # an error that words itself
@@ -54,7 +57,7 @@ def said_by(tree: ast.Module, known: set[str]) -> Iterator[str]:
         if isinstance(node, ast.Call) and node.args:
             name = ast.unparse(node.func).rpartition(".")[2]
             if name in known or name in ("warn", "warning", "warn_once"):
-                yield text_of(node.args[0])
+                yield text_of(constants.get(ast.unparse(node.args[0]), node.args[0]))
 
 
 def messages() -> set[str]:
