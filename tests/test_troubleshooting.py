@@ -46,9 +46,8 @@ def exceptions(trees: list[ast.Module]) -> set[str]:
 
 def said_by(tree: ast.Module, known: set[str]) -> Iterator[str]:
     """The texts of the errors that a module raises, and of its warnings."""
-    constants = {
-        ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)
-    }
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    constants = {ast.unparse(node.targets[0]): node.value for node in assigned}
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and node.name in known:
             for call in ast.walk(node):  # an error that words itself
