@@ -29,8 +29,9 @@ from torch._dynamo.eval_frame import _TorchDynamoContext, skip_code
 # 2.11.0, 2.13.0: passed through by Dynamo from a backend's compile call; the frame is traced again.
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 
-# 2.11.0, 2.13.0: the frame that is being traced.
-from torch._dynamo.symbolic_convert import InstructionTranslator
+# 2.11.0, 2.13.0, 2.15.0: the frame that is being traced; the floats that Dynamo makes constants of
+# when it traces a frame again.
+from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
 
 # 2.11.0, 2.13.0, 2.15.0: see :func:`recompile_reason`.
 from torch._dynamo.utils import get_metrics_context
@@ -96,10 +97,12 @@ __all__ = [
     "FakeTensorMode",
     "InductorChoices",
     "Partitioner",
+    "RestartTracing",
     "aot_input_index",
     "compile_fx",
     "compile_fx_inner",
     "compiled_library",
+    "constant_floats",
     "copy_source",
     "current_frame",
     "evaluate_prefixes",
@@ -114,6 +117,7 @@ __all__ = [
     "reduced_by_ddp",
     "register_work",
     "restart_tracing",
+    "restart_with_constants",
     "skip_code",
     "tree_leaves",
     "tree_map_only",
@@ -194,6 +198,22 @@ def restart_tracing() -> NoReturn:
     """
     InstructionTranslator.current_tx().speculation_log.clear()
     raise TensorifyScalarRestartAnalysis(restart_reason="osdp: the model was sharded")
+
+
+#: What AOTAutograd raises to have Dynamo trace the frame again with floats as constants.
+RestartTracing = TensorifyScalarRestartAnalysis
+
+
+def constant_floats() -> list[str]:
+    """The symbols of the floats that Dynamo makes constants of when it traces this frame again."""
+    return sorted(TensorifyState.force_specializations)
+
+
+def restart_with_constants(symbols: Sequence[str]) -> NoReturn:
+    """From within a backend: have Dynamo trace the frame again with these floats as constants."""
+    for symbol in symbols:
+        TensorifyState.specialize(symbol)
+    raise TensorifyScalarRestartAnalysis(restart_reason="osdp: rank 0 traces the frame again")
 
 
 def raise_to_user(error: Exception, mixin: type | None = None) -> NoReturn:

@@ -6,6 +6,7 @@ are exchanged first and raised everywhere. A fake group has one rank, which agre
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import fx
 
+from osdp_compile import _torch
 from osdp_compile.collectives import backend_of
 from osdp_compile.errors import InfeasibleLimit, OsdpError, PlanMismatch, RanksDiffer
 from osdp_compile.state import ModelParameter
@@ -87,18 +89,29 @@ def on_every_rank(make: Callable[[], T], group: dist.ProcessGroup) -> T:
     return made  # type: ignore[return-value]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Restart:
+    """Rank 0 traces the frame again, with these floats as constants."""
+
+    constant_floats: list[str]
+
+
 def from_rank_zero(make: Callable[[], T], group: dist.ProcessGroup) -> T:
     """What ``make`` returns on rank 0, on every rank. Collective.
 
-    Its error too, so that no rank is left waiting.
+    Its error too, so that no rank is left waiting. Where AOTAutograd has Dynamo trace the frame
+    again on rank 0 (with ``dynamic=True`` for a float that must be a constant), every rank does.
     """
     if _is_fake(group):
         return make()
-    sent: list[tuple[T | None, OsdpError | None]] = [(None, None)]
+    sent: list[tuple[T | None, OsdpError | _Restart | None]] = [(None, None)]
     failure: Exception | None = None
     if dist.get_rank(group) == 0:
         try:
             sent = [(make(), None)]
+        except _torch.RestartTracing as restart:
+            failure = restart
+            sent = [(None, _Restart(_torch.constant_floats()))]
         except Exception as error:
             failure = error
             told = OsdpError(f"rank 0: {type(error).__name__}: {error}")
@@ -107,6 +120,8 @@ def from_rank_zero(make: Callable[[], T], group: dist.ProcessGroup) -> T:
     if failure is not None:
         raise failure
     made, refused = sent[0]
+    if isinstance(refused, _Restart):
+        _torch.restart_with_constants(refused.constant_floats)
     if refused is not None:
         raise refused
     return made  # type: ignore[return-value]

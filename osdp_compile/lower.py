@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import torch
 from functorch.compile import min_cut_rematerialization_partition
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
@@ -24,6 +25,7 @@ from osdp_compile.session import Session, base_parts, find
 from passes.capture import mark_inputs
 from passes.check import check
 from passes.context import Context, Phase
+from passes.decisions import OF_INPUT
 from passes.graph import bytes_of, output_node
 from passes.markers import UNSHARD
 from passes.pipeline import Observer, Pass, Stage, run
@@ -126,6 +128,7 @@ def lower(
             str(node.args[1])
             for node in forward.graph.find_nodes(op="call_function", target=UNSHARD)
         )
+        _warn_of_rows_at_once(forward, step.parameters, session)
         split_saved(forward, backward, session.context)
         step.returned_bytes = _returned_bytes(forward, kwargs["num_fwd_outputs"])
         return forward, backward
@@ -220,6 +223,24 @@ def _held_by_other_frames(
             if node.name.startswith("tangents")
         )
     return held_bytes
+
+
+def _warn_of_rows_at_once(
+    forward: fx.GraphModule, read: frozenset[str], session: Session
+) -> None:
+    """Say of which parameters that a graph reads rows cannot be sliced: it is for any number."""
+    inputs = forward.graph.find_nodes(op="placeholder")
+    if not any(isinstance(node.meta["val"], torch.SymInt) for node in inputs):
+        return
+    by_rows = [p for p in session.plan.parameters if p.slices > 1 and p.along == OF_INPUT]
+    names = [p.name for p in by_rows if p.name in read]
+    if names:
+        log.warning(
+            "the plan runs what reads %s by slices of its rows (tokens), and this graph is for any "
+            "number of them: it multiplies all at once, and may take more memory than was "
+            "predicted. torch.compile(..., dynamic=False) slices, with a graph for each length",
+            ", ".join(names),
+        )
 
 
 def _look_at(

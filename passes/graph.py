@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from passes._torch import FakeTensorMode, called, copied_graph
 from passes.exchange import EXCHANGE, GATHER_PARTS
@@ -131,6 +132,13 @@ def hint(size: Any) -> int:
 def concrete(sizes: Iterable[Any]) -> list[int]:
     """Sizes or strides as numbers, symbolic ones by their hints."""
     return [hint(size) for size in sizes]
+
+
+def always_equal(one: Any, other: Any) -> bool:
+    """Whether two sizes are equal, symbolic ones whatever they are."""
+    if isinstance(one, int) and isinstance(other, int):
+        return one == other
+    return bool(statically_known_true(one == other))
 
 
 def numel_of(value: Any) -> int:

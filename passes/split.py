@@ -271,6 +271,8 @@ class Splitter:
     def rows_of_input(self, node: fx.Node, weight: fx.Node) -> Slices | None:
         """How the rows of what a weight is multiplied with are sliced; None if they are not.
 
+        Rows of a symbolic size are not: all are multiplied at once.
+
         ``weight``: as the product reads it.
         """
         while weight.target in LAID_OUT:
@@ -283,8 +285,8 @@ class Splitter:
         if row.slices == 1 or row.along != OF_INPUT:
             return None
         rows = node.meta["val"].shape[0]
-        # Where batches differ in size, the graph is for one size only from here on.
-        return cut_into(int(rows), row.slices)
+        # Of a symbolic size each slice would make a graph for one size only.
+        return cut_into(rows, row.slices) if isinstance(rows, int) else None
 
     def _joined(self, node: fx.Node) -> Sliced:
         """What is joined was in slices, and need not be joined for those who want it so."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from passes.graph import concrete, is_getitem
+from passes.graph import always_equal, concrete, is_getitem
 from passes.markers import UNSHARD
 from passes.slices import TAKE_SLICE, Slices
 
@@ -62,7 +62,7 @@ def wanted_of(node: fx.Node, dim: int, slices: Slices) -> dict[fx.Node, tuple[in
     if node.target is _aten.permute.default:
         return {source: (_dims(node)[dim], slices)}
     if node.target in _VIEWS:
-        own = _same_dim(_shape(node), _shape(source), dim)
+        own = _same_dim(node, source, dim)
         return {} if own is None else {source: (own, slices)}
     if node.target in _PUTS:
         table, _values = _table_and_values(node)
@@ -91,7 +91,7 @@ def along_weight(node: fx.Node, dim: int) -> tuple[str, int] | None:
         elif node.target is _aten.permute.default:
             dim = _dims(node)[dim]
         elif node.target in _VIEWS:
-            own = _same_dim(_shape(node), _shape(source), dim)
+            own = _same_dim(node, source, dim)
             if own is None:
                 return None
             dim = own
@@ -148,11 +148,15 @@ def _broadcast(
     return [splitter.whole(source)] * slices.count
 
 
-def _same_dim(old: Sequence[int], new: Sequence[int], dim: int) -> int | None:
-    """Where a dimension is after a reshape that leaves it as it is; None if it does not."""
+def _same_dim(node: fx.Node, reshaped: fx.Node, dim: int) -> int | None:
+    """Where a dimension is after a reshape that leaves it as it is; None if it does not.
+
+    Symbolic sizes must be equal whatever they are, not only by their hints.
+    """
+    old, new = node.meta["val"].shape, reshaped.meta["val"].shape
     before = math.prod(old[:dim])
     for place, size in enumerate(new):
-        if size == old[dim] and math.prod(new[:place]) == before:
+        if always_equal(size, old[dim]) and always_equal(math.prod(new[:place]), before):
             return place
     return None
 
@@ -216,7 +220,7 @@ def made_in_slices(splitter: Splitter, node: fx.Node, dim: int, slices: Slices) 
         nodes = _broadcast(splitter, source, dim, slices, node)
         return Sliced(dim, slices, _on_each_of_size(splitter, node, nodes, dim, slices))
     if node.target in _RESIZES:
-        before = _same_dim(_shape(node), _shape(source), dim)
+        before = _same_dim(node, source, dim)
         if before is not None:
             taken = splitter.taken(source, before, slices)
             return Sliced(dim, slices, _on_each(splitter, node, taken))
@@ -240,7 +244,7 @@ def _reshaped(splitter: Splitter, node: fx.Node) -> Found:
     while is_view and found is None and source.target in _VIEWS:
         source = source.args[0]
         found = splitter.sliced.get(source) or splitter.unjoined.get(source)
-    dim = None if found is None else _same_dim(_shape(source), _shape(node), found.dim)
+    dim = None if found is None else _same_dim(source, node, found.dim)
     if found is None or dim is None:
         return None
     if is_view:
