@@ -107,6 +107,12 @@ def _lstm() -> Trial:
     return Trial(_Recurrent(nn.LSTM), _sequences, _scored)
 
 
+def _lstm_allowed() -> Trial:
+    """With the setting that the refusal of the plain one names."""
+    torch._dynamo.config.allow_rnn = True
+    return _lstm()
+
+
 def _gru() -> Trial:
     return Trial(_Recurrent(nn.GRU), _sequences, _scored)
 
@@ -600,6 +606,7 @@ _MADE = {
     "convolutions, batch norm": _convolutions,
     "U-Net": _unet,
     "LSTM language model": _lstm,
+    "LSTM language model, allow_rnn": _lstm_allowed,
     "GRU language model": _gru,
     "DLRM": _dlrm,
     "GAN": _gan,
