@@ -237,6 +237,9 @@ def _reader(
             return accumulated.to_leaf(key, name, full.detach())
         return full
 
+    # Called by a frame that Dynamo leaves out (an nn.Sequential around a graph break), it would be
+    # a frame of its own, whose arguments are dynamic sizes.
+    _torch.skip_code(read.__code__)
     return property(read)
 
 

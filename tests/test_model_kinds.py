@@ -230,6 +230,16 @@ def test_a_graph_break_in_the_middle(two_ranks, plan):
         assert set(outcome.placements.values()) == {"shard"}
 
 
+def broken_in_sequence():
+    """Dynamo leaves out the outer forward, and compiles the same code for each inner one."""
+    inner = [nn.Sequential(nn.Linear(4, n), nn.Tanh(), nn.Linear(n, 4)) for n in (16, 12)]
+    return nn.Sequential(Broken(), *inner)
+
+
+def test_the_same_code_for_modules_of_different_shapes(two_ranks):
+    trains_like_reference(two_ranks, broken_in_sequence, "shard_again")
+
+
 class NotTraced(nn.Module):
     """A layer that runs in eager mode between two that are compiled."""
 

@@ -640,7 +640,7 @@ _MADE = {
 _REFUSED = {
     "LSTM language model": "no graph that was compiled",
     "GRU language model": "no graph that was compiled",
-    "a layer under dynamo.disable": "no graph that was compiled",
+    "experts routed at run time": "no graph that was compiled",
 }
 
 FAMILIES = [
