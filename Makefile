@@ -1,25 +1,31 @@
 # make demo   train a small GPT with two ranks under a memory limit (about three minutes)
 # make test   lint, types and tests
+# make compat VERSIONS="2.11.0 2.15.0"   the core of the tests on versions of torch
 #
 # Each makes its own environment in .venv first; nothing need be installed by hand but
 # Python 3.10 or later with its headers, and a C++ compiler (Inductor compiles with both).
 
 PYTHON ?= python3
 VENV ?= .venv
-# One version, so that everyone gets the one that is tested. Where pip would bring a CUDA build
-# that is not wanted: make TORCH='torch==2.13.0+cpu' and PyTorch's CPU index in PIP_EXTRA_INDEX_URL.
-TORCH ?= torch==2.13.0
+# A requirement such as torch==2.15.0, to install that. Empty: the torch that is there is kept, in
+# .venv or beside $(PYTHON), else the newest tested one is installed (tools/environment.py). Where
+# pip would bring a CUDA build that is not wanted: make TORCH='torch==2.15.0+cpu', and PyTorch's CPU
+# index in PIP_EXTRA_INDEX_URL.
+TORCH ?=
 PIP_INSTALL = $(VENV)/bin/pip install --quiet --disable-pip-version-check
 
 RANKS ?= 2
 LIMIT ?= 112MiB
 DEMO_FLAGS ?=
 
-.PHONY: demo test lint types clean
+# Versions of torch for make compat; empty: all that are said to work.
+VERSIONS ?=
+
+.PHONY: demo test lint types compat clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) \
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 	  examples/train_gpt.py --memory-limit $(LIMIT) $(DEMO_FLAGS)
 
 # Tests that start ranks use little more than one core; on two, others run beside them.
@@ -28,17 +34,19 @@ WORKERS ?= 3
 test: lint types
 	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+compat:
+	$(PYTHON) tools/compat.py $(VERSIONS)
+
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check
 
 types: $(VENV)/installed-dev
 	$(VENV)/bin/mypy
 
-$(VENV)/installed: pyproject.toml tools/check_prerequisites.py
+$(VENV)/installed: pyproject.toml tools/check_prerequisites.py tools/environment.py
 	$(PYTHON) tools/check_prerequisites.py
-	$(PYTHON) -m venv $(VENV)
-	@echo "installing $(TORCH) and what the package needs into $(VENV), once"
-	$(PIP_INSTALL) "$(TORCH)"
+	$(PYTHON) tools/environment.py $(VENV) --torch "$(TORCH)"
+	@echo "installing what the package needs into $(VENV), once"
 	$(PIP_INSTALL) --editable .
 	touch $@
 
@@ -48,4 +56,4 @@ $(VENV)/installed-dev: $(VENV)/installed
 	touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .compat

@@ -73,6 +73,7 @@ class _Package(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name not in _MODULES:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        importlib.import_module("osdp_compile.private_names")
         value = getattr(importlib.import_module(_MODULES[name]), name)
         super().__setattr__(name, value)
         return value

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
+import osdp_compile.private_names  # noqa: F401
 from osdp_compile import _torch
 from osdp_compile.current_call import interrupted_call, with_whole_models
 from osdp_compile.errors import OsdpError
@@ -29,6 +30,7 @@ from osdp_compile.plan_table import ensure_visible
 from osdp_compile.precision import cast_while_traced, end_casting, is_cast
 from osdp_compile.roots import find_roots, plain_parameters
 from osdp_compile.session import check_kept
+from osdp_compile.torch_versions import newer_than_tested
 from osdp_compile.uncaught import raise_briefly
 from osdp_compile.uncovered import leave_alone, watch_optimizers
 from osdp_compile.wrapped import check_not_wrapped
@@ -81,6 +83,7 @@ def compile_graph(
     """
     if is_collecting():
         return collected(gm, inputs)
+    _warn_of_newer_torch()
     alone = why_alone(options)
     if alone is not None:
         say_once(f"{alone}: compiling with Inductor, nothing is sharded")
@@ -153,6 +156,15 @@ def warn_of_limit(options: Options, alone: str) -> None:
             format_limit(limit),
             alone,
         )
+
+
+def _warn_of_newer_torch() -> None:
+    """Rank 0 says once that nobody tested this version of torch."""
+    newer = newer_than_tested(torch.__version__)
+    other = dist.is_available() and dist.is_initialized() and dist.get_rank() != 0
+    if newer is not None and newer not in _said and not other:
+        _said.add(newer)
+        log.warning(newer)
 
 
 def say_once(message: str) -> None:

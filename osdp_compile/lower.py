@@ -22,12 +22,14 @@ from osdp_compile.fusing import in_place
 from osdp_compile.observed import CompiledStep, timed
 from osdp_compile.roots import marked_name, placeholders
 from osdp_compile.session import Session, base_parts, find
+from passes.bucket import PACKABLE
 from passes.capture import mark_inputs
 from passes.check import check
 from passes.context import Context, Phase
 from passes.decisions import OF_INPUT
 from passes.graph import bytes_of, output_node
 from passes.markers import UNSHARD
+from passes.memory import MEMORY
 from passes.pipeline import Observer, Pass, Stage, run
 from passes.recompute import SAVES, recompute
 from passes.rng_states import settle_rng_states
@@ -37,6 +39,7 @@ from passes.split_saved import split_saved
 from passes.text import graph_text
 from passes.timeline import timeline_of
 from passes.units import format_bytes
+from passes.wiring import WIRING
 
 log = logging.getLogger("osdp_compile")
 
@@ -145,6 +148,8 @@ def lower(
             graph = run(session.passes, Stage.JOINT, graph, ctx, watch)
         graph = run(session.passes, Stage.PARTS, graph, ctx, watch)
         _look_at(graph, ctx, session, step, others_bytes)
+        for key in (MEMORY, PACKABLE, WIRING):
+            graph.meta.pop(key, None)  # Inductor's key of its cache is of all that a graph holds
         with in_place():
             return (compile_inner or _torch.compile_fx_inner)(graph, example_inputs, **kwargs)
 

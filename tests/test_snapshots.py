@@ -25,15 +25,15 @@ from tests.training import SLOW
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).parent.parent
 WORLDS = [8, 1024]
-#: What torch itself makes of an embedding's backward is not the same in every version.
-ONE_TORCH = pytest.mark.skipif(
-    not torch.__version__.startswith("2.13."), reason="the stored graphs are torch 2.13's"
-)
 STEP = ["joint/tag", "forward/reorder", "backward/reorder"]
 
 
 class Words(nn.Module):
-    """A tied embedding of 2050 words, which neither world divides, and a tiny parameter."""
+    """A tied table of 2050 words, which neither world divides, and a tiny parameter.
+
+    All of it is operators that torch 2.11 to 2.15 trace alike, so the stored graphs are of no one
+    version: the backwards of ``nn.Embedding`` and ``cross_entropy`` differ between them.
+    """
 
     def __init__(self):
         super().__init__()
@@ -42,8 +42,9 @@ class Words(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, tokens, targets):
-        hidden = self.scale * torch.relu(self.mix(self.words(tokens)))
-        return F.cross_entropy(hidden @ self.words.weight.t(), targets)
+        hidden = self.scale * torch.relu(self.mix(self.words.weight[tokens]))
+        scores = hidden @ self.words.weight.t()
+        return (scores.logsumexp(-1) - targets).square().mean()
 
 
 class Wide(nn.Module):
@@ -85,7 +86,6 @@ def deep():
     return Deep(), torch.zeros(64, 8)
 
 
-@ONE_TORCH
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("plan", ["replicate", "shard_keep", "shard_again"])
 def test_a_step_with_tied_and_tiny_parameters(osdp_graphs, plan, world_size):
@@ -122,7 +122,6 @@ def test_a_step_in_slices_of_which_some_are_kept(osdp_graphs, world_size):
     assert gathered == ["across.weight#1"]  # of the first layer nothing reads the weight
 
 
-@ONE_TORCH
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_every_pass_on_the_way(osdp_graphs, world_size):
     after = [
@@ -141,7 +140,6 @@ def test_every_pass_on_the_way(osdp_graphs, world_size):
     assert texts["forward/levels"] == texts["forward/bucket"]
 
 
-@ONE_TORCH
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("plan", ["replicate", "shard_again"])
 def test_a_step_on_hosts_of_four_ranks(osdp_graphs, plan, world_size):
@@ -155,7 +153,6 @@ def test_a_step_on_hosts_of_four_ranks(osdp_graphs, plan, world_size):
     assert ("<data-parallel group>" in backward) == (plan == "shard_again")
 
 
-@ONE_TORCH
 def test_a_step_sharded_within_hosts_of_eight(osdp_graphs):
     levels = {"host": 128, "gpu": 8}
     after = ["forward/reorder", "backward/reorder"]

@@ -1,0 +1,88 @@
+"""Run the core of the tests on versions of torch, each in an environment of its own.
+
+    make compat VERSIONS="2.11.0 2.15.0"
+
+Prints a row of a table for each version. Environments stay in ``.compat/``. A Python that has the
+version already (``make compat PYTHON=...``) lends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from environment import ROOT, make, own_torch, pip, python_of, tested
+
+#: The core: what stands on private names of torch, and training by real processes.
+CORE = (
+    "tests/passes/test_capture.py",
+    "tests/passes/test_shard.py",
+    "tests/passes/test_text.py",
+    "tests/test_checkpoints.py",
+    "tests/test_errors.py",
+    "tests/test_exchange.py",
+    "tests/test_fusing.py",
+    "tests/test_native_collectives.py",
+    "tests/test_parameter_kinds.py",
+    "tests/test_snapshots.py",
+    "tests/test_torch_versions.py",
+    "tests/test_training.py",
+)
+
+
+def counts(output: str) -> dict[str, int]:
+    """How many tests ended how, by pytest's closing line; empty if there is none."""
+    lines = [line for line in output.splitlines() if re.search(r" in [0-9.]+s", line)]
+    if not lines:
+        return {}
+    found = re.findall(r"(\d+) (passed|failed|error|skipped)", lines[-1])
+    return {name: int(number) for number, name in found}
+
+
+def row(version: str, found: dict[str, int], minutes: float) -> str:
+    """One line of the table."""
+    if not found:
+        return f"| {version} | pytest did not get to its end | | | |"
+    failed = found.get("failed", 0) + found.get("error", 0)
+    passed, skipped = found.get("passed", 0), found.get("skipped", 0)
+    return f"| {version} | {passed} | {failed} | {skipped} | {minutes:.0f} min |"
+
+
+def run(version: str, folder: Path, tests: tuple[str, ...]) -> tuple[str, bool]:
+    """Test one version; the row, and whether all passed."""
+    plain = (own_torch() or "").split("+")[0]
+    print(make(folder, None if plain == version else f"torch=={version}"), flush=True)
+    pip(folder, "--editable", ".[dev]")
+    started = time.monotonic()
+    done = subprocess.run(
+        [python_of(folder), "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    print(done.stdout[-4000:], flush=True)
+    minutes = (time.monotonic() - started) / 60
+    return row(version, counts(done.stdout), minutes), done.returncode == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("versions", nargs="*", default=tested())
+    parser.add_argument("--folder", type=Path, default=ROOT / ".compat")
+    parser.add_argument("--tests", nargs="*", default=CORE, help="other tests than the core")
+    given = parser.parse_args()
+    ended = [run(version, given.folder / version, tuple(given.tests)) for version in given.versions]
+    print("| torch | passed | failed | skipped | took |\n|---|---|---|---|---|")
+    print("\n".join(line for line, _ in ended))
+    return 0 if all(passed for _, passed in ended) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
