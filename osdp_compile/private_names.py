@@ -1,4 +1,4 @@
-"""All private names of torch, found before anything else needs one: where one is not there, say so."""
+"""All private names of torch, found before anything needs one: where one is not there, say so."""
 
 from osdp_compile.torch_versions import lacks
 
