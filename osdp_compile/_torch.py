@@ -74,7 +74,7 @@ from torch._inductor.scheduler import BaseSchedulerNode
 from torch._inductor.virtualized import V
 
 # 2.11.0, 2.13.0: tensors that have a shape and a device but no memory.
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 # 2.11.0, 2.13.0, 2.15.0: the node of an autograd.Function in the backward.
 from torch.autograd.function import BackwardCFunction
@@ -94,6 +94,7 @@ __all__ = [
     "CUSTOM_BACKWARDS",
     "MODULE_CALLS",
     "BaseSchedulerNode",
+    "FakeTensor",
     "FakeTensorMode",
     "InductorChoices",
     "Partitioner",

@@ -92,7 +92,7 @@ def check_if_waiting(parameters: Iterable[nn.Parameter], options: Options) -> No
 
 
 def _check_room(options: Options) -> None:
-    if options.memory_limit_bytes is not None and not options.accumulate:
+    if options.memory_limit_bytes is not None and options.accumulate is not True:
         raise OsdpError(
             "no_sync keeps whole gradients on every rank, and memory_limit leaves no room for "
             "them: add options={'accumulate': True}, or leave no_sync out"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -35,11 +36,12 @@ from osdp_compile.meshes import flat_mesh, groups_along, level, levels_of, own_m
 from osdp_compile.optimizer_checks import check_works_on_rows
 from osdp_compile.optimizers import OptimizerIndex
 from osdp_compile.options import Options
+from osdp_compile.other_models import OtherModels, other_models, planned_under_share
 from osdp_compile.plan_table import log_plan
 from osdp_compile.precision import end_casting
 from osdp_compile.profiles import hardware_of, keep
 from osdp_compile.roots import plain_parameters
-from osdp_compile.session import Session, remember, session_for
+from osdp_compile.session import Session, base_parts, remember, session_for
 from osdp_compile.state import (
     ModelParameter,
     Reading,
@@ -58,7 +60,8 @@ from passes.context import Context
 from passes.decisions import Plan
 from passes.pipeline import Pass, default_passes, validate
 from passes.plan import complete
-from passes.predict import state_bytes
+from passes.predict import held_between_steps
+from passes.units import format_bytes, format_limit
 
 log = logging.getLogger("osdp_compile")
 
@@ -108,8 +111,10 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
 
     def lay_out(context: Context, optimizers: OptimizerIndex) -> Sequence[nn.Parameter]:
         end_casting([module for _, root in roots for module in root.modules()])
-        values = [entry.parameter.detach() for entry in entries]
-        synchronize([*values, *buffers_of(roots)], mesh.get_group())
+        _warn_of_whole(context, options)
+        # No list of them: ``shard_in_place`` frees what it has cut.
+        values = (entry.parameter.detach() for entry in entries)
+        synchronize(itertools.chain(values, buffers_of(roots)), mesh.get_group())
         if not context.plan.shards:
             renewing = optimizers if call is not None else None
             return keep_in_place(entries, context, reading, renewing)
@@ -195,9 +200,13 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
 
     optimizers = OptimizerIndex(entry.parameter for entry in entries)
     accumulated_bytes = 0
-    if options.accumulate:
+    if options.accumulate is True:
         accumulated_bytes = accumulated_bytes_of(entries, options.precision)
+    others = OtherModels()
+    if options.memory_limit_bytes is not None:
+        others = other_models(step.roots, entries, group)
     held_bytes = held_bytes_of(step.roots, step.inputs, entries) + accumulated_bytes
+    held_bytes += others.held_bytes
     spare_bytes = _spare_bytes(entries, held_bytes, options)
     progress.stage("measuring the machine")
     hardware = hardware_of(
@@ -217,6 +226,10 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
         group_name=group.group_name,
         base_bytes=held_bytes,
         accumulated_bytes=accumulated_bytes,
+        adds_gradients=options.accumulate == "reduced"
+        or (not options.accumulate and any(one.parameter.grad is not None for one in entries)),
+        other_models_bytes=others.held_bytes,
+        between_bytes=others.running_bytes,
         limit_bytes=options.memory_limit_bytes,
         by_exchange=by_exchange,
         staged=staged_kinds(group, device),
@@ -263,7 +276,15 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
                 raise PlanMismatch(f"the plan given in options does not fit: {error}") from None
         progress.stage("planning")
         asked = context.replace(slices=slices_of(options.slices, context.parameters))
-        return planned_whole(captured[0], asked, passes, options.search)
+
+        def under(limit_bytes: int | None) -> Plan:
+            own = asked.replace(limit_bytes=limit_bytes)
+            return planned_whole(captured[0], own, passes, options.search)
+
+        if options.memory_limit_bytes is None:
+            return under(None)
+        whole_bytes = sum(one.full_bytes for one in context.parameters)
+        return planned_under_share(under, others, options.memory_limit_bytes, whole_bytes)
 
     measures = from_rank_zero(prepare, group)
     if measures:
@@ -280,23 +301,52 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
     for one in (group, *along.values()):
         register_group(one)
     context = context.replace(plan=plan)
-    if options.plan is None and options.search == "thorough":
-        # Scheduled for a rung of the ladder: with more room it would be otherwise than predicted.
+    if options.plan is None and (options.search == "thorough" or others.pending_bytes):
+        # Scheduled for a lower limit: with more room it would be otherwise than predicted.
         context = context.replace(limit_bytes=plan.memory_limit_bytes)
     if plan.shards:
         for optimizer in optimizers.optimizers:
             check_works_on_rows(optimizer)
     progress.stage("sharding")
     renewed = step.lay_out(context, optimizers)
-    state = state_bytes(context, plan)
-    context = context.replace(
-        base_bytes=context.base_bytes + state["parameters"] + state["optimizer"]
-    )
+    held = held_between_steps(context, plan)
+    context = context.replace(base_bytes=context.base_bytes + sum(held.values()))
     session = Session(plan, mesh, context, options, passes, step.reading, step.frames)
     names = [entry.name for entry in entries]
     remember(session, [root for _, root in step.roots], list(zip(names, renewed, strict=True)))
+    _watch(session, renewed, others.watched_bytes + others.pending_bytes)
     begin_if_waiting(session)
     return session
+
+
+def _warn_of_whole(ctx: Context, options: Options) -> None:
+    """Say so where the model as it was built is above the limit that its steps keep."""
+    limit_bytes = options.memory_limit_bytes
+    whole_bytes = sum(one.full_bytes for one in ctx.parameters)
+    if limit_bytes is not None and whole_bytes > limit_bytes:
+        log.warning(
+            "the whole model takes %s until it is sharded at this first call, above "
+            "memory_limit=%s: build it on the meta device, and lay it out with osdp_compile.shard",
+            format_bytes(whole_bytes),
+            format_limit(limit_bytes),
+        )
+
+
+def _watch(session: Session, parameters: Sequence[nn.Parameter], counted_bytes: int) -> None:
+    """Begin to watch what the model adds to the memory of its process.
+
+    ``counted_bytes``: what its plan counts of other models with plans, now or later.
+    """
+    ctx, plan = session.context, session.plan
+    trained = [
+        (parameter, one.shard_bytes(ctx.cut(plan.decision(one.name)).ranks))
+        for one, parameter in zip(ctx.parameters, parameters, strict=True)
+        if one.requires_grad
+    ]
+    parts = base_parts(session)
+    own = [parts["parameters"], parts["optimizer"], parts["inputs"]]
+    room = ctx.adds_gradients or ctx.accumulated_bytes > 0
+    session.watch.laid_out(trained, sum(own), room, counted_bytes)
 
 
 def _log(session: Session) -> None:

@@ -89,7 +89,10 @@ class OsdpTrainerMixin:
             return wrapped
         # Autocast, if the arguments ask for it; to evaluate, for else it would bring DDP.
         wrapped = self.accelerator.prepare_model(wrapped, evaluation_mode=True)
-        return torch.compile(wrapped, backend="osdp", options=self._osdp_options)
+        options = self._osdp_options
+        if self.args.gradient_accumulation_steps > 1:
+            options = {"accumulate": "reduced", **options}
+        return torch.compile(wrapped, backend="osdp", options=options)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if state_dict is None:

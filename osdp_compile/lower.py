@@ -19,9 +19,10 @@ from osdp_compile import _torch, accumulated, progress
 from osdp_compile.double_backward import refusing_double_backward
 from osdp_compile.errors import OsdpError
 from osdp_compile.fusing import in_place
-from osdp_compile.observed import CompiledStep, timed
+from osdp_compile.observed import OTHER_FRAMES, CompiledStep, timed
 from osdp_compile.roots import marked_name, placeholders
 from osdp_compile.session import Session, base_parts, find
+from osdp_compile.watch import GraphInput, watched
 from passes.bucket import PACKABLE
 from passes.capture import mark_inputs
 from passes.check import check
@@ -116,6 +117,8 @@ def lower(
     watch = _observer(session, observe)
     own = tuple(sorted(name for name in static.values() if name in parameters))
     step = CompiledStep((_torch.current_frame(), own))
+    called_with = _called_with(inputs, static)
+    difference = session.watch.lowers(step.frame, called_with, session.frames)
     session.observed.interrupted()
 
     def partition(
@@ -147,7 +150,7 @@ def lower(
         if phase is Phase.INFERENCE:
             graph = run(session.passes, Stage.JOINT, graph, ctx, watch)
         graph = run(session.passes, Stage.PARTS, graph, ctx, watch)
-        _look_at(graph, ctx, session, step, others_bytes)
+        _look_at(graph, ctx, session, step, others_bytes, difference)
         for key in (MEMORY, PACKABLE, WIRING):
             graph.meta.pop(key, None)  # Inductor's key of its cache is of all that a graph holds
         with in_place():
@@ -168,8 +171,23 @@ def lower(
         )
     if Phase.FORWARD in step.timelines:
         compiled = timed(compiled, session.observed, step.frame)
+        limit_bytes = session.options.memory_limit_bytes
+        if limit_bytes is not None:
+            compiled = watched(compiled, session.watch, step, limit_bytes)
         compiled = refusing_double_backward(compiled)
     return compiled
+
+
+def _called_with(inputs: Sequence[Any], static: dict[int, str]) -> tuple[GraphInput, ...]:
+    """The tensors that a graph is called with, its parameters and buffers left out."""
+    return tuple(
+        GraphInput(
+            tuple(size if isinstance(size, int) else -1 for size in value.shape),
+            value.requires_grad,
+        )
+        for index, value in enumerate(inputs)
+        if static[index] == "batch" and isinstance(value, torch.Tensor)
+    )
 
 
 def _recompute(forward: fx.GraphModule, backward: fx.GraphModule, session: Session) -> None:
@@ -249,21 +267,28 @@ def _warn_of_rows_at_once(
 
 
 def _look_at(
-    gm: fx.GraphModule, ctx: Context, session: Session, step: CompiledStep, others_bytes: int
+    gm: fx.GraphModule,
+    ctx: Context,
+    session: Session,
+    step: CompiledStep,
+    others_bytes: int,
+    difference: str,
 ) -> None:
-    """Simulate a lowered graph as it will run: keep its timeline, compare it with the limit."""
+    """Simulate a lowered graph as it will run: keep its timeline, compare it with the limit.
+
+    ``others_bytes``: of other frames. ``difference``: from the graph that was planned on.
+    """
     base = base_parts(session)
     if others_bytes:
-        base["other frames"] = others_bytes
-    limit_bytes = session.options.memory_limit_bytes
+        base[OTHER_FRAMES] = others_bytes
     if accumulated.is_active(session.reading.key):
         # The graph has the gradients of one backward itself, of the two that there is room for.
         own_bytes = ctx.accumulated_bytes // 2
         ctx = ctx.replace(base_bytes=ctx.base_bytes - own_bytes)
         base["accumulated"] = own_bytes
     if ctx.phase is Phase.INFERENCE:
-        if limit_bytes is not None:
-            _warn_above_limit(ctx, limit_bytes, ctx.base_bytes + simulate(gm.graph).peak_bytes)
+        peak_bytes = ctx.base_bytes + simulate(gm.graph).peak_bytes
+        _warn_above_limit(session, step, ctx.phase, peak_bytes, difference)
         return
     if ctx.phase is Phase.BACKWARD:
         base["returned"] = step.returned_bytes
@@ -272,8 +297,8 @@ def _look_at(
         step.kept_bytes = simulation.memory.kept_bytes
     timeline = timeline_of(gm.graph, simulation, phase=ctx.phase.value, base=base)
     session.observed.compiled(step, ctx.phase, timeline)
-    if limit_bytes is not None:
-        _warn_above_limit(ctx, limit_bytes, timeline.peak_bytes)
+    session.watch.runs(timeline.peak_bytes - timeline.base_bytes + others_bytes)
+    _warn_above_limit(session, step, ctx.phase, timeline.peak_bytes, difference)
 
 
 def _returned_bytes(forward: fx.GraphModule, count: int) -> int:
@@ -296,17 +321,25 @@ def _mark_kept(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
             node.meta["gathered"] = gathered[name]
 
 
-def _warn_above_limit(ctx: Context, limit_bytes: int, peak_bytes: int) -> None:
-    """Say so where a graph will not keep the limit: a larger batch than was planned on, say."""
-    if peak_bytes > limit_bytes:
-        log.warning(
-            "this %s needs %s, above memory_limit=%s: it is not the graph that was planned on "
-            "(a larger batch?). Make the first call with the largest batch, or lower the limit "
-            "to leave room",
-            ctx.phase.value,
-            format_bytes(peak_bytes),
-            format_bytes(limit_bytes),
+def _warn_above_limit(
+    session: Session, step: CompiledStep, phase: Phase, peak_bytes: int, difference: str
+) -> None:
+    """Say once of a step that its graphs will not keep the limit, and why."""
+    limit_bytes = session.options.memory_limit_bytes
+    if limit_bytes is None or peak_bytes <= limit_bytes or step.is_above:
+        return
+    step.is_above = True
+    cause = difference
+    if not cause and session.options.plan is not None:
+        cause = "so much takes the plan that was given. Plan anew under this limit, or raise it"
+    elif not cause:
+        said = session.plan.prediction
+        cause = (
+            "its plan predicts "
+            f"{format_bytes(said.peak_bytes) if said is not None else 'nothing'}. Lower the limit "
+            "to leave room"
         )
+    session.watch.above(phase.value, peak_bytes, limit_bytes, cause)
 
 
 def _mark(

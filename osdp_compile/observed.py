@@ -20,6 +20,8 @@ from passes.timeline import Timeline
 #: How many steps are remembered.
 KEPT_STEPS = 64
 _MOST_FRAMES = 256  # in a step; should the last one never run again, no more are kept
+#: Of a timeline's base: what frames of the step that ran before keep.
+OTHER_FRAMES = "other frames"
 
 
 class CompiledStep:
@@ -38,6 +40,19 @@ class CompiledStep:
         self.kept_bytes = 0
         #: The parameters that the graphs read.
         self.parameters: frozenset[str] = frozenset()
+        #: Whether it was said that it is above the limit.
+        self.is_above = False
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest of its graphs, those that are compiled by now."""
+        return max((one.peak_bytes for one in self.timelines.values()), default=0)
+
+    @property
+    def counted_frames_bytes(self) -> int:
+        """What earlier frames of the step keep, which its graphs count."""
+        forward = self.timelines.get(Phase.FORWARD)
+        return forward.base.get(OTHER_FRAMES, 0) if forward is not None else 0
 
 
 class Observed:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from osdp_compile.describe import slices_of
-from osdp_compile.options import Options, Search
+from osdp_compile.options import Accumulate, Options, Search
 from osdp_compile.traced_step import trace
 from passes.decisions import Plan
 from passes.hardware import Hardware
@@ -42,7 +42,7 @@ def plan(
     search: Search = "quick",
     param_dtype: torch.dtype | str | None = None,
     reduce_dtype: torch.dtype | str | None = None,
-    accumulate: bool = False,
+    accumulate: Accumulate = False,
     passes: Sequence[Pass] | None = None,
 ) -> Plan:
     """The plan that ``torch.compile(model, backend="osdp")`` would make on such a cluster.
@@ -65,7 +65,8 @@ def plan(
             more of it; it takes minutes where ``"quick"`` takes seconds.
         param_dtype, reduce_dtype: in which parameters are gathered and computed with, and in which
             gradients travel, as ``torch.bfloat16``; None: in their own.
-        accumulate: with room for whole gradients (:func:`osdp_compile.no_sync`).
+        accumulate: ``"reduced"``: with room for the gradients of earlier backwards, which a
+            backward adds its own to; True: for whole gradients (:func:`osdp_compile.no_sync`).
 
     Raises:
         ValueError: for a malformed argument, naming it.

@@ -27,6 +27,10 @@ from passes.units import parse_limit
 #: (``passes/ladder.py``).
 Search = Literal["quick", "thorough"]
 
+#: Gradients that are there when a backward begins: none, those that earlier backwards reduced, or
+#: whole ones that add up on each rank.
+Accumulate = Literal[False, True, "reduced"]
+
 #: What may be given for each option, for people.
 ALLOWED: dict[str, str] = {
     "memory_limit": "bytes as a whole number, or text such as '8GiB' or '500MB'",
@@ -45,7 +49,9 @@ ALLOWED: dict[str, str] = {
     "with in it, and stay what they are themselves (default: their own)",
     "reduce_dtype": "a torch.dtype or its name, in which gradients travel (default: the one they "
     "are computed in)",
-    "accumulate": "True to plan with room for whole gradients, for osdp_compile.no_sync",
+    "accumulate": "'reduced' to plan with room for the gradients of earlier backwards, which a "
+    "backward adds its own to, or True for whole gradients, for osdp_compile.no_sync (default: "
+    "False)",
     "debug": "True to check the graph after every pass, or a folder to also write it to",
     "passes": "a list of passes.pipeline.Pass (default: passes.pipeline.default_passes())",
 }
@@ -69,7 +75,7 @@ class Options:
     search: Search = "quick"
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
-    accumulate: bool = False
+    accumulate: Accumulate = False
     debug: Path | bool = False
     passes: tuple[Pass, ...] | None = None
 
@@ -267,10 +273,10 @@ def _dtype(value: Any) -> torch.dtype:
     return found
 
 
-def _accumulate(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{value!r} is neither True nor False")
-    return value
+def _accumulate(value: Any) -> Accumulate:
+    if not isinstance(value, bool) and value != "reduced":
+        raise ValueError(f"{value!r} is neither 'reduced', True nor False")
+    return cast(Accumulate, value)
 
 
 def _debug(value: Any) -> Path | bool:

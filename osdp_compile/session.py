@@ -16,10 +16,11 @@ from osdp_compile.laid_out import waiting
 from osdp_compile.observed import Observed
 from osdp_compile.options import Options
 from osdp_compile.state import Reading
+from osdp_compile.watch import Watch
 from passes.context import Context
 from passes.decisions import Plan
 from passes.pipeline import Pass
-from passes.predict import state_bytes
+from passes.predict import OTHER_MODELS, held_between_steps
 from passes.units import format_bytes, format_limit
 
 
@@ -32,6 +33,7 @@ class Session:
     ``reading``: how its modules read its parameters.
     ``frames``: its step is several graphs, cut by graph breaks.
     ``observed``: its graphs as they were compiled, and how long its steps take.
+    ``watch``: what is there while its graphs run, beside what the plan counts.
     """
 
     plan: Plan
@@ -42,15 +44,20 @@ class Session:
     reading: Reading
     frames: bool = False
     observed: Observed = dataclasses.field(default_factory=Observed)
+    watch: Watch = dataclasses.field(default_factory=Watch)
 
 
 def base_parts(session: Session) -> dict[str, int]:
     """Bytes this rank holds between steps, by part: the session's ``base_bytes`` taken apart."""
-    state = state_bytes(session.context, session.plan)
-    parts = {"parameters": state["parameters"], "optimizer": state["optimizer"]}
-    if session.context.accumulated_bytes:
-        parts["accumulated"] = session.context.accumulated_bytes
-    return {**parts, "inputs": session.context.base_bytes - sum(parts.values())}
+    ctx = session.context
+    parts = held_between_steps(ctx, session.plan)
+    for kind, size_bytes in (
+        ("accumulated", ctx.accumulated_bytes),
+        (OTHER_MODELS, ctx.other_models_bytes),
+    ):
+        if size_bytes:
+            parts[kind] = size_bytes
+    return {**parts, "inputs": ctx.base_bytes - sum(parts.values())}
 
 
 def check_kept(session: Session, options: Options) -> None:
@@ -76,7 +83,7 @@ def check_kept(session: Session, options: Options) -> None:
         before = session.plan if name == "plan" else getattr(first, name)
         if given is not None and given != before and given != getattr(first, name):
             wrong = f"{name!r} is another than at the model's first call"
-    if options.accumulate and not first.accumulate:
+    if options.accumulate and first.accumulate not in (True, options.accumulate):
         wrong = "'accumulate' was not given at the model's first call"
     if wrong:
         raise OsdpError(
@@ -97,6 +104,11 @@ def remember(
         _of_module[root] = session
     for name, parameter in parameters:
         _of_parameter[parameter] = (name, session)
+
+
+def planned_modules() -> list[nn.Module]:
+    """The roots of all models that were laid out and are alive."""
+    return list(_of_module)
 
 
 def find(parameter: Tensor) -> tuple[str, Session] | None:

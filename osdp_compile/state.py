@@ -301,7 +301,7 @@ def shard_in_place(
 
     Optimizers that hold the old parameters get the new ones, and their state is laid
     out likewise. Every rank must hold the same values (see :func:`synchronize`); what is on the
-    meta device stays there.
+    meta device stays there. The old parameters of what is sharded lose their values.
 
     Returns the new parameters, in the order of ``parameters``.
     """
@@ -316,14 +316,29 @@ def shard_in_place(
         if old.grad is not None:
             local = laid_out.to_local().detach()
             new.grad = gradient_like(laid_out, _mean_gradient(entry, local, decision, cut))
+            old.grad = None
         for module, attribute in entry.places:
             module._parameters[attribute] = new
         optimizers.rebind(old, new, partial(lay_out, mesh=mesh, decision=decision, cut=cut))
         _hand_on_gradients(entry, new, decision, cut)
         replaced(old, entry.name)
+        if decision.sharded and old.device.type != "meta":
+            _free(old)
         renewed.append(new)
     read_through_markers(parameters, ctx, reading, mesh)
     return renewed
+
+
+def _free(whole: nn.Parameter) -> None:
+    """Free a parameter that was cut: its graph and its list of inputs still hold the object.
+
+    Only so is no more than one parameter both whole and cut at a time. Whoever reads the old
+    object from now on gets no stale values: floating-point ones are not a number.
+    """
+    single = torch.empty((), dtype=whole.dtype, device=whole.device)
+    if whole.is_floating_point() and whole.element_size() > 1:  # not all of the small have it
+        single.fill_(float("nan"))
+    whole.data = single.expand(whole.shape)
 
 
 def gradient_like(parameter: DTensor, local: Tensor) -> DTensor:

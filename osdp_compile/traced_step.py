@@ -24,7 +24,7 @@ from osdp_compile.describe import (
 from osdp_compile.errors import InfeasibleLimit, OsdpError
 from osdp_compile.frames import captured_frames, collected, is_collecting, unseen_bytes_of
 from osdp_compile.meshes import levels_of
-from osdp_compile.options import Search
+from osdp_compile.options import Accumulate, Search
 from osdp_compile.precision import OWN_PRECISION, Precision, traced_cast
 from osdp_compile.roots import plain_parameters
 from osdp_compile.stand_ins import stand_ins
@@ -60,7 +60,7 @@ class TracedStep:
     """A model's training step, traced once, to be planned for any cluster.
 
     ``held_bytes``: buffers, the batch, what no graph shows, and ``accumulated_bytes``, for whole
-    gradients that add up. ``slices``: as the planner's context has it.
+    gradients that add up. ``adds_gradients``, ``slices``: as the planner's context has it.
     """
 
     captured: Captured
@@ -69,6 +69,7 @@ class TracedStep:
     passes: tuple[Pass, ...]
     slices: tuple[tuple[str, int, int], ...] | None = None
     accumulated_bytes: int = 0
+    adds_gradients: bool = False
 
     @functools.cached_property
     def folded(self) -> Folded | None:
@@ -102,6 +103,7 @@ class TracedStep:
             group_name=_GROUP,
             base_bytes=self.held_bytes,
             accumulated_bytes=self.accumulated_bytes,
+            adds_gradients=self.adds_gradients,
             limit_bytes=limit_bytes,
             by_exchange=by_exchange,
             slices=self.slices,
@@ -278,7 +280,7 @@ def trace(
     optimizer: int | str = "adamw",
     passes: Sequence[Pass] | None = None,
     precision: Precision = OWN_PRECISION,
-    accumulate: bool = False,
+    accumulate: Accumulate = False,
 ) -> TracedStep:
     """Trace a training step on stand-ins, with all graphs that need gradients, as the backend.
 
@@ -334,7 +336,7 @@ def _traced_frames(
     optimizer: int | str,
     passes: tuple[Pass, ...],
     precision: Precision,
-    accumulate: bool,
+    accumulate: Accumulate,
 ) -> TracedStep:
     """The step of a model that graph breaks cut."""
     roots = [("", model)]
@@ -354,7 +356,7 @@ def _traced(
     optimizer: int | str,
     passes: tuple[Pass, ...],
     precision: Precision,
-    accumulate: bool,
+    accumulate: Accumulate,
 ) -> TracedStep:
     roots, entries = owned_parameters(gm, inputs)
     ctx = _context(entries, optimizer, precision)
@@ -380,13 +382,14 @@ def _step(
     held_bytes: int,
     passes: tuple[Pass, ...],
     precision: Precision,
-    accumulate: bool,
+    accumulate: Accumulate,
 ) -> TracedStep:
-    accumulated_bytes = accumulated_bytes_of(entries, precision) if accumulate else 0
+    accumulated_bytes = accumulated_bytes_of(entries, precision) if accumulate is True else 0
     return TracedStep(
         captured=captured,
         parameters=ctx.parameters,
         held_bytes=held_bytes + accumulated_bytes,
         passes=passes,
         accumulated_bytes=accumulated_bytes,
+        adds_gradients=accumulate == "reduced",
     )

@@ -86,9 +86,14 @@ class Context:
     """Everything a pass may ask for.
 
     ``base_bytes``: what this rank holds during the whole graph and the graph does not
-    allocate: parameters, optimizer state, buffers, the batch (and gradients of an earlier
-    backward).
+    allocate: parameters, optimizer state, buffers, the batch, gradients of earlier backwards,
+    other models.
     ``accumulated_bytes``: what of it is for whole gradients that add up over several backwards.
+    ``adds_gradients``: reduced gradients of earlier backwards are there in both graphs; the
+    backward's own are added to them after it.
+    ``other_models_bytes``: what of ``base_bytes`` other models of the process hold.
+    ``between_bytes``: what one of them takes besides while it runs, which may be between the
+    forward and the backward.
     ``limit_bytes``: the memory limit of the whole, None for no limit.
     ``deciding``: the planner is at work: the best order of collectives is searched for.
     Otherwise it follows from the plan and the parameters, for all ranks alike.
@@ -113,6 +118,9 @@ class Context:
     phase: Phase = Phase.FORWARD
     base_bytes: int = 0
     accumulated_bytes: int = 0
+    adds_gradients: bool = False
+    other_models_bytes: int = 0
+    between_bytes: int = 0
     limit_bytes: int | None = None
     by_exchange: bool = False
     staged: frozenset[str] = frozenset()

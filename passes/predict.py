@@ -17,6 +17,11 @@ from passes.pipeline import Pass, Stage, run
 from passes.recompute import recomputed
 from passes.simulate import Simulation, simulate
 
+#: Gradients of earlier backwards, which a backward adds its own to.
+EARLIER_GRADIENTS = "earlier gradients"
+#: What other models of the process hold.
+OTHER_MODELS = "other models"
+
 
 @dataclasses.dataclass(frozen=True)
 class Step:
@@ -43,6 +48,15 @@ def state_bytes(ctx: Context, plan: Plan) -> dict[str, int]:
             share = local / parameter.full_bytes if parameter.full_bytes else 1.0
             total["optimizer"] += round(parameter.optimizer_bytes * share)
     return total
+
+
+def held_between_steps(ctx: Context, plan: Plan) -> dict[str, int]:
+    """Bytes that one rank holds during both graphs beside ``ctx.base_bytes``, by kind."""
+    state = state_bytes(ctx, plan)
+    held = {"parameters": state["parameters"], "optimizer": state["optimizer"]}
+    if ctx.adds_gradients:
+        held[EARLIER_GRADIENTS] = state["gradients"]
+    return held
 
 
 def optimizer_temporary_bytes(ctx: Context, plan: Plan) -> int:
@@ -93,8 +107,8 @@ def _predict(
     laid = lay_out(captured, folded.without_inner(plan) if folded else plan, ctx)
     if folded is not None:
         put_in(laid, folded, plan, ctx)
-    state = state_bytes(ctx, plan)
-    held = ctx.base_bytes + state["parameters"] + state["optimizer"]
+    state = held_between_steps(ctx, plan)
+    held = ctx.base_bytes + sum(state.values())
     returned = _returned_bytes(laid)
     lowered: list[fx.GraphModule] = []
     simulations: list[Simulation] = []
@@ -112,17 +126,15 @@ def _predict(
         for gm, simulation in zip(lowered, simulations, strict=True):
             unseen = unseen.plus(seconds_of(folded, plan, gm.graph, simulation))
     update_seconds = optimizer_seconds(ctx, plan)
-    base = {"parameters": state["parameters"], "optimizer": state["optimizer"]}
-    if ctx.base_bytes:
-        base["inputs"] = ctx.base_bytes - ctx.accumulated_bytes
-    if ctx.accumulated_bytes:
-        base["accumulated"] = ctx.accumulated_bytes
+    base = {**state, **base_kinds(ctx)}
+    base = {kind: size_bytes for kind, size_bytes in base.items() if size_bytes}
     peaks = [
         _sum(base, forward.memory.peak),
         _sum(base, backward.memory.peak, {"returned": returned}),
+        _sum(base, _between(ctx, forward)),
         {
-            **base,
-            "gradients": state["gradients"],
+            **{kind: held for kind, held in base.items() if kind != EARLIER_GRADIENTS},
+            "gradients": state_bytes(ctx, plan)["gradients"],
             "optimizer step": optimizer_temporary_bytes(ctx, plan),
         },
     ]
@@ -143,6 +155,19 @@ def _predict(
         recomputed_seconds=recomputed_seconds,
     )
     return Step(prediction, lowered[0], lowered[1], (forward, backward))
+
+
+def _between(ctx: Context, forward: Simulation) -> dict[str, int]:
+    """What there is between the two graphs, where another model runs there, by kind."""
+    if not ctx.between_bytes:
+        return {}
+    return {"saved": forward.memory.kept_bytes, OTHER_MODELS: ctx.between_bytes}
+
+
+def base_kinds(ctx: Context) -> dict[str, int]:
+    """The planner's ``ctx.base_bytes`` by kind."""
+    named = {"accumulated": ctx.accumulated_bytes, OTHER_MODELS: ctx.other_models_bytes}
+    return {"inputs": ctx.base_bytes - sum(named.values()), **named}
 
 
 def _sum(*parts: dict[str, int]) -> dict[str, int]:

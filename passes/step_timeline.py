@@ -14,7 +14,12 @@ from typing import Any
 
 from passes.context import Context
 from passes.decisions import Plan
-from passes.predict import optimizer_seconds, optimizer_temporary_bytes, state_bytes
+from passes.predict import (
+    EARLIER_GRADIENTS,
+    optimizer_seconds,
+    optimizer_temporary_bytes,
+    state_bytes,
+)
 from passes.timeline import COMPUTE, NETWORK, Event, Timeline, largest_first, part_buffers
 
 _FIRST_THREADS = ("phases", COMPUTE, NETWORK)
@@ -82,6 +87,8 @@ def optimizer_timeline(ctx: Context, plan: Plan, base: Mapping[str, int]) -> Tim
 
     ``base``: bytes by part that this rank holds between steps.
     """
+    # Then the gradients of all backwards are one.
+    base = {part: held for part, held in base.items() if part != EARLIER_GRADIENTS}
     state = state_bytes(ctx, plan)
     seconds = optimizer_seconds(ctx, plan)
     parts = {

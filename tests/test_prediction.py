@@ -103,4 +103,4 @@ def test_a_larger_batch_that_will_not_keep_the_limit_is_said(caplog):
         assert "memory_limit" not in caplog.text
         step(model, 16)
     torch.compiler.reset()
-    assert "above memory_limit=16.00 MiB" in caplog.text
+    assert "above memory_limit=16 MiB: it has an input of shape (16, 64)" in caplog.text

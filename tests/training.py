@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import osdp_compile
 from osdp_compile import Decision, Hardware, Plan
+from osdp_compile.other_models import OtherModels
 from passes.decisions import FLAT_DECISIONS
 from passes.hardware import LinkRate
 from passes.units import parse_bytes
@@ -157,17 +159,24 @@ def _train_both(rank, world_size, make_model, plan, recipe, prepare) -> Outcome:
     torch.manual_seed(0)
     model = make_model()
     reference = Reference(copy.deepcopy(model), recipe, world_size)
-    options = plan_options(model, plan, recipe, world_size)
-    if prepare is not None:
-        prepare(model)
+    with without_other_models():
+        options = plan_options(model, plan, recipe, world_size)
+        if prepare is not None:
+            prepare(model)
+        trained = train_osdp(model, options, recipe, rank)
     return Outcome(
-        osdp=train_osdp(model, options, recipe, rank),
+        osdp=trained,
         reference=reference.train(rank),
         placements=placements(model),
         decisions={row.name: row.decision.value for row in plan_in_force(model).parameters},
         state_names=list(model.state_dict()),
         reference_state_names=list(reference.replicas[0].state_dict()),
     )
+
+
+def without_other_models() -> AbstractContextManager[Any]:
+    """Limits are for the model alone: the reference is there for the test only."""
+    return mock.patch("osdp_compile.first_call.other_models", lambda *_: OtherModels())
 
 
 class Reference:

@@ -1,0 +1,208 @@
+"""Other models of the process: what they hold while one is planned, and its share of the limit.
+
+One limit is for all that a rank holds. What is counted for models beside the one that is planned,
+as they lie on this rank:
+
+=========================  =================================================================
+planned already            parameters, gradients and optimizer state by their plans, and what
+                           calls saved whose backward is still to come
+compiled, not yet called   the least that they will hold: all sharded, or whole as they are
+                           until their first call, whichever is more
+any other                  parameters and buffers, and gradients and optimizer state of what an
+                           optimizer holds: frozen teachers, models of other backends
+=========================  =================================================================
+
+What is left is shared with those not yet called in proportion to their parameters, unless the
+model needs more: then it gets the least that it needs. So the first one leaves room for the others,
+for what they gather and compute as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from osdp_compile import _torch
+from osdp_compile.errors import InfeasibleLimit
+from osdp_compile.living import living
+from osdp_compile.optimizers import OptimizerIndex
+from osdp_compile.session import find, planned_modules
+from osdp_compile.state import ModelParameter, buffers_of
+from osdp_compile.uncovered import compiled_models
+from osdp_compile.watch import watches
+from passes.decisions import Plan
+from passes.units import format_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherModels:
+    """Bytes on the rank that has most of each.
+
+    ``watched_bytes``: of models that were planned. ``pending_bytes``: the least of those that were
+    compiled and not called yet; ``pending_parameter_bytes``: their parameters, whole.
+    ``other_bytes``: of those that this package does not shard. ``running_bytes``: the most that a
+    planned one takes besides while it runs.
+    """
+
+    watched_bytes: int = 0
+    pending_bytes: int = 0
+    pending_parameter_bytes: int = 0
+    other_bytes: int = 0
+    running_bytes: int = 0
+
+    @property
+    def held_bytes(self) -> int:
+        return self.watched_bytes + self.pending_bytes + self.other_bytes
+
+    def share_bytes(self, limit_bytes: int, own_parameter_bytes: int) -> int:
+        """The part of the limit to plan under, what the others hold included."""
+        if not self.pending_parameter_bytes:
+            return limit_bytes
+        left_bytes = max(0, limit_bytes - self.held_bytes)
+        all_bytes = own_parameter_bytes + self.pending_parameter_bytes
+        return self.held_bytes + left_bytes * own_parameter_bytes // all_bytes
+
+
+def other_models(
+    roots: Sequence[tuple[str, nn.Module]],
+    entries: Sequence[ModelParameter],
+    group: dist.ProcessGroup,
+) -> OtherModels:
+    """What models beside this one hold. Collective: of each figure the highest of all ranks."""
+    gc.collect()  # a model that was dropped is no model
+    device = entries[0].parameter.device
+    seen = {None, *(_storage(entry.parameter) for entry in entries)}
+    planned = [("", root) for root in planned_modules()]  # their buffers are in what they hold
+    seen.update(_storage(buffer) for buffer in buffers_of([*roots, *planned]))
+    pending_ids = {
+        id(one)
+        for root in _compiled()
+        if any(one.requires_grad for one in root.parameters())  # else it is never planned
+        for one in root.parameters()
+    }
+    trained: list[nn.Parameter] = []
+    pending: list[nn.Parameter] = []
+    other_bytes = 0
+    for tensor in _tensors_of_modules(device):
+        storage = _storage(tensor)
+        if storage in seen:
+            continue
+        seen.add(storage)
+        if find(tensor) is not None:
+            continue  # its model is watched
+        if id(tensor) in pending_ids and isinstance(tensor, nn.Parameter):
+            pending.append(tensor)
+        else:
+            other_bytes += _local_bytes(tensor)
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                trained.append(tensor)
+    optimizers = OptimizerIndex([*pending, *trained])
+    ranks = group.size()
+    least_bytes = sum(_least_bytes(one, optimizers, ranks) for one in pending)
+    whole_bytes = sum(map(_local_bytes, pending))
+    other_bytes += sum(_training_bytes(one, optimizers) for one in trained)
+    figures = torch.tensor(
+        [
+            sum(watch.held_bytes for watch in watches()),
+            max(whole_bytes, least_bytes),
+            whole_bytes,
+            other_bytes,
+            max((watch.transient_bytes for watch in watches()), default=0),
+        ],
+        dtype=torch.int64,
+        device=device,
+    )
+    dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=group)
+    return OtherModels(*figures.tolist())
+
+
+def planned_under_share(
+    plan: Callable[[int], Plan], others: OtherModels, limit_bytes: int, own_parameter_bytes: int
+) -> Plan:
+    """The plan under the model's share of the limit, or under the least limit that it needs.
+
+    ``plan``: gives one under a limit, what the others hold included.
+
+    Raises:
+        InfeasibleLimit: if it needs more than the limit.
+    """
+    share_bytes = others.share_bytes(limit_bytes, own_parameter_bytes)
+    try:
+        return plan(share_bytes)
+    except InfeasibleLimit as error:
+        refused = error
+    if share_bytes < refused.least_bytes < limit_bytes:
+        with contextlib.suppress(InfeasibleLimit):
+            return plan(refused.least_bytes)
+    try:
+        return plan(limit_bytes)  # the error names the limit that was given
+    except InfeasibleLimit as error:
+        if not others.held_bytes:
+            raise
+        raise InfeasibleLimit(
+            f"{error} {format_bytes(others.held_bytes)} of it are for other models of this "
+            "process. A lower memory_limit at their first calls makes them take less, and one "
+            "plan covers all models that one compiled function calls.",
+            error.least_bytes,
+        ) from None
+
+
+def _compiled() -> Iterator[nn.Module]:
+    """The models that ``torch.compile`` was given with our backend, or functions that call them."""
+    from osdp_compile.backend import osdp  # it imports the first call, which asks this file
+
+    return compiled_models(osdp)
+
+
+def _tensors_of_modules(device: torch.device) -> Iterator[Tensor]:
+    """Parameters and buffers of all living modules on a kind of device, some more than once."""
+    for module in living(nn.Module):
+        own = vars(module)
+        for held in (own.get("_parameters"), own.get("_buffers")):
+            for tensor in (held or {}).values():
+                if isinstance(tensor, Tensor) and tensor.device.type == device.type:
+                    yield tensor
+
+
+def _storage(tensor: Tensor) -> int | None:
+    """Which memory a tensor is in; None: it has none of its own to count."""
+    local = _local(tensor)
+    if isinstance(local, _torch.FakeTensor):
+        return None
+    try:
+        return local.untyped_storage().data_ptr() or None
+    except (NotImplementedError, RuntimeError):  # a subclass that holds its values elsewhere
+        return None
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def _local_bytes(tensor: Tensor) -> int:
+    """What it takes on this rank: of a view all that it is a view of."""
+    return _local(tensor).untyped_storage().nbytes()
+
+
+def _training_bytes(parameter: nn.Parameter, optimizers: OptimizerIndex) -> int:
+    """Gradient and optimizer state of a parameter that is trained, as it lies on this rank."""
+    holding = optimizers.holding(parameter)
+    if not holding or not parameter.numel():
+        return 0
+    local = _local(parameter)
+    share = local.numel() / parameter.numel()
+    state = sum(optimizers.state_bytes(parameter, one) for one in holding)
+    return local.numel() * local.element_size() + round(state * share)
+
+
+def _least_bytes(parameter: nn.Parameter, optimizers: OptimizerIndex, ranks: int) -> int:
+    """The same with the parameter itself, once it is sharded over all ranks."""
+    own = parameter.numel() * parameter.element_size()
+    return -(-(own + _training_bytes(parameter, optimizers)) // ranks)
