@@ -370,6 +370,12 @@ def gradient_input_index(description: Any) -> int | None:
     return _plain_index(description.grad_of) if description is not None else None
 
 
+def is_saved(tensor: Tensor) -> bool:
+    """Whether more than Python holds a tensor: autograd saved it, or will add to its gradient."""
+    # 2.11.0, 2.13.0, 2.15.0: references to a tensor, all of Python's counted as one.
+    return tensor._use_count() > 1  # type: ignore[attr-defined]
+
+
 def result_index(description: Any) -> int | None:
     """Which of the Dynamo graph's results an output of a forward is; None if none."""
     while description is not None and not isinstance(description, PlainAOTOutput):

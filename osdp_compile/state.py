@@ -322,7 +322,7 @@ def shard_in_place(
         optimizers.rebind(old, new, partial(lay_out, mesh=mesh, decision=decision, cut=cut))
         _hand_on_gradients(entry, new, decision, cut)
         replaced(old, entry.name)
-        if decision.sharded and old.device.type != "meta":
+        if decision.sharded and old.device.type != "meta" and not _torch.is_saved(old):
             _free(old)
         renewed.append(new)
     read_through_markers(parameters, ctx, reading, mesh)
@@ -333,7 +333,8 @@ def _free(whole: nn.Parameter) -> None:
     """Free a parameter that was cut: its graph and its list of inputs still hold the object.
 
     Only so is no more than one parameter both whole and cut at a time. Whoever reads the old
-    object from now on gets no stale values: floating-point ones are not a number.
+    object from now on gets no stale values: floating-point ones are not a number. (What autograd
+    saved of it, as of a penalty that was computed before the first call, stays.)
     """
     single = torch.empty((), dtype=whole.dtype, device=whole.device)
     if whole.is_floating_point() and whole.element_size() > 1:  # not all of the small have it

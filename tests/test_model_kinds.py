@@ -385,3 +385,26 @@ def eager_collectives(rank, world_size):
 def test_a_compiled_step_communicates_inside_its_graphs_only(two_ranks):
     gathers_and_reductions = 2 * len(list(two_layers().parameters()))
     assert two_ranks.run(eager_collectives) == [[0, gathers_and_reductions]] * 2
+
+
+def penalised(rank, world_size):
+    """A penalty of the weights, computed before the first call: the gradients of both parts."""
+    torch.manual_seed(0)
+    model = two_layers()
+    reference = copy.deepcopy(model)
+    options = plan_options(model, "shard_again", Recipe(), world_size)
+    compiled = torch.compile(model, backend="osdp", options=options)
+    penalty = sum(parameter.square().sum() for parameter in model.parameters())
+    (compiled(normal_batch(0, 0, rank)).square().mean() + penalty).backward()
+    for one in range(world_size):
+        loss = reference(normal_batch(0, 0, one)).square().mean()
+        (loss / world_size).backward()
+    sum(parameter.square().sum() for parameter in reference.parameters()).backward()
+    return max(
+        (whole(p.grad) - q.grad).abs().max().item()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True)
+    )
+
+
+def test_a_penalty_that_was_computed_before_the_first_call(two_ranks):
+    assert max(two_ranks.run(penalised)) < 1e-5
