@@ -66,6 +66,9 @@ def check_covered(optimizer: torch.optim.Optimizer, backend: Callable[..., Any])
     ]
     if _looked_at.get(optimizer) == len(stepping):
         return
+    # A step of length zero, as torch.distributed.checkpoint takes it to make an optimizer's state.
+    if all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups):
+        return
     if _ranks() > 1:
         unknown = [one for one in stepping if not _accounted_for(one)]
         if unknown:  # of FSDP, if Dynamo compiled nothing between its hooks

@@ -269,7 +269,7 @@ def test_a_set_to_recompute_that_fits_between_sets_that_do_not_is_found(monkeypa
     parameters = [parameter("weight", (128, 64))]
     ctx = context(parameters, limit_bytes=limit_bytes, hardware=network(NETWORKS["slow"]))
     ctx = ctx.replace(slices=())  # there is no graph to find any in
-    plan = make_plan(SimpleNamespace(forward=many, backward=many), ctx, PASSES)
+    plan = make_plan(Captured(many, many), ctx, PASSES)
     assert plan.recompute == ("1",)
 
 
@@ -290,6 +290,6 @@ def test_a_peak_that_hardly_falls_with_the_budget_does_not_end_the_search(monkey
     parameters = [parameter(f"layer{i}.weight", (128, 64)) for i in range(12)]
     ctx = context(parameters, limit_bytes=limit_bytes, hardware=network(NETWORKS["slow"]))
     ctx = ctx.replace(slices=())  # there is no graph to find any in
-    plan = make_plan(SimpleNamespace(forward=many, backward=many), ctx, PASSES)
+    plan = make_plan(Captured(many, many), ctx, PASSES)
     again = [row.decision for row in plan.parameters].count(Decision.SHARD_AGAIN)
     assert least_again <= again <= least_again + 2
