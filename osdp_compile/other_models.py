@@ -8,9 +8,10 @@ planned already            parameters, gradients and optimizer state by their pl
                            calls saved whose backward is still to come
 compiled, not yet called   the least that they will hold: all sharded, or whole as they are
                            until their first call, whichever is more
-any other                  parameters and buffers, and gradients and optimizer state of what an
-                           optimizer holds: frozen teachers, models of other backends
 =========================  =================================================================
+
+Models that are not compiled with this backend are not counted, as are other tensors of the user's:
+a plan does not depend on what happens to be alive.
 
 What is left is shared with those not yet called in proportion to their parameters, unless the
 model needs more: then it gets the least that it needs. So the first one leaves room for the others,
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from osdp_compile import _torch
+from osdp_compile.collectives import backend_of
 from osdp_compile.errors import InfeasibleLimit
 from osdp_compile.living import living
 from osdp_compile.optimizers import OptimizerIndex
@@ -47,19 +49,18 @@ class OtherModels:
 
     ``watched_bytes``: of models that were planned. ``pending_bytes``: the least of those that were
     compiled and not called yet; ``pending_parameter_bytes``: their parameters, whole.
-    ``other_bytes``: of those that this package does not shard. ``running_bytes``: the most that a
+    ``running_bytes``: the most that a
     planned one takes besides while it runs.
     """
 
     watched_bytes: int = 0
     pending_bytes: int = 0
     pending_parameter_bytes: int = 0
-    other_bytes: int = 0
     running_bytes: int = 0
 
     @property
     def held_bytes(self) -> int:
-        return self.watched_bytes + self.pending_bytes + self.other_bytes
+        return self.watched_bytes + self.pending_bytes
 
     def share_bytes(self, limit_bytes: int, own_parameter_bytes: int) -> int:
         """The part of the limit to plan under, what the others hold included."""
@@ -76,6 +77,8 @@ def other_models(
     group: dist.ProcessGroup,
 ) -> OtherModels:
     """What models beside this one hold. Collective: of each figure the highest of all ranks."""
+    if backend_of(group, "cpu") == "fake":  # graphs are made here, for ranks that are elsewhere
+        return OtherModels()
     gc.collect()  # a model that was dropped is no model
     device = entries[0].parameter.device
     seen = {None, *(_storage(entry.parameter) for entry in entries)}
@@ -87,9 +90,7 @@ def other_models(
         if any(one.requires_grad for one in root.parameters())  # else it is never planned
         for one in root.parameters()
     }
-    trained: list[nn.Parameter] = []
     pending: list[nn.Parameter] = []
-    other_bytes = 0
     for tensor in _tensors_of_modules(device):
         storage = _storage(tensor)
         if storage in seen:
@@ -99,21 +100,15 @@ def other_models(
             continue  # its model is watched
         if id(tensor) in pending_ids and isinstance(tensor, nn.Parameter):
             pending.append(tensor)
-        else:
-            other_bytes += _local_bytes(tensor)
-            if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-                trained.append(tensor)
-    optimizers = OptimizerIndex([*pending, *trained])
+    optimizers = OptimizerIndex(pending)
     ranks = group.size()
     least_bytes = sum(_least_bytes(one, optimizers, ranks) for one in pending)
     whole_bytes = sum(map(_local_bytes, pending))
-    other_bytes += sum(_training_bytes(one, optimizers) for one in trained)
     figures = torch.tensor(
         [
             sum(watch.held_bytes for watch in watches()),
             max(whole_bytes, least_bytes),
             whole_bytes,
-            other_bytes,
             max((watch.transient_bytes for watch in watches()), default=0),
         ],
         dtype=torch.int64,
