@@ -18,17 +18,11 @@ from passes.pipeline import default_passes
 from tests.passes import graphs
 
 
-def capture_step(
-    model: nn.Module,
-    batch: torch.Tensor,
-    *,
-    world_size: int = 4,
-    hardware: Hardware | None = None,
-    **changes: Any,
-) -> tuple[Captured, Context]:
-    """The step of a model on a batch, and a context to plan it in: no limit, Adam."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    ctx = Context(
+def context_of(
+    model: nn.Module, world_size: int, hardware: Hardware | None = None, **changes: Any
+) -> Context:
+    """To plan a model's step in: no limit, Adam."""
+    return Context(
         plan=Plan((), world_size=world_size),
         hardware=hardware or graphs.hardware(),
         parameters=tuple(
@@ -40,6 +34,19 @@ def capture_step(
         group_name=graphs.GROUP,
         **changes,
     )
+
+
+def capture_step(
+    model: nn.Module,
+    batch: torch.Tensor,
+    *,
+    world_size: int = 4,
+    hardware: Hardware | None = None,
+    **changes: Any,
+) -> tuple[Captured, Context]:
+    """The step of a model on a batch, and a context to plan it in: no limit, Adam."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    ctx = context_of(model, world_size, hardware, **changes)
     found: list[Captured] = []
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:

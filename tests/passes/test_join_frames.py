@@ -15,8 +15,7 @@ from passes.pipeline import default_passes
 from passes.plan import complete
 from passes.predict import predict
 from passes.recompute import KEY, keys_of
-from tests.passes import graphs
-from tests.passes.captures import capture_step
+from tests.passes.captures import capture_step, context_of
 from tests.passes.test_capture import Training, decided
 
 
@@ -42,17 +41,7 @@ class Broken(nn.Module):
 
 def joined(model: nn.Module, batch: Tensor, world_size: int) -> tuple[Captured, Context]:
     """The step of a model that breaks, as the first call joins it."""
-    ctx = Context(
-        plan=Plan((), world_size=world_size),
-        hardware=graphs.hardware(),
-        parameters=tuple(
-            graphs.parameter(name, p.shape, p.dtype, p.requires_grad)
-            for name, p in model.named_parameters()
-        ),
-        world_size=world_size,
-        rank=0,
-        group_name=graphs.GROUP,
-    )
+    ctx = context_of(model, world_size)
     compiled = torch.compile(model, backend="osdp", dynamic=False)
     torch.compiler.reset()
     call = Call(compiled, (batch,), {}, (model,), is_whole=False)
