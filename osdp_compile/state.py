@@ -223,7 +223,7 @@ def _reader(
         parameter: Any = module._parameters[attribute]
         if not torch.compiler.is_compiling():
             in_place = reading.in_place and not isinstance(parameter, DTensor)
-            if in_place or not reading.whole or not is_inside_forward():
+            if in_place or not is_inside_forward():
                 return parameter
         local = parameter
         if not plain:

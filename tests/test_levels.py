@@ -74,7 +74,6 @@ def train(rank, world_size, hardware, decisions, steps, from_meta=False):
             _spoil_copies(model, rank)
         else:
             options |= {"plan": plan, "mesh": mesh}
-        compiled = torch.compile(model, backend="osdp", options=options)
         optimizers = [torch.optim.AdamW(m.parameters(), eps=1e-5) for m in (model, alone)]
         for one, optimizer in zip((model, alone), optimizers, strict=True):
             if from_meta:
@@ -82,6 +81,7 @@ def train(rank, world_size, hardware, decisions, steps, from_meta=False):
             one(batch(-1, 0)).square().mean().backward()  # state, to be laid out at the first call
             optimizer.step()
             optimizer.zero_grad()
+        compiled = torch.compile(model, backend="osdp", options=options)
         apart = 0.0
         for step in range(steps):
             losses = [alone(batch(step, other)).square().mean() for other in range(world_size)]

@@ -284,7 +284,7 @@ def tied_to_what_is_compiled(rank, world_size):
     torch.manual_seed(0)
     model = Around()
     reference = copy.deepcopy(model)
-    plan = Plan.uniform(model.inside.named_parameters(), "shard_again", world_size=world_size)
+    plan = Plan.uniform(model.named_parameters(), "shard_again", world_size=world_size)
     options = {"plan": plan, "hardware": SLOW}
     compiled = torch.compile(model.inside, backend="osdp", options=options)
     optimizers = [sgd(one.parameters()) for one in (model, reference)]

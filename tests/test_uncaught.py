@@ -41,7 +41,9 @@ def failed(folder: Path, limit: str, ranks: int) -> str:
 
 
 def test_rank_zero_says_it_first_once_and_torchrun_says_it_last(tmp_path):
-    said = failed(tmp_path, "60kB", ranks=2).splitlines()
+    printed = failed(tmp_path, "60kB", ranks=2).splitlines()
+    # A busy machine takes long enough for lines of progress.
+    said = [line for line in printed if not line.startswith("[osdp] first call:")]
     sentence = "osdp_compile.errors.InfeasibleLimit: memory_limit=60 kB is below the least possible"
     places = [index for index, line in enumerate(said) if "below the least possible" in line]
     assert places[0] == 0 and said[0].startswith(sentence) and said[0].endswith("more ranks.")
