@@ -100,6 +100,7 @@ __all__ = [
     "Partitioner",
     "RestartTracing",
     "aot_input_index",
+    "code_being_compiled",
     "compile_fx",
     "compile_fx_inner",
     "compiled_library",
@@ -109,6 +110,7 @@ __all__ = [
     "evaluate_prefixes",
     "fake_store",
     "flattened",
+    "forget_compiled",
     "gradient_input_index",
     "handle_adafactor",
     "handle_dtensor_operator",
@@ -338,6 +340,18 @@ def source_chain(placeholder: fx.Node) -> list[str]:
         names.append(name)
         source = getattr(source, "base", None)
     return names[::-1]
+
+
+def code_being_compiled() -> CodeType:
+    """The code of the frame that Dynamo compiles, from within a backend."""
+    # 2.11.0, 2.13.0, 2.15.0
+    code: CodeType = InstructionTranslator.current_tx().output.root_tx.f_code
+    return code
+
+
+def forget_compiled(code: CodeType) -> None:
+    """Have Dynamo compile a code again at its next call. It must not be running or compiled now."""
+    eval_frame.remove_from_cache(code)
 
 
 def copy_source(placeholder: fx.Node, copied: fx.Node) -> None:

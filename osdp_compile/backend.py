@@ -19,7 +19,8 @@ from torch import fx, nn
 
 import osdp_compile.private_names  # noqa: F401
 from osdp_compile import _torch
-from osdp_compile.current_call import interrupted_call, with_whole_models
+from osdp_compile.current_call import interrupted_call
+from osdp_compile.describe import step_roots
 from osdp_compile.errors import OsdpError
 from osdp_compile.first_call import first_call, first_call_of_sharded
 from osdp_compile.frames import collected, is_collecting
@@ -28,7 +29,7 @@ from osdp_compile.lower import Compiler, lower, session_of
 from osdp_compile.options import Options, check_mode
 from osdp_compile.plan_table import ensure_visible
 from osdp_compile.precision import cast_while_traced, end_casting, is_cast
-from osdp_compile.roots import find_roots, plain_parameters
+from osdp_compile.roots import plain_parameters
 from osdp_compile.session import check_kept
 from osdp_compile.torch_versions import newer_than_tested
 from osdp_compile.uncaught import raise_briefly
@@ -116,10 +117,7 @@ def compile_graph(
 def _modules(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[nn.Module]:
     """Those that own the graph's parameters; none where :func:`first_call` will refuse it."""
     try:
-        roots = find_roots(gm, inputs)
-        call = interrupted_call(gm, inputs)
-        if call is not None:
-            roots = with_whole_models(roots, call)
+        roots = step_roots(gm, inputs, interrupted_call(gm, inputs))
         return [one for _, root in roots for one in root.modules()]
     except OsdpError:
         return []

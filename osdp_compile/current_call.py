@@ -49,7 +49,7 @@ def current_call(holds: Callable[[nn.Module], bool]) -> Call | None:
 
     None: Dynamo compiles a frame on its own, as for an export.
     """
-    frames = list(_stack())[::-1]  # the outermost first
+    frames = list(stack())[::-1]  # the outermost first
     modules: list[nn.Module] = []
     first: int | None = None
     for index, frame in enumerate(frames):
@@ -78,7 +78,7 @@ def current_call(holds: Callable[[nn.Module], bool]) -> Call | None:
 
 def modules_being_called() -> Iterator[nn.Module]:
     """The modules whose calls lead to here, within what ``torch.compile`` returned."""
-    for frame in _stack():
+    for frame in stack():
         called = _torch.called_module(frame)
         if called is not None:
             yield called
@@ -151,7 +151,8 @@ def referred_to(function: Any) -> Iterator[tuple[str, nn.Module]]:
             yield name, value
 
 
-def _stack() -> Iterator[FrameType]:
+def stack() -> Iterator[FrameType]:
+    """The frames that lead to the caller, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame

@@ -34,12 +34,22 @@ def owned_parameters(
     Raises:
         OsdpError: naming a parameter that cannot be sharded.
     """
-    roots = find_roots(gm, inputs)
-    if call is not None:
-        roots = with_whole_models(roots, call)
+    roots = step_roots(gm, inputs, call)
     entries = model_parameters(roots)
     check_shardable(entries)
     return roots, entries
+
+
+def step_roots(
+    gm: fx.GraphModule, inputs: Sequence[Any], call: Call | None
+) -> list[tuple[str, nn.Module]]:
+    """The modules that own the graph's parameters; of a call, the whole models.
+
+    Raises:
+        OsdpError: naming a parameter that no module has.
+    """
+    roots = find_roots(gm, inputs)
+    return roots if call is None else with_whole_models(roots, call)
 
 
 def captured_step(

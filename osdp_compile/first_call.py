@@ -204,7 +204,7 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
         accumulated_bytes = accumulated_bytes_of(entries, options.precision)
     others = OtherModels()
     if options.memory_limit_bytes is not None:
-        others = other_models(step.roots, entries, group)
+        others = other_models(entries, group)
     held_bytes = held_bytes_of(step.roots, step.inputs, entries) + accumulated_bytes
     held_bytes += others.held_bytes
     spare_bytes = _spare_bytes(entries, held_bytes, options)
@@ -254,7 +254,7 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
                 options.plan,
                 entries,
                 context.world_size,
-                "plan given in options",
+                _name_of_given_plan(step),
                 context.ranks_of_a_host,
             )
             given.append(options.plan)
@@ -317,6 +317,14 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
     _watch(session, renewed, others.watched_bytes + others.pending_bytes)
     begin_if_waiting(session)
     return session
+
+
+def _name_of_given_plan(step: _Step) -> str:
+    """The plan in the options, for messages: of several frames it is for all of them."""
+    if not step.frames:
+        return "plan given in options"
+    models = " and ".join(type(root).__name__ for _, root in step.roots)
+    return f"plan given in options, which is for all of {models},"
 
 
 def _warn_of_whole(ctx: Context, options: Options) -> None:

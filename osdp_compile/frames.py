@@ -15,6 +15,7 @@ import functools
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from torch import Tensor, fx, nn
 
 from osdp_compile import _torch
 from osdp_compile.capture import NeedsNoGradients
-from osdp_compile.current_call import Call
+from osdp_compile.current_call import Call, stack
 from osdp_compile.describe import captured_step
 from osdp_compile.stand_ins import stand_ins
 from osdp_compile.state import ModelParameter, model_parameters
@@ -133,6 +134,7 @@ def _call(
     kwargs: Mapping[str, Any],
 ) -> None:
     collector.entries = model_parameters(roots)
+    under_way = _torch.code_being_compiled() if _torch.current_frame() is not None else None
     target = call.target
     if not isinstance(target, nn.Module):  # what torch.compile made of it is not on the stack
         target = torch.compile(target, backend=collector.compile)
@@ -141,7 +143,7 @@ def _call(
         target(*args, **kwargs)
     finally:
         _collectors.pop()
-        collector.let_go()
+        collector.let_go(under_way)
 
 
 class _Collector:
@@ -152,8 +154,11 @@ class _Collector:
         self.entries: Sequence[ModelParameter] = ()
         self.runs: list[FrameRun] = []
         self._numbers: dict[int, tuple[Tensor, int]] = {}  # with the tensor: its id stays its own
+        self._codes: set[CodeType] = set()
+        self._ended = False
 
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        self._codes.add(_torch.code_being_compiled())
         needed = any(isinstance(one, Tensor) and one.requires_grad for one in inputs)
         if not (needed and torch.is_grad_enabled()):
             return gm
@@ -165,6 +170,8 @@ class _Collector:
 
         def run(*args: Any) -> Any:
             results = gm(*args)
+            if self._ended:  # a frame that is running now, and could not be forgotten
+                return results
             names = self._names(args)
             own = {first[index]: name for index, name in names.items() if index in first}
             self.runs.append(self._run(captured, own, args, results))
@@ -175,10 +182,21 @@ class _Collector:
 
         return run
 
-    def let_go(self) -> None:
-        """Keep no tensors: what Dynamo compiled keeps this collector."""
+    def let_go(self, under_way: CodeType | None) -> None:
+        """Keep no tensors: what Dynamo compiled keeps this collector. And have that compiled again.
+
+        Of a frame that reads no parameter, what was compiled here fits its later calls as well.
+        ``under_way``: the frame that Dynamo compiles outside; Dynamo holds on to it, and to frames
+        that run.
+        """
         self.entries = ()
         self._numbers.clear()
+        self._ended = True
+        busy = {_place(frame.f_code) for frame in stack()}
+        for code in self._codes:
+            if code is not under_way and _place(code) not in busy:
+                _torch.forget_compiled(code)
+        self._codes.clear()
 
     def _names(self, inputs: Sequence[Any]) -> dict[int, str]:
         by_id = {id(entry.parameter): entry.name for entry in self.entries}
@@ -213,6 +231,11 @@ class _Collector:
         if id(value) not in self._numbers:
             self._numbers[id(value)] = value, len(self._numbers)
         return self._numbers[id(value)][1]
+
+
+def _place(code: CodeType) -> tuple[str, int, str]:
+    """Where code is from: the same of a function and of what Dynamo makes of it."""
+    return code.co_filename, code.co_firstlineno, code.co_name
 
 
 def _stop(gradient: Tensor) -> None:

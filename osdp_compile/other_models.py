@@ -33,10 +33,9 @@ from torch.distributed.tensor import DTensor
 from osdp_compile import _torch
 from osdp_compile.collectives import backend_of
 from osdp_compile.errors import InfeasibleLimit
-from osdp_compile.living import living
 from osdp_compile.optimizers import OptimizerIndex
-from osdp_compile.session import find, planned_modules
-from osdp_compile.state import ModelParameter, buffers_of
+from osdp_compile.session import find
+from osdp_compile.state import ModelParameter
 from osdp_compile.uncovered import compiled_models
 from osdp_compile.watch import watches
 from passes.decisions import Plan
@@ -71,35 +70,25 @@ class OtherModels:
         return self.held_bytes + left_bytes * own_parameter_bytes // all_bytes
 
 
-def other_models(
-    roots: Sequence[tuple[str, nn.Module]],
-    entries: Sequence[ModelParameter],
-    group: dist.ProcessGroup,
-) -> OtherModels:
+def other_models(entries: Sequence[ModelParameter], group: dist.ProcessGroup) -> OtherModels:
     """What models beside this one hold. Collective: of each figure the highest of all ranks."""
     if backend_of(group, "cpu") == "fake":  # graphs are made here, for ranks that are elsewhere
         return OtherModels()
     gc.collect()  # a model that was dropped is no model
     device = entries[0].parameter.device
     seen = {None, *(_storage(entry.parameter) for entry in entries)}
-    planned = [("", root) for root in planned_modules()]  # their buffers are in what they hold
-    seen.update(_storage(buffer) for buffer in buffers_of([*roots, *planned]))
-    pending_ids = {
-        id(one)
-        for root in _compiled()
-        if any(one.requires_grad for one in root.parameters())  # else it is never planned
-        for one in root.parameters()
-    }
     pending: list[nn.Parameter] = []
-    for tensor in _tensors_of_modules(device):
-        storage = _storage(tensor)
-        if storage in seen:
-            continue
-        seen.add(storage)
-        if find(tensor) is not None:
-            continue  # its model is watched
-        if id(tensor) in pending_ids and isinstance(tensor, nn.Parameter):
-            pending.append(tensor)
+    for root in _compiled():
+        own = list(root.parameters())
+        if not any(one.requires_grad for one in own):
+            continue  # it is never planned
+        for parameter in own:
+            storage = _storage(parameter)
+            # One that a session has is counted by its watch.
+            if storage in seen or parameter.device.type != device.type or find(parameter):
+                continue
+            seen.add(storage)
+            pending.append(parameter)
     optimizers = OptimizerIndex(pending)
     ranks = group.size()
     least_bytes = sum(_least_bytes(one, optimizers, ranks) for one in pending)
@@ -154,16 +143,6 @@ def _compiled() -> Iterator[nn.Module]:
     from osdp_compile.backend import osdp  # it imports the first call, which asks this file
 
     return compiled_models(osdp)
-
-
-def _tensors_of_modules(device: torch.device) -> Iterator[Tensor]:
-    """Parameters and buffers of all living modules on a kind of device, some more than once."""
-    for module in living(nn.Module):
-        own = vars(module)
-        for held in (own.get("_parameters"), own.get("_buffers")):
-            for tensor in (held or {}).values():
-                if isinstance(tensor, Tensor) and tensor.device.type == device.type:
-                    yield tensor
 
 
 def _storage(tensor: Tensor) -> int | None:

@@ -106,11 +106,6 @@ def remember(
         _of_parameter[parameter] = (name, session)
 
 
-def planned_modules() -> list[nn.Module]:
-    """The roots of all models that were laid out and are alive."""
-    return list(_of_module)
-
-
 def find(parameter: Tensor) -> tuple[str, Session] | None:
     """A sharded parameter's name and session; None if no session laid it out."""
     found: tuple[str, Session] | None = _of_parameter.get(parameter)

@@ -210,12 +210,20 @@ def _rank_main(
             function, args, kwargs = pipe.recv()
             torch.manual_seed(0)
             torch._dynamo.reset()
+            _forget_models()
             pipe.send((True, function(rank, world_size, *args, **kwargs)))
             gc.collect()  # models and optimizers of this function end here
     except EOFError:
         return
     except BaseException:
         pipe.send((False, traceback.format_exc()))
+
+
+def _forget_models() -> None:
+    """What earlier functions left (in a global, or in what autograd holds) takes no memory here."""
+    from osdp_compile import watch
+
+    watch._watches.clear()
 
 
 def _end_with_parent() -> None:

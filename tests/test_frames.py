@@ -136,6 +136,21 @@ def test_a_model_that_asks_for_values(two_ranks):
     assert outcome.osdp.buffers["steps"] == 4, "tracing the step counts as none"
 
 
+def doubled(x):
+    """A frame of its own that reads no parameter."""
+    torch._dynamo.graph_break()
+    return torch.tanh(x) * 2
+
+
+class AsksAndCalls(Asks):
+    def forward(self, x):
+        return doubled(super().forward(x))
+
+
+def test_frames_without_parameters_are_compiled_again_after_the_step_is_traced(two_ranks):
+    trains_like_reference(two_ranks, AsksAndCalls, "shard_again", CLIPPED)
+
+
 class Blocks(nn.Module):
     def __init__(self):
         super().__init__()

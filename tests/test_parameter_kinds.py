@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from osdp_compile import Plan
+from osdp_compile import Plan, PlanMismatch
+from osdp_compile.trace import fake_world
 from tests.training import SLOW, Recipe, adamw, sgd, trains_like_reference, whole
 
 
@@ -302,3 +303,13 @@ def tied_to_what_is_compiled(rank, world_size):
 
 def test_a_weight_that_is_tied_to_one_outside_of_what_is_compiled(two_ranks):
     assert max(two_ranks.run(tied_to_what_is_compiled)) <= 1e-6
+
+
+def test_a_plan_for_a_part_is_refused_where_all_of_the_model_is_planned():
+    model = Around()
+    plan = Plan.uniform(model.inside.named_parameters(), "shard_again", world_size=8)
+    with fake_world(8):
+        options = {"plan": plan, "hardware": SLOW}
+        compiled = torch.compile(model.inside, backend="osdp", options=options)
+        with pytest.raises(PlanMismatch, match=r"for all of Around, .* 'inside\.token\.weight'"):
+            model(torch.zeros(4, 6, dtype=torch.int64), compiled)
