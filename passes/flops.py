@@ -28,9 +28,9 @@ def flops_of(node: fx.Node) -> int:
     packet = getattr(node.target, "overloadpacket", None)
     if packet is None:
         return 0
-    args = fx.node.map_arg(node.args, lambda source: _sized(source.meta["val"]))
-    kwargs = fx.node.map_arg(node.kwargs, lambda source: _sized(source.meta["val"]))
-    value = _sized(node.meta["val"])
+    args = fx.node.map_arg(node.args, lambda source: _sized(source.meta.get("val")))
+    kwargs = fx.node.map_arg(node.kwargs, lambda source: _sized(source.meta.get("val")))
+    value = _sized(node.meta.get("val"))
     try:
         if packet in _LACKING:
             return _LACKING[packet](*args, **kwargs, out_val=value)

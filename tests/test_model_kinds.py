@@ -408,3 +408,21 @@ def penalised(rank, world_size):
 
 def test_a_penalty_that_was_computed_before_the_first_call(two_ranks):
     assert max(two_ranks.run(penalised)) < 1e-5
+
+
+class Cayley(nn.Module):
+    """A rotation by a linear solve: its check that there is a solution gives no value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skew = nn.Parameter(torch.randn(8, 8) / 8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        skew = self.skew - self.skew.t()
+        one = torch.eye(8)
+        return self.head(x @ torch.linalg.solve(one + skew, one - skew, left=False))
+
+
+def test_operators_that_give_no_value(two_ranks):
+    trains_like_reference(two_ranks, Cayley, "shard_again")

@@ -209,6 +209,8 @@ def _made(config_class: Any, given: Mapping[str, Any]) -> Any:
     for name, value in list(vars(config).items()):
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
+        if name == "ctc_zero_infinity":  # sounds are short: labels may not fit, in DDP as well
+            config.ctc_zero_infinity = True
     return config
 
 
