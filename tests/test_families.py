@@ -83,6 +83,17 @@ def test_what_differs_or_stops_fails_with_the_reason(changed, reason):
     assert (verdict.kind, verdict.reason) == ("fails", reason)
 
 
+def test_above_the_limit_with_a_warning_is_told_from_above_it_in_silence():
+    said = "this step needs 2 MiB, above memory_limit=1 MiB: beside the 1 MiB that the plan counts"
+    verdict = judge(FAMILY, runs(limit=record("limit", peak_bytes=150, log=[said])))
+    assert (verdict.kind, verdict.reason) == ("warns", said)
+    without_cause = "this backward needs 2 MiB, above memory_limit=1 MiB: its plan predicts 1 MiB"
+    verdict = judge(FAMILY, runs(limit=record("limit", peak_bytes=150, log=[without_cause])))
+    assert verdict.kind == "fails"
+    wrong = record("limit", peak_bytes=150, log=[said], norms=[1.0, 1.01])
+    assert judge(FAMILY, runs(limit=wrong)).kind == "fails"
+
+
 def test_only_an_expected_message_of_this_package_counts_as_refused():
     family = dataclasses.replace(FAMILY, refused="double backward")
     said = "osdp_compile.errors.OsdpError: no double backward: do this"
@@ -124,7 +135,7 @@ def test_the_table_names_versions_counts_and_reasons(tmp_path):
     }
     table.write(tmp_path / "families.md", kept)
     text = (tmp_path / "families.md").read_text()
-    assert "1 families: 0 works, 0 refused, 1 fails" in text
+    assert "1 families: 0 works, 0 warns, 0 refused, 1 fails" in text
     assert "torch 2.13.0, osdp_compile at abc" in text
     assert "| frozen layer | by hand | fails |" in text
     assert "peak 1.50 x the limit |" in text

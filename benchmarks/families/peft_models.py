@@ -35,7 +35,15 @@ def _trial(method: str, arguments: dict[str, Any]) -> Trial:
     return Trial(without_dropout(model.train()), words(VOCABULARY, 2, 16), _own_loss)
 
 
+#: What no plan keeps, by the words of the refusal: OSF projects gradients by hooks of parameters.
+_REFUSED = {"OSF": "has a gradient hook"}
+
 FAMILIES = [
-    Family(f"PEFT {method}", "peft", functools.partial(_trial, method, arguments))
+    Family(
+        f"PEFT {method}",
+        "peft",
+        functools.partial(_trial, method, arguments),
+        refused=_REFUSED.get(method),
+    )
     for method, arguments in METHODS.items()
 ]

@@ -33,7 +33,9 @@ Tiny configurations with random weights, trained {steps} steps of AdamW with cli
 step, both ways. At most {tolerance:.0e} counts as equal ({low:.0e} under autocast to bfloat16):
 compiled kernels add in another order than eager ones, and training multiplies the rounding.
 *peak*: the most tensor bytes alive on a rank since before the model was built, measured by
-`osdp_compile.PeakMemory`, as a share of the limit. *plan*: parameters by decision under the limit.
+`osdp_compile.PeakMemory`, as a share of the limit. A family *warns* that trains like DDP and is
+above its limit by what its first call does not show, where a warning says how much, and the cause.
+*plan*: parameters by decision under the limit.
 
 {how}
 
