@@ -6,7 +6,8 @@ from importlib.util import find_spec
 
 from benchmarks.families import (
     diffusers_models,
-    hand_written,
+    hand_written_models,
+    hand_written_scripts,
     peft_models,
     timm_models,
     transformers_models,
@@ -14,7 +15,8 @@ from benchmarks.families import (
 from benchmarks.families.trial import Family
 
 FAMILIES: tuple[Family, ...] = (
-    *hand_written.FAMILIES,
+    *hand_written_models.FAMILIES,
+    *hand_written_scripts.FAMILIES,
     *transformers_models.FAMILIES,
     *timm_models.FAMILIES,
     *diffusers_models.FAMILIES,

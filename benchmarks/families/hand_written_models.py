@@ -1,16 +1,23 @@
-"""Families written by hand: what scripts contain beside models from a package."""
+"""Families written by hand: models of kinds that no package has."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from benchmarks.families.small_parts import (
+    CLASSES,
+    VOCABULARY,
+    WIDTH,
+    layers,
+    scored,
+    sequences,
+    vectors,
+)
 from benchmarks.families.trial import (
     STEPS,
     Family,
@@ -23,36 +30,9 @@ from benchmarks.families.trial import (
     seeded,
 )
 
-WIDTH, CLASSES, VOCABULARY = 64, 10, 512
-
-
-def _scored(called: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The loss outside of the compiled module, as in most scripts."""
-    inputs, targets = batch
-    return F.cross_entropy(called(inputs).flatten(0, -2), targets.flatten())
-
-
-def _vectors(step: int, rank: int, micro: int = 0) -> tuple[Tensor, Tensor]:
-    generator = seeded(step, rank, micro)
-    inputs = torch.randn(8, WIDTH, generator=generator)
-    return inputs, torch.randint(0, CLASSES, (8,), generator=generator)
-
-
-def _sequences(step: int, rank: int, length: int = 12) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(0, VOCABULARY, (4, length + 1), generator=seeded(step, rank))
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
-def _layers(*widths: int) -> nn.Sequential:
-    """Linear layers with GELU in between."""
-    made: list[nn.Module] = []
-    for before, after in itertools.pairwise(widths):
-        made += [nn.Linear(before, after), nn.GELU()]
-    return nn.Sequential(*made[:-1])
-
 
 def _mlp() -> Trial:
-    return Trial(_layers(WIDTH, 256, 256, CLASSES), _vectors, _scored)
+    return Trial(layers(WIDTH, 256, 256, CLASSES), vectors, scored)
 
 
 def _convolutions() -> Trial:
@@ -61,7 +41,7 @@ def _convolutions() -> Trial:
         convolution = nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False)
         layers += [convolution, nn.BatchNorm2d(after), nn.ReLU()]
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, CLASSES))
-    return Trial(model, pictures(8, 16, CLASSES), _scored)
+    return Trial(model, pictures(8, 16, CLASSES), scored)
 
 
 class _UNet(nn.Module):
@@ -104,7 +84,7 @@ class _Recurrent(nn.Module):
 
 
 def _lstm() -> Trial:
-    return Trial(_Recurrent(nn.LSTM), _sequences, _scored)
+    return Trial(_Recurrent(nn.LSTM), sequences, scored)
 
 
 def _lstm_allowed() -> Trial:
@@ -114,7 +94,7 @@ def _lstm_allowed() -> Trial:
 
 
 def _gru() -> Trial:
-    return Trial(_Recurrent(nn.GRU), _sequences, _scored)
+    return Trial(_Recurrent(nn.GRU), sequences, scored)
 
 
 class _DLRM(nn.Module):
@@ -123,9 +103,9 @@ class _DLRM(nn.Module):
     def __init__(self, tables: int = 3, rows: int = 1000, width: int = 32) -> None:
         super().__init__()
         self.tables = nn.ModuleList(nn.EmbeddingBag(rows, width) for _ in range(tables))
-        self.bottom = _layers(13, 64, width)
+        self.bottom = layers(13, 64, width)
         pairs = tables * (tables + 1) // 2
-        self.top = _layers(width + pairs, 64, 1)
+        self.top = layers(width + pairs, 64, 1)
         self.register_buffer("upper", torch.triu_indices(tables + 1, tables + 1, 1))
         self.upper: Tensor
 
@@ -155,8 +135,8 @@ def _dlrm() -> Trial:
 class _TwoModels(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.generator = _layers(16, 256, 256, WIDTH)
-        self.critic = _layers(WIDTH, 256, 256, 1)
+        self.generator = layers(16, 256, 256, WIDTH)
+        self.critic = layers(WIDTH, 256, 256, 1)
 
 
 class _Gan(Trial):
@@ -206,11 +186,11 @@ def _gan_batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def _gan() -> Trial:
-    return _Gan(_TwoModels(), _gan_batch, _scored, unused=False)
+    return _Gan(_TwoModels(), _gan_batch, scored, unused=False)
 
 
 def _gan_with_penalty() -> Trial:
-    return _GanWithPenalty(_TwoModels(), _gan_batch, _scored, unused=False)
+    return _GanWithPenalty(_TwoModels(), _gan_batch, scored, unused=False)
 
 
 class _Scale(torch.autograd.Function):
@@ -230,9 +210,9 @@ class _Scale(torch.autograd.Function):
 class _WithFunction(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first = _layers(WIDTH, 256)
+        self.first = layers(WIDTH, 256)
         self.weight = nn.Parameter(torch.randn(256))
-        self.last = _layers(256, CLASSES)
+        self.last = layers(256, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         scores: Tensor = self.last(_Scale.apply(self.first(x), self.weight))
@@ -240,7 +220,7 @@ class _WithFunction(nn.Module):
 
 
 def _autograd_function() -> Trial:
-    return Trial(_WithFunction(), _vectors, _scored)
+    return Trial(_WithFunction(), vectors, scored)
 
 
 @torch.library.custom_op("osdp_families::shifted_relu", mutates_args=())
@@ -279,164 +259,7 @@ class _WithOperator(nn.Module):
 
 
 def _library_operator() -> Trial:
-    return Trial(_WithOperator(), _vectors, _scored)
-
-
-class _BreaksInside(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, 256), nn.Linear(256, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.gelu(self.first(x))
-        torch._dynamo.graph_break()
-        inner: Tensor = self.second(x)
-        return inner
-
-
-class _Outer(nn.Module):
-    """A graph break in a submodule, whose result the outer forward goes on with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.head = _BreaksInside(), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inner(x)
-        scores: Tensor = self.head(x)
-        return scores
-
-
-class _OuterAtOnce(_Outer):
-    """The same in one expression."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.head(self.inner(x))
-        return scores
-
-
-def _break_in_submodule() -> Trial:
-    return Trial(_Outer(), _vectors, _scored)
-
-
-def _break_in_expression() -> Trial:
-    return Trial(_OuterAtOnce(), _vectors, _scored)
-
-
-def _break_between() -> Trial:
-    return Trial(nn.Sequential(_BreaksInside(), _layers(WIDTH, 256, CLASSES)), _vectors, _scored)
-
-
-class _Block(nn.Module):
-    """Attention and an MLP."""
-
-    def __init__(self, width: int = WIDTH, heads: int = 4) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = _layers(width, 4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, length, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(rows, length, width))
-        added: Tensor = x + self.mlp(self.norm2(x))
-        return added
-
-
-class _Tiny(nn.Module):
-    """A language model of two blocks. ``reentrant``: of checkpointing (None: none)."""
-
-    def __init__(self, reentrant: bool | None = None) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-        self.words = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(_Block() for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.words(tokens)
-        for block in self.blocks:
-            if self.reentrant is None:
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.reentrant)
-        logits: Tensor = self.head(x)
-        return logits
-
-
-def _tied() -> Trial:
-    model = _Tiny()
-    model.head.weight = model.words.weight
-    return Trial(model, _sequences, _scored)
-
-
-def _checkpointed() -> Trial:
-    return Trial(_Tiny(reentrant=False), _sequences, _scored)
-
-
-def _checkpointed_reentrant() -> Trial:
-    return Trial(_Tiny(reentrant=True), _sequences, _scored, unused=False)
-
-
-def _blocks_one_by_one() -> Trial:
-    model = _Tiny()
-    return Trial(model, _sequences, _scored, parts=list(model.blocks))
-
-
-def _growing(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    return _sequences(step, rank, length=8 + 3 * step)
-
-
-def _differing(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    return _sequences(step, rank, length=8 + 3 * step + 2 * rank)
-
-
-def _lengths_grow() -> Trial:
-    return Trial(_Tiny(), _growing, _scored)
-
-
-def _lengths_differ() -> Trial:
-    return Trial(_Tiny(), _differing, _scored)
-
-
-def _accumulated() -> Trial:
-    return Trial(_layers(WIDTH, 256, 256, CLASSES), _vectors, _scored, micro_batches=3)
-
-
-def _autocast_loss(called: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return _scored(called, batch)
-
-
-def _autocast() -> Trial:
-    return Trial(_Tiny(), _sequences, _autocast_loss)
-
-
-def _smaller(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    inputs, targets = _vectors(step, rank)
-    rows = 8 if step < STEPS - 1 else 5
-    return inputs[:rows], targets[:rows]
-
-
-def _smaller_last_batch() -> Trial:
-    return Trial(_layers(WIDTH, 256, 256, CLASSES), _smaller, _scored)
-
-
-def _evaluating(called: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """An evaluation before each training step."""
-    called.eval()
-    with torch.no_grad():
-        before = _scored(called, batch)
-    called.train()
-    return _scored(called, batch) + before
-
-
-def _evaluation_between() -> Trial:
-    model = nn.Sequential(nn.Linear(WIDTH, 256), nn.BatchNorm1d(256), nn.Linear(256, CLASSES))
-    return Trial(model, _vectors, _evaluating, unused=False)
+    return Trial(_WithOperator(), vectors, scored)
 
 
 class _Experts(nn.Module):
@@ -445,7 +268,7 @@ class _Experts(nn.Module):
     def __init__(self, experts: int = 3) -> None:
         super().__init__()
         self.router = nn.Linear(WIDTH, experts)
-        self.experts = nn.ModuleList(_layers(WIDTH, 128, WIDTH) for _ in range(experts))
+        self.experts = nn.ModuleList(layers(WIDTH, 128, WIDTH) for _ in range(experts))
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -460,7 +283,7 @@ class _Experts(nn.Module):
 
 
 def _experts() -> Trial:
-    return Trial(_Experts(), _vectors, _scored)
+    return Trial(_Experts(), vectors, scored)
 
 
 class _Graph(nn.Module):
@@ -468,7 +291,7 @@ class _Graph(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.messages = nn.ModuleList(_layers(2 * WIDTH, 128, WIDTH) for _ in range(2))
+        self.messages = nn.ModuleList(layers(2 * WIDTH, 128, WIDTH) for _ in range(2))
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
@@ -493,7 +316,7 @@ def _normalised() -> Trial:
     from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
     layers = [weight_norm(nn.Linear(WIDTH, 256)), nn.GELU(), spectral_norm(nn.Linear(256, 128))]
-    return Trial(nn.Sequential(*layers, nn.GELU(), nn.Linear(128, CLASSES)), _vectors, _scored)
+    return Trial(nn.Sequential(*layers, nn.GELU(), nn.Linear(128, CLASSES)), vectors, scored)
 
 
 class _Translator(nn.Module):
@@ -512,7 +335,7 @@ class _Translator(nn.Module):
 
 
 def _translator() -> Trial:
-    return Trial(_Translator(), _sequences, _scored)
+    return Trial(_Translator(), sequences, scored)
 
 
 class _Fourier(nn.Module):
@@ -540,50 +363,12 @@ def _fourier() -> Trial:
     return Trial(_Fourier(), batch, lambda called, x: F.mse_loss(called(x), x.cumsum(1)))
 
 
-def _contrastive_loss(called: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """One model, two forwards, one backward."""
-    one, other = called(batch[0]), called(batch[0].flip(1))
-    return F.cross_entropy(one @ other.T, torch.arange(len(one)))
-
-
-def _contrastive() -> Trial:
-    return Trial(_layers(WIDTH, 256, 128), _vectors, _contrastive_loss, unused=False)
-
-
-class _PartlyEager(nn.Module):
-    """One layer that Dynamo is told to leave alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle = _layers(WIDTH, 256), nn.Linear(256, 256)
-        self.last = nn.Linear(256, CLASSES)
-
-    @torch._dynamo.disable
-    def eager(self, x: Tensor) -> Tensor:
-        return F.gelu(self.middle(x))
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.last(self.eager(self.first(x)))
-        return scores
-
-
-def _partly_eager() -> Trial:
-    return Trial(_PartlyEager(), _vectors, _scored)
-
-
-def _frozen() -> Trial:
-    model = _layers(WIDTH, 256, 256, CLASSES)
-    for parameter in model[0].parameters():
-        parameter.requires_grad_(False)
-    return Trial(model, _vectors, _scored)
-
-
 class _Vae(nn.Module):
     """A variational autoencoder; its noise comes with the batch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder, self.decoder = _layers(WIDTH, 256, 32), _layers(16, 256, WIDTH)
+        self.encoder, self.decoder = layers(WIDTH, 256, 32), layers(16, 256, WIDTH)
 
     def forward(self, x: Tensor, noise: Tensor) -> Tensor:
         mean, log_variance = self.encoder(x).chunk(2, dim=-1)
@@ -612,27 +397,11 @@ _MADE = {
     "GAN": _gan,
     "autograd.Function": _autograd_function,
     "torch.library operator": _library_operator,
-    "graph break in a submodule": _break_in_submodule,
-    "graph break in an expression": _break_in_expression,
-    "graph break between layers": _break_between,
-    "checkpoint": _checkpointed,
-    "checkpoint, reentrant": _checkpointed_reentrant,
-    "blocks compiled one by one": _blocks_one_by_one,
-    "tied weights": _tied,
-    "lengths that grow": _lengths_grow,
-    "lengths that differ between ranks": _lengths_differ,
-    "gradient accumulation": _accumulated,
-    "autocast": _autocast,
-    "smaller last batch": _smaller_last_batch,
-    "evaluation in between": _evaluation_between,
     "experts routed at run time": _experts,
     "graph network": _graph_network,
     "weight norm, spectral norm": _normalised,
     "nn.Transformer": _translator,
     "Fourier operator, complex": _fourier,
-    "two forwards, one backward": _contrastive,
-    "a layer under dynamo.disable": _partly_eager,
-    "frozen layer": _frozen,
     "variational autoencoder": _vae,
 }
 
@@ -645,7 +414,6 @@ _REFUSED = {
 
 FAMILIES = [
     *(Family(name, "by hand", make, refused=_REFUSED.get(name)) for name, make in _MADE.items()),
-    Family("dynamic=True", "by hand", _lengths_grow, dynamic=True),
     Family(
         "WGAN-GP, double backward",
         "by hand",
