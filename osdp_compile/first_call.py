@@ -100,7 +100,7 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
     call = interrupted_call(gm, inputs)
     roots, owned = on_every_rank(lambda: owned_parameters(gm, inputs, call), mesh.get_group())
     entries = held_elsewhere(owned)
-    reading = Reading(whole=True, precision=options.precision)
+    reading = Reading(options.precision)
 
     def captured(context: Context, passes: Sequence[Pass]) -> Captured:
         if call is not None:
@@ -177,7 +177,6 @@ def first_call_of_sharded(
     reading = laid_out.reading
     step = _Step(gm, inputs, [("", root)], entries, mesh, captured, lay_out, reading)
     session = _session(step, given, to_train=trains)
-    reading.whole = True
     if trains:
         end_waiting(root)
         write_as_into_whole_ones()

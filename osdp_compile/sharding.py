@@ -107,7 +107,7 @@ def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) 
     own = own_mesh(flat, options.mesh, chosen)
     values = (entry.parameter.detach() for entry in entries if not entry.parameter.is_meta)
     synchronize(values, group)
-    reading = Reading(whole=False)
+    reading = Reading()
     optimizers = OptimizerIndex(entry.parameter for entry in entries)
     # Of a context only the plan and where this rank is say how a model lies.
     context = Context(

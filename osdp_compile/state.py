@@ -53,10 +53,8 @@ class ModelParameter:
 
 
 class Reading:
-    """How modules read the parameters of one model.
+    """How modules read the parameters of one model: inside a forward through markers.
 
-    ``whole``: through markers, inside a forward. Not yet: as the DTensors that they are, so that
-    what initialises the model writes into them; compiled code reads through markers all the same.
     ``in_place``: some of them are whole tensors for a while, and these are read as they are.
     ``precision``: in which types they are read and their gradients travel.
     ``key``: of no other model.
@@ -64,15 +62,14 @@ class Reading:
 
     _keys = itertools.count()
 
-    def __init__(self, whole: bool, precision: Precision = OWN_PRECISION) -> None:
-        self.whole = whole
+    def __init__(self, precision: Precision = OWN_PRECISION) -> None:
         self.in_place = False
         self.precision = precision
         self.key = next(self._keys)
 
     def is_cast(self) -> bool:
         """Whether uncompiled code, too, reads them in these types."""
-        return self.whole and not self.in_place
+        return not self.in_place
 
 
 def model_parameters(roots: Sequence[tuple[str, nn.Module]]) -> list[ModelParameter]:

@@ -28,7 +28,7 @@ def find_family(name: str) -> Family:
     """The family of this name.
 
     Raises:
-        ValueError: naming those that there are.
+        ValueError: for an unknown name; it lists the known ones.
     """
     for family in FAMILIES:
         if family.name == name:

@@ -85,7 +85,7 @@ def write(path: Path, runs: Mapping[tuple[str, str], Record]) -> None:
     """Write the document."""
     verdicts = judged(runs)
     head = _HEAD.format(
-        summary=f"{len(verdicts)} families: {summary(verdicts)}",
+        summary=f"{len(verdicts)} families: {summary(verdicts)}{_missing(verdicts)}",
         steps=STEPS,
         tolerance=TOLERANCE,
         low=LOW_PRECISION_TOLERANCE,
@@ -96,6 +96,12 @@ def write(path: Path, runs: Mapping[tuple[str, str], Record]) -> None:
     for row in rows(verdicts):
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
     path.write_text(head + "\n".join(lines) + "\n")
+
+
+def _missing(verdicts: Sequence[Verdict]) -> str:
+    """How many families have no row."""
+    missing = len(FAMILIES) - len(verdicts)
+    return f"; {missing} more of the catalogue have not run yet" if missing else ""
 
 
 def _versions(runs: Mapping[tuple[str, str], Record]) -> str:
