@@ -183,11 +183,10 @@ class _Collector:
         return run
 
     def let_go(self, under_way: CodeType | None) -> None:
-        """Keep no tensors: what Dynamo compiled keeps this collector. And have that compiled again.
+        """Drop the tensors, and have Dynamo compile the frames of the trace again.
 
-        Of a frame that reads no parameter, what was compiled here fits its later calls as well.
-        ``under_way``: the frame that Dynamo compiles outside; Dynamo holds on to it, and to frames
-        that run.
+        The guards of a frame without parameters hold in training, too: Dynamo would run its traced
+        code there. Frames on the stack and ``under_way``, which Dynamo compiles now, stay.
         """
         self.entries = ()
         self._numbers.clear()
@@ -234,7 +233,7 @@ class _Collector:
 
 
 def _place(code: CodeType) -> tuple[str, int, str]:
-    """Where code is from: the same of a function and of what Dynamo makes of it."""
+    """The source of a code object. Dynamo's code has that of the function it is made from."""
     return code.co_filename, code.co_firstlineno, code.co_name
 
 

@@ -17,7 +17,15 @@ from torch import fx
 
 from passes.exchange import EXCHANGE, GATHER_PARTS
 from passes.fusion import effective_users
-from passes.graph import ALL_REDUCE, COLLECTIVES, WAIT, fake_mode_of, positions, root_of
+from passes.graph import (
+    ALL_REDUCE,
+    COLLECTIVES,
+    WAIT,
+    fake_mode_of,
+    gives_nothing,
+    positions,
+    root_of,
+)
 from passes.markers import REDUCE_GRAD, UNSHARD
 
 #: What nodes were when their values were found right: a pass leaves most of them as they are.
@@ -75,15 +83,9 @@ def _check_alive(start: fx.Node, order: dict[fx.Node, int], pass_name: str) -> N
         )
 
 
-def _gives_nothing(node: fx.Node) -> bool:
-    """Whether a node is a check or an effect, as linalg's of a result that may not exist."""
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and not target._schema.returns
-
-
 def _check_value(node: fx.Node, pass_name: str) -> None:
     if "val" not in node.meta:
-        if _gives_nothing(node):
+        if gives_nothing(node):
             return
         raise InvalidGraph(
             f"after pass {pass_name!r}: node {node} ({node.target}) has no meta['val']"

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from passes.graph import concrete, numel_of
+from passes.graph import concrete, gives_nothing, numel_of
 
 log = logging.getLogger("passes")
 
@@ -26,11 +26,11 @@ _aten = torch.ops.aten
 def flops_of(node: fx.Node) -> int:
     """FLOPs of a call to an operator; 0 where no formula is known, which is logged once."""
     packet = getattr(node.target, "overloadpacket", None)
-    if packet is None:
+    if packet is None or gives_nothing(node):
         return 0
-    args = fx.node.map_arg(node.args, lambda source: _sized(source.meta.get("val")))
-    kwargs = fx.node.map_arg(node.kwargs, lambda source: _sized(source.meta.get("val")))
-    value = _sized(node.meta.get("val"))
+    args = fx.node.map_arg(node.args, lambda source: _sized(source.meta["val"]))
+    kwargs = fx.node.map_arg(node.kwargs, lambda source: _sized(source.meta["val"]))
+    value = _sized(node.meta["val"])
     try:
         if packet in _LACKING:
             return _LACKING[packet](*args, **kwargs, out_val=value)

@@ -363,3 +363,9 @@ def positions(graph: fx.Graph) -> dict[fx.Node, int]:
 
 def last_of(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
     return max(nodes, key=order.__getitem__)
+
+
+def gives_nothing(node: fx.Node) -> bool:
+    """Whether an operator returns no value, as linalg's check of a result: it has no meta val."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and not target._schema.returns

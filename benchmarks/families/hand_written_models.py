@@ -36,11 +36,11 @@ def _mlp() -> Trial:
 
 
 def _convolutions() -> Trial:
-    layers: list[nn.Module] = []
+    made: list[nn.Module] = []
     for before, after in ((3, 32), (32, 64), (64, 128)):
         convolution = nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False)
-        layers += [convolution, nn.BatchNorm2d(after), nn.ReLU()]
-    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, CLASSES))
+        made += [convolution, nn.BatchNorm2d(after), nn.ReLU()]
+    model = nn.Sequential(*made, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, CLASSES))
     return Trial(model, pictures(8, 16, CLASSES), scored)
 
 

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from benchmarks.families.records import Record
 from benchmarks.families.trial import Family
@@ -128,6 +128,4 @@ def last_line(error: str) -> str:
 def summary(verdicts: Any) -> str:
     """Counts by kind."""
     kinds = [verdict.kind for verdict in verdicts]
-    return ", ".join(
-        f"{kinds.count(kind)} {kind}" for kind in ("works", "warns", "refused", "fails", "not run")
-    )
+    return ", ".join(f"{kinds.count(kind)} {kind}" for kind in get_args(Kind))
