@@ -14,6 +14,7 @@ its processes with it: the next one gets fresh ones.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import multiprocessing
 import os
@@ -23,7 +24,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -221,9 +223,19 @@ def _rank_main(
 
 def _forget_models() -> None:
     """What earlier functions left (in a global, or in what autograd holds) takes no memory here."""
-    from osdp_compile import watch
+    from osdp_compile import other_models, watch
 
     watch._watches.clear()
+    compiled, earlier = _compiled_models(), weakref.WeakSet(_compiled_models()())
+    other_models._compiled = lambda: (model for model in compiled() if model not in earlier)
+
+
+@functools.cache
+def _compiled_models() -> Callable[[], Iterator[Any]]:
+    """The function that finds them, before :func:`_forget_models` put another in its place."""
+    from osdp_compile import other_models
+
+    return other_models._compiled
 
 
 def _end_with_parent() -> None:
