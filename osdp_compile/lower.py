@@ -19,6 +19,7 @@ from osdp_compile import _torch, accumulated, progress
 from osdp_compile.double_backward import refusing_double_backward
 from osdp_compile.errors import OsdpError
 from osdp_compile.fusing import in_place
+from osdp_compile.larger_inputs import GrowingPeak, symbols_of
 from osdp_compile.observed import OTHER_FRAMES, CompiledStep, timed
 from osdp_compile.roots import marked_name, placeholders
 from osdp_compile.session import Session, base_parts, find
@@ -117,6 +118,7 @@ def lower(
     watch = _observer(session, observe)
     own = tuple(sorted(name for name in static.values() if name in parameters))
     step = CompiledStep((_torch.current_frame(), own))
+    symbols = symbols_of(inputs)
     called_with = _called_with(inputs, static)
     difference = session.watch.lowers(step.frame, called_with, session.frames)
     session.observed.interrupted()
@@ -151,6 +153,10 @@ def lower(
             graph = run(session.passes, Stage.JOINT, graph, ctx, watch)
         graph = run(session.passes, Stage.PARTS, graph, ctx, watch)
         _look_at(graph, ctx, session, step, others_bytes, difference)
+        if symbols and phase in step.timelines:
+            alive = {one.name for one in step.timelines[phase].peak_buffers}
+            batch = [inputs[index] for index, name in static.items() if name == "batch"]
+            step.growing[phase] = GrowingPeak(graph.graph, alive, batch, symbols)
         for key in (MEMORY, PACKABLE, WIRING):
             graph.meta.pop(key, None)  # Inductor's key of its cache is of all that a graph holds
         with in_place():

@@ -11,9 +11,10 @@ from __future__ import annotations
 import collections
 import statistics
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+from osdp_compile.larger_inputs import GrowingPeak
 from passes.context import Phase
 from passes.timeline import Timeline
 
@@ -34,6 +35,8 @@ class CompiledStep:
     def __init__(self, frame: Hashable) -> None:
         self.frame = frame
         self.timelines: dict[Phase, Timeline] = {}
+        #: For graphs of any size: what calls take at their peaks above the prediction.
+        self.growing: dict[Phase, GrowingPeak] = {}
         #: Bytes that the forward returns to its caller, who holds them during the backward.
         self.returned_bytes = 0
         #: Bytes that are there from the end of the forward to the backward.
@@ -47,6 +50,14 @@ class CompiledStep:
     def peak_bytes(self) -> int:
         """The highest of its graphs, those that are compiled by now."""
         return max((one.peak_bytes for one in self.timelines.values()), default=0)
+
+    def larger_input_bytes(self, args: Sequence[Any]) -> int:
+        """What a call takes above :attr:`peak_bytes` by the sizes of its inputs."""
+        peaks = (
+            one.peak_bytes + (self.growing[phase].more_bytes(args) if phase in self.growing else 0)
+            for phase, one in self.timelines.items()
+        )
+        return max(0, max(peaks, default=0) - self.peak_bytes)
 
     @property
     def counted_frames_bytes(self) -> int:

@@ -2,9 +2,10 @@
 
 A plan counts parameters, optimizer state, the batch, what the option ``accumulate`` says, and what
 other models held at the model's first call. Other things are seen only when they are there:
-gradients that a backward adds to, what calls saved whose backward is still to come, other models
-that were planned since. They are counted before every call of a compiled forward. Where a step is
-above the limit so, one warning says by how much, and the cause.
+gradients that a backward adds to, what calls saved whose backward is still to come, inputs larger
+than those that a graph for any size was compiled with, other models that were planned since. They
+are counted before every call of a compiled forward. Where a step is above the limit so, one warning
+says by how much, and the cause.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import dataclasses
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -127,12 +128,24 @@ class Watch:
         node.register_hook(free)
         weakref.finalize(node, free).atexit = False
 
-    def called(self, step: CompiledStep, limit_bytes: int) -> None:
-        """Before a call of a compiled forward: compare what there will be with the limit."""
+    def called(self, step: CompiledStep, limit_bytes: int, args: Sequence[Any] = ()) -> None:
+        """Before a call of a compiled forward: compare what there will be with the limit.
+
+        ``args``: of the call.
+        """
         if self._said:
             return
         peak_bytes = step.peak_bytes
         beside = self._beside(step.counted_frames_bytes)
+        if larger_bytes := step.larger_input_bytes(args):
+            beside.append(
+                Beside(
+                    larger_bytes,
+                    "activations of a larger input than it was compiled with",
+                    "Make the first call with what takes the most, or lower the limit to leave "
+                    "room",
+                )
+            )
         more_bytes = sum(one.size_bytes for one in beside)
         if not beside or peak_bytes + more_bytes <= limit_bytes:
             return
@@ -235,7 +248,7 @@ def watched(
     """The compiled function of a frame that is trained, watched."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        watch.called(step, limit_bytes)
+        watch.called(step, limit_bytes, args)
         outputs = function(*args, **kwargs)
         watch.saves(outputs, step.kept_bytes)
         return outputs

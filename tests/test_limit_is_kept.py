@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import osdp_compile
 from osdp_compile import InfeasibleLimit, PeakMemory
+from passes.units import parse_bytes
 from tests.training import SLOW
 
 STEPS = 3
@@ -120,6 +121,44 @@ def test_without_room_for_them_one_warning_says_what_to_do(two_ranks):
         assert "above memory_limit=" in warning
         assert "of gradients of an earlier backward" in warning
         assert "options={'accumulate': 'reduced'}" in warning
+
+
+class OfAnyLength(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x))).square().mean()
+
+
+def longer(rank, world_size):
+    """One graph for all lengths, and the later ones are larger."""
+
+    def train(given):
+        torch.manual_seed(0)
+        model = OfAnyLength()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        compiled = torch.compile(model, backend="osdp", dynamic=True, options=given)
+        for length in (70, 90, 200):  # below 65 Inductor adds up in another way
+            compiled(normal(rank, length, 64)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    return kept(train)
+
+
+def test_longer_inputs_of_one_graph_are_above_the_limit_and_it_is_said(two_ranks):
+    for one in two_ranks.run(longer):
+        assert one.peak_bytes > one.limit_bytes
+        assert one.predicted_bytes <= one.limit_bytes
+        assert one.warnings, "silent"
+        *_, warning = one.warnings
+        assert "above memory_limit=" in warning
+        assert "activations of a larger input than it was compiled with" in warning
+        needed_bytes = parse_bytes(warning.split("needs ")[1].split(",")[0])
+        assert one.limit_bytes < needed_bytes < 1.03 * one.peak_bytes
 
 
 class Adapted(nn.Module):
