@@ -15,8 +15,9 @@ from tests.passes.graphs import GraphBuilder, context
 aten = torch.ops.aten
 PLACE = ([2, 2], [1, 1], [1, 1], False, [0, 0], 1)
 
-#: Rows, channels in and out, height and width: large weights, large inputs, large results.
-SHAPES = [(16, 256, 512, 4), (16, 64, 128, 32), (4, 8, 256, 64)]
+#: Rows, channels in and out, height and width: large weights, large inputs, large results, an
+#: input lower than the kernel.
+SHAPES = [(16, 256, 512, 4), (16, 64, 128, 32), (4, 8, 256, 64), (4, 256, 256, 2)]
 
 
 def convolution(rows, channels, out, size):
