@@ -69,6 +69,7 @@ class Watch:
         self._saved: dict[int, int] = {}
         self._planned: dict[Hashable, tuple[GraphInput, ...]] = {}
         self._said = False
+        self._said_larger = False  # an input of a graph for any size
 
     def laid_out(
         self,
@@ -133,11 +134,12 @@ class Watch:
 
         ``args``: of the call.
         """
-        if self._said:
+        larger_bytes = 0 if self._said_larger else step.larger_input_bytes(args)
+        if self._said and not larger_bytes:
             return
         peak_bytes = step.peak_bytes
         beside = self._beside(step.counted_frames_bytes)
-        if larger_bytes := step.larger_input_bytes(args):
+        if larger_bytes:
             beside.append(
                 Beside(
                     larger_bytes,
@@ -149,7 +151,7 @@ class Watch:
         more_bytes = sum(one.size_bytes for one in beside)
         if not beside or peak_bytes + more_bytes <= limit_bytes:
             return
-        self._said = True
+        self._said, self._said_larger = True, self._said_larger or larger_bytes > 0
         parts = sorted(beside, key=lambda one: -one.size_bytes)
         causes = "; ".join(f"{format_bytes(one.size_bytes)} of {one.cause}" for one in parts)
         log.warning(
