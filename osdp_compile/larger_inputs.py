@@ -7,13 +7,14 @@ call gives the symbols other values, and the same tensors other bytes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from passes.graph import bytes_of, hint
+from osdp_compile import _torch
+from passes.graph import bytes_of
 
 #: Symbols of a graph's sizes by the index of the input that gives their value.
 Symbols = Mapping[int, Any]
@@ -42,9 +43,9 @@ class GrowingPeak:
         held = [node.meta.get("val") for node in graph.nodes if node.name in alive]
         values = [
             one
-            for value in [*held, *inputs]
-            for one in _tensors(value)
-            if any(isinstance(size, torch.SymInt) for size in one.shape)
+            for one in _torch.tree_leaves([held, inputs])
+            if isinstance(one, torch.Tensor)
+            and any(isinstance(size, torch.SymInt) for size in one.shape)
         ]
         self._predicted_bytes = sum(map(bytes_of, values))
         self._bytes: Any = sum(map(_symbolic_bytes, values))
@@ -67,14 +68,9 @@ class GrowingPeak:
         return self._known[numbers]
 
 
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    values = value if isinstance(value, (tuple, list)) else [value]
-    return (one for one in values if isinstance(one, torch.Tensor))
-
-
 def _symbolic_bytes(value: torch.Tensor) -> Any:
     """Bytes as an expression of the graph's symbols."""
     count: Any = value.element_size()
     for size in value.shape:
-        count = count * (size.node.expr if isinstance(size, torch.SymInt) else hint(size))
+        count = count * (size.node.expr if isinstance(size, torch.SymInt) else size)
     return count

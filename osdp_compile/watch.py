@@ -27,6 +27,7 @@ from passes.units import format_bytes, format_limit
 log = logging.getLogger("osdp_compile")
 
 _keys = itertools.count()
+_LARGEST_FIRST = "Make the first call with what takes the most, or lower the limit to leave room"
 
 
 class GraphInput(NamedTuple):
@@ -138,16 +139,7 @@ class Watch:
         if self._said and not larger_bytes:
             return
         peak_bytes = step.peak_bytes
-        beside = self._beside(step.counted_frames_bytes)
-        if larger_bytes:
-            beside.append(
-                Beside(
-                    larger_bytes,
-                    "activations of a larger input than it was compiled with",
-                    "Make the first call with what takes the most, or lower the limit to leave "
-                    "room",
-                )
-            )
+        beside = self._beside(step.counted_frames_bytes, larger_bytes)
         more_bytes = sum(one.size_bytes for one in beside)
         if not beside or peak_bytes + more_bytes <= limit_bytes:
             return
@@ -164,9 +156,15 @@ class Watch:
             ". ".join(one.remedy for one in parts),
         )
 
-    def _beside(self, frames_bytes: int) -> list[Beside]:
-        """``frames_bytes``: what the graphs count as saved by earlier frames of the step."""
+    def _beside(self, frames_bytes: int, larger_bytes: int) -> list[Beside]:
+        """``frames_bytes``: what the graphs count as saved by earlier frames of the step.
+
+        ``larger_bytes``: what this call takes by the sizes of its inputs.
+        """
         found = []
+        if larger_bytes:
+            cause = "activations of a larger input than it was compiled with"
+            found.append(Beside(larger_bytes, cause, _LARGEST_FIRST))
         if not self.room_for_gradients and (gradient_bytes := self.gradient_bytes):
             found.append(
                 Beside(
@@ -221,7 +219,7 @@ class Watch:
             return ""
         return (
             f"it has an input {differs[0]}, in the place of one {differs[1]} when it was planned. "
-            "Make the first call with what takes the most, or lower the limit to leave room"
+            + _LARGEST_FIRST
         )
 
     def above(self, what: str, peak_bytes: int, limit_bytes: int, cause: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import torch
 from torch import fx
@@ -44,15 +45,18 @@ def _is_lower_than_kernel(backward: fx.Node) -> bool:
 def _column_bytes(backward: fx.Node) -> int:
     """Of one row of the batch: what the kernel covers at each place of the result."""
     gradient, _, weight = (_shape(arg) for arg in backward.args[:3])
-    element_bytes = _size(backward.args[2]) // prod(weight)
+    element_bytes: int = _value(backward.args[2]).element_size()
     return prod(weight[1:]) * prod(gradient[2:]) * element_bytes
 
 
 def _shape(argument: object) -> list[int]:
-    assert isinstance(argument, fx.Node)
-    return concrete(argument.meta["val"].shape)
+    return concrete(_value(argument).shape)
 
 
 def _size(argument: object) -> int:
+    return bytes_of(_value(argument))
+
+
+def _value(argument: object) -> Any:
     assert isinstance(argument, fx.Node)
-    return bytes_of(argument.meta["val"])
+    return argument.meta["val"]
