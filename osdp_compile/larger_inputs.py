@@ -29,24 +29,34 @@ def symbols_of(inputs: Sequence[Any]) -> Symbols:
     }
 
 
+def of_symbolic_size(values: Any) -> list[torch.Tensor]:
+    """The tensors in nested containers of which a size is a symbol: they hold no memory."""
+    return [
+        one
+        for one in _torch.tree_leaves(values)
+        if isinstance(one, torch.Tensor)
+        and any(isinstance(size, torch.SymInt) for size in one.shape)
+    ]
+
+
 class GrowingPeak:
     """The tensors of symbolic size that are alive at a graph's predicted peak.
 
     ``graph``: a lowered one. ``alive``: names of its nodes that are alive at the peak.
-    ``inputs``: of the Dynamo graph; their caller holds them all along.
+    ``inputs``: the Dynamo graph's that are :func:`of_symbolic_size`; their caller holds them all
+    along.
     """
 
     def __init__(
-        self, graph: fx.Graph, alive: Collection[str], inputs: Sequence[Any], symbols: Symbols
+        self,
+        graph: fx.Graph,
+        alive: Collection[str],
+        inputs: Sequence[torch.Tensor],
+        symbols: Symbols,
     ) -> None:
         self._symbols = symbols
         held = [node.meta.get("val") for node in graph.nodes if node.name in alive]
-        values = [
-            one
-            for one in _torch.tree_leaves([held, inputs])
-            if isinstance(one, torch.Tensor)
-            and any(isinstance(size, torch.SymInt) for size in one.shape)
-        ]
+        values = [*of_symbolic_size(held), *inputs]
         self._predicted_bytes = sum(map(bytes_of, values))
         self._bytes: Any = sum(map(_symbolic_bytes, values))
         self._known: dict[tuple[int, ...], int] = {}

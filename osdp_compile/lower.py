@@ -19,7 +19,7 @@ from osdp_compile import _torch, accumulated, progress
 from osdp_compile.double_backward import refusing_double_backward
 from osdp_compile.errors import OsdpError
 from osdp_compile.fusing import in_place
-from osdp_compile.larger_inputs import GrowingPeak, symbols_of
+from osdp_compile.larger_inputs import GrowingPeak, of_symbolic_size, symbols_of
 from osdp_compile.observed import OTHER_FRAMES, CompiledStep, timed
 from osdp_compile.roots import marked_name, placeholders
 from osdp_compile.session import Session, base_parts, find
@@ -119,6 +119,8 @@ def lower(
     own = tuple(sorted(name for name in static.values() if name in parameters))
     step = CompiledStep((_torch.current_frame(), own))
     symbols = symbols_of(inputs)
+    # What follows lives as long as the graph: no real input is in it.
+    growing = of_symbolic_size([inputs[i] for i, name in static.items() if name == "batch"])
     called_with = _called_with(inputs, static)
     difference = session.watch.lowers(step.frame, called_with, session.frames)
     session.observed.interrupted()
@@ -155,8 +157,7 @@ def lower(
         _look_at(graph, ctx, session, step, others_bytes, difference)
         if symbols and phase in step.timelines:
             alive = {one.name for one in step.timelines[phase].peak_buffers}
-            batch = [inputs[index] for index, name in static.items() if name == "batch"]
-            step.growing[phase] = GrowingPeak(graph.graph, alive, batch, symbols)
+            step.growing[phase] = GrowingPeak(graph.graph, alive, growing, symbols)
         for key in (MEMORY, PACKABLE, WIRING):
             graph.meta.pop(key, None)  # Inductor's key of its cache is of all that a graph holds
         with in_place():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import time
 from collections.abc import Sequence
 
@@ -288,12 +289,19 @@ def test_ten_thousand_nodes_take_less_than_a_second():
         node = b.pointwise(b.kernel(node, whole, seconds=2.0, memory_bytes=8), 8)
         node.meta["region"] = region
     graph = b.finish(node).graph
-    # The thread's own time: beside ranks of other tests it waits for a core as long as it works.
-    begin = time.thread_time()
-    simulate(graph)
-    taken_seconds = time.thread_time() - begin
     assert len(graph.nodes) > 10_000
-    assert taken_seconds < 1.0  # 0.12 s on one core
+    # The thread's own time, without walks over the objects of other tests; the least of three, for
+    # a core that is shared with another process is slower.
+    taken_seconds = []
+    gc.disable()
+    try:
+        for _ in range(3):
+            begin = time.thread_time()
+            simulate(graph)
+            taken_seconds.append(time.thread_time() - begin)
+    finally:
+        gc.enable()
+    assert min(taken_seconds) < 1.0  # 0.12 s on one core
 
 
 @dataclasses.dataclass(frozen=True)
