@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 from tests.ranks import Ranks
+from tests.searching import short_searches
 
 #: Files of a minute and more that use no ranks of ours.
 _LONG_FILES = ("test_examples.py", "test_offline.py", "test_plan.py", "test_prediction.py")
@@ -35,6 +36,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def no_kept_profiles() -> Iterator[None]:
     """Measured profiles are neither taken from this user's cache folder nor left there."""
     with mock.patch.dict(os.environ, {"OSDP_CACHE_DIR": ""}):
+        yield
+
+
+@pytest.fixture
+def short_search() -> Iterator[None]:
+    """The planner looks at few plans, as it does on ranks."""
+    with short_searches():
         yield
 
 

@@ -31,6 +31,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests.searching import short_searches
+
 #: How long a rank may take longer than the first one that failed before it is given up.
 _GRACE_SECONDS = 5.0
 #: How long one may take to say where it is, on a busy machine.
@@ -199,6 +201,7 @@ def _rank_main(
     faulthandler.enable(log)
     faulthandler.register(signal.SIGUSR1, log, all_threads=False)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    short_searches().__enter__()  # until the process ends
     try:
         import torch
         import torch._dynamo

@@ -18,6 +18,8 @@ from osdp_compile.traced_step import predicted, trace
 from passes.hardware import generic
 from tests.training import SLOW
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 SMALL = GPTConfig(vocab=61, layers=1, width=64, heads=2, context=12)
 
 
