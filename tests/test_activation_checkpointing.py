@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
 import osdp_compile
 from osdp_compile import Plan
 from osdp_compile.trace import trace_graphs
+from tests.chosen import more
 from tests.training import SLOW, Recipe, adamw, trains_like_reference
 
 
@@ -183,7 +184,7 @@ def gpt2():
 
 
 @pytest.mark.parametrize(
-    ("make", "plan"), [(llama, "shard_again"), (gpt2, "shard_keep")], ids=["Llama", "GPT-2"]
+    ("make", "plan"), [(llama, "shard_again"), *more((gpt2, "shard_keep"))]
 )
 def test_hugging_faces_models_train_like_one_process(two_ranks, make, plan):
     pytest.importorskip("transformers")

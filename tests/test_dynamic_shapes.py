@@ -13,6 +13,7 @@ from torch.nn import functional
 from osdp_compile import Plan, backend
 from osdp_compile.trace import trace_graphs
 from passes.decisions import OF_INPUT
+from tests.chosen import more
 from tests.training import (
     SLOW,
     Recipe,
@@ -111,12 +112,10 @@ def train(rank, world_size, plan, batch, dynamic):
 @pytest.mark.parametrize(
     ("dynamic", "plan", "graphs"),
     [
-        ("all", "shard_again", 1),
-        ("all", "sliced", 1),
-        ("marked", "replicate", 1),
         (None, "shard_keep", 2),
+        ("all", "sliced", 1),
+        *more(("all", "shard_again", 1), ("marked", "replicate", 1)),
     ],
-    ids=["dynamic=True", "dynamic=True, slices", "marked", "automatic"],
 )
 def test_lengths_that_change_compile_at_most_twice(two_ranks, dynamic, plan, graphs):
     for losses, expected, furthest, lowered, _ in two_ranks.run(train, plan, growing, dynamic):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 
 import pytest
 import torch
 from torch import nn
 
 import osdp_compile
+from tests.chosen import more, others
 from tests.training import (
     SLOW,
     Recipe,
@@ -68,8 +70,17 @@ class BrokenAfter(BrokenInside):
 CLIPPED = Recipe(max_norm=0.05, steps=4)
 
 
-@pytest.mark.parametrize("model", [BrokenInside, BrokenInArgument, BrokenAfter])
-@pytest.mark.parametrize("plan", ["replicate", "shard_keep", "shard_again", 0.5], ids=str)
+_BROKEN = [
+    (BrokenInside, 0.5),
+    (BrokenInArgument, "shard_keep"),
+    (BrokenAfter, "shard_again"),
+    (BrokenInside, "replicate"),
+]
+_MODELS = (BrokenInside, BrokenInArgument, BrokenAfter)
+_BROKEN += others(product(_MODELS, ("replicate", "shard_keep", "shard_again", 0.5)), _BROKEN)
+
+
+@pytest.mark.parametrize(("model", "plan"), _BROKEN)
 def test_a_graph_break_inside_a_submodule(two_ranks, model, plan):
     outcome = trains_like_reference(two_ranks, model, plan, CLIPPED)
     if plan in ("shard_keep", "shard_again"):
@@ -84,7 +95,7 @@ def nested(model, batch):
 @pytest.mark.skipif(
     not hasattr(torch._dynamo.config, "nested_graph_breaks"), reason="torch has no such option"
 )
-@pytest.mark.parametrize("plan", ["replicate", "shard_again"])
+@pytest.mark.parametrize("plan", ["shard_again", *more("replicate")])
 def test_breaks_that_dynamo_nests(two_ranks, plan):
     recipe = Recipe(step=nested, max_norm=0.05)
     trains_like_reference(two_ranks, BrokenAfter, plan, recipe)
@@ -109,7 +120,7 @@ class EagerFirst(nn.Module):
         return self.eager(self.after, x)
 
 
-@pytest.mark.parametrize("plan", ["replicate", "shard_again"])
+@pytest.mark.parametrize("plan", ["shard_again", *more("replicate")])
 def test_layers_that_run_before_anything_is_compiled(two_ranks, plan):
     trains_like_reference(two_ranks, EagerFirst, plan, CLIPPED)
 
@@ -247,6 +258,7 @@ class BrokenHalf(nn.Module):
 def peak_under_a_limit(rank, world_size, share):
     """Several steps at so many times the least limit: its bytes, and those that were measured."""
     torch._dynamo.reset()
+
     def step(options):
         torch.manual_seed(0)
         batch = torch.randn(256, 128)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
 
 import pytest
 import torch
 
+from tests.chosen import others
 from tests.training import Recipe, adamw, trains_like_reference
 
 transformers = pytest.importorskip("transformers")
@@ -90,12 +90,11 @@ def own_loss(model, batch):
     return model(**batch).loss
 
 
-#: The others with OSDP_TEST_ALL=1: each takes as long to compile as all other things do.
+#: Each takes as long to compile as all other things do.
 _ALWAYS = ("T5",)
-_ALL = os.environ.get("OSDP_TEST_ALL") == "1"
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if _ALL or name in _ALWAYS])
+@pytest.mark.parametrize("name", [*_ALWAYS, *others(MODELS, _ALWAYS)])
 def test_trains_like_one_process(two_ranks, name):
     recipe = Recipe(
         step=own_loss, batch=functools.partial(batch_for, name), optimizer=adamw, steps=5

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import gc
 import logging
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,11 +19,10 @@ from torch import Tensor, nn
 import osdp_compile
 from osdp_compile import InfeasibleLimit, PeakMemory
 from passes.units import parse_bytes
+from tests.chosen import more
 from tests.training import SLOW
 
 STEPS = 3
-#: The generator called first as well.
-_ALL = os.environ.get("OSDP_TEST_ALL") == "1"
 
 
 @dataclasses.dataclass
@@ -248,7 +246,7 @@ def adversaries(rank, world_size, generator_first):
     return kept(train, accumulate="reduced")
 
 
-@pytest.mark.parametrize("generator_first", [False, *([True] if _ALL else [])])
+@pytest.mark.parametrize("generator_first", [False, *more(True)])
 def test_a_generator_and_its_discriminator_share_the_limit(two_ranks, generator_first):
     for one in two_ranks.run(adversaries, generator_first):
         assert one.peak_bytes <= one.limit_bytes

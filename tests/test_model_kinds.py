@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from osdp_compile import markers
+from tests.chosen import more, others
 from tests.training import (
     Recipe,
     mean_over_ranks,
@@ -30,7 +32,7 @@ def with_batch_norm():
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
 
 
-@pytest.mark.parametrize("plan", ["shard_keep", "shard_again", 0.5], ids=str)
+@pytest.mark.parametrize("plan", [0.5, *more("shard_keep", "shard_again")])
 def test_batch_norm_keeps_each_ranks_own_statistics(two_ranks, plan):
     # The reference has buffers for each rank, as DDP(broadcast_buffers=False).
     outcome = trains_like_reference(two_ranks, with_batch_norm, plan)
@@ -61,7 +63,7 @@ def eager_numbers(model, batch):
         return model(batch).square().mean()
 
 
-@pytest.mark.parametrize("plan", ["shard_keep", "shard_again"])
+@pytest.mark.parametrize("plan", ["shard_again", *more("shard_keep")])
 def test_dropout_is_the_same_in_forward_and_backward(two_ranks, plan):
     trains_like_reference(two_ranks, dropped_half, plan, Recipe(step=eager_numbers))
 
@@ -126,7 +128,7 @@ def train_and_evaluate(rank, world_size, plan):
     return differences, placed
 
 
-@pytest.mark.parametrize("plan", ["shard_keep", "shard_again", "replicate"])
+@pytest.mark.parametrize("plan", ["shard_again", *more("shard_keep", "replicate")])
 def test_evaluation_before_between_and_after_training(two_ranks, plan):
     for differences, placed in two_ranks.run(train_and_evaluate, plan):
         assert max(differences) < 1e-5, differences
@@ -143,8 +145,12 @@ def last_batch_smaller_on_one_rank(step, micro, rank):
     return normal_batch(step, micro, rank)[: 3 if step == 2 and rank == 1 else 4]
 
 
-@pytest.mark.parametrize("batch", [smaller_last_batch, last_batch_smaller_on_one_rank])
-@pytest.mark.parametrize("plan", ["shard_keep", "shard_again", 0.5], ids=str)
+_SMALLER = [(0.5, smaller_last_batch), ("shard_keep", last_batch_smaller_on_one_rank)]
+_BATCHES = (smaller_last_batch, last_batch_smaller_on_one_rank)
+_SMALLER += others(product(("shard_keep", "shard_again", 0.5), _BATCHES), _SMALLER)
+
+
+@pytest.mark.parametrize(("plan", "batch"), _SMALLER)
 def test_a_smaller_last_batch(two_ranks, plan, batch):
     recipe = Recipe(batch=batch, steps=4)
     outcome = trains_like_reference(two_ranks, two_layers, plan, recipe)
@@ -200,7 +206,7 @@ def step_in_bfloat16(model, batch):
     return output.float().square().mean()
 
 
-@pytest.mark.parametrize("plan", ["shard_keep", "shard_again"])
+@pytest.mark.parametrize("plan", ["shard_keep", *more("shard_again")])
 def test_autocast(two_ranks, plan):
     # Compiled code keeps sums in float32 that eager mode rounds to bfloat16's 8 bits.
     outcome = trains_like_reference(
@@ -223,7 +229,7 @@ class Broken(nn.Module):
         return self.after(x) + self.before.bias[:4]
 
 
-@pytest.mark.parametrize("plan", ["replicate", "shard_keep", "shard_again", 0.5], ids=str)
+@pytest.mark.parametrize("plan", [0.5, *more("replicate", "shard_keep", "shard_again")])
 def test_a_graph_break_in_the_middle(two_ranks, plan):
     outcome = trains_like_reference(two_ranks, Broken, plan)
     if plan in ("shard_keep", "shard_again"):
@@ -257,7 +263,7 @@ class NotTraced(nn.Module):
         return self.last(self.in_eager_mode(self.first(x)))
 
 
-@pytest.mark.parametrize("plan", ["replicate", "shard_again"])
+@pytest.mark.parametrize("plan", ["shard_again", *more("replicate")])
 def test_a_layer_that_runs_in_eager_mode(two_ranks, plan):
     outcome = trains_like_reference(two_ranks, NotTraced, plan)
     assert set(outcome.placements.values()) == {"shard" if plan == "shard_again" else plan}
@@ -285,7 +291,7 @@ def unfreeze_in_the_middle(rank, world_size, plan):
     )
 
 
-@pytest.mark.parametrize("plan", ["replicate", "shard_again"])
+@pytest.mark.parametrize("plan", ["shard_again", *more("replicate")])
 def test_a_layer_unfrozen_in_the_middle_of_training(two_ranks, plan):
     assert max(two_ranks.run(unfreeze_in_the_middle, plan)) < 1e-6
 

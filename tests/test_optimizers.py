@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import sys
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from osdp_compile import OsdpError
+from tests.chosen import more, others
 from tests.training import (
     Recipe,
     adamw,
@@ -48,7 +50,9 @@ MIXED = {
     "4.bias": "shard_keep",
 }
 PLANS = pytest.mark.parametrize(
-    "plan", ["replicate", "shard_keep", "shard_again", MIXED], ids=lambda p: str(p)[:11]
+    "plan",
+    ["shard_again", MIXED, *more("replicate", "shard_keep")],
+    ids=lambda p: str(p)[:11],
 )
 
 
@@ -155,7 +159,7 @@ def capturable_optimizer(kind, parameters, **options):
     return optimizer
 
 
-@pytest.mark.parametrize("foreach", [False, True], ids=["looped", "foreach"])
+@pytest.mark.parametrize("foreach", [True, *more(False)])
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -199,8 +203,12 @@ def uneven():
     )
 
 
-@pytest.mark.parametrize("plan", ["shard_again", "replicate", {"3": "shard_keep"}], ids=str)
-@pytest.mark.parametrize("foreach", [False, True])
+_ADAFACTOR = [("shard_again", False), ({"3": "shard_keep"}, True)]
+_PLANS = ("shard_again", "replicate", {"3": "shard_keep"})
+_ADAFACTOR += others(product(_PLANS, (False, True)), _ADAFACTOR)
+
+
+@pytest.mark.parametrize(("plan", "foreach"), _ADAFACTOR)
 def test_adafactor(two_ranks, plan, foreach):
     if isinstance(plan, dict):
         names = [name for name, _ in uneven().named_parameters()]
@@ -352,7 +360,7 @@ def built_when(rank, world_size, plan, make_optimizer, when, steps_before):
     return difference, state_difference, placements(model)
 
 
-@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
+@pytest.mark.parametrize("make_optimizer", [adamw, *more(sgd)])
 @pytest.mark.parametrize(
     ("when", "steps_before"),
     [("before", 0), ("before", 2), ("after", 0)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 from osdp_compile import Plan, PlanMismatch
 from osdp_compile.trace import fake_world
+from tests.chosen import more, others
 from tests.training import SLOW, Recipe, adamw, sgd, trains_like_reference, whole
 
 
@@ -28,7 +30,7 @@ class Odd(nn.Module):
         return self.third(torch.relu(self.second(torch.relu(self.first(x)))))
 
 
-@pytest.mark.parametrize("plan", ["shard_keep", "shard_again"])
+@pytest.mark.parametrize("plan", ["shard_keep", *more("shard_again")])
 def test_a_first_dimension_the_world_does_not_divide(two_ranks, plan):
     outcome = trains_like_reference(two_ranks, Odd, plan, Recipe(optimizer=adamw))
     assert set(outcome.placements.values()) == {"shard"}
@@ -85,9 +87,7 @@ def words(step, micro, rank):
     return torch.randint(9, (4,), generator=generator)
 
 
-@pytest.mark.parametrize(
-    "plan", ["shard_keep", "shard_again", "replicate", 0.5], ids=lambda p: str(p)
-)
+@pytest.mark.parametrize("plan", ["shard_again", 0.5, *more("shard_keep", "replicate")])
 def test_tied_weights_are_one_parameter(two_ranks, plan):
     outcome = trains_like_reference(two_ranks, Tied, plan, Recipe(batch=words))
     assert list(outcome.placements) == ["token.weight", "middle.weight", "middle.bias"]
@@ -109,7 +109,7 @@ class Frozen(nn.Module):
         return self.above(torch.relu(self.trained(self.below(x))))
 
 
-@pytest.mark.parametrize("plan", ["shard_keep", "shard_again"])
+@pytest.mark.parametrize("plan", ["shard_again", *more("shard_keep")])
 def test_frozen_parameters_are_sharded_and_stay_as_they_are(two_ranks, plan):
     outcome = trains_like_reference(two_ranks, Frozen, plan, Recipe(optimizer=adamw))
     assert set(outcome.placements.values()) == {"shard"}
@@ -134,7 +134,7 @@ class Unused(nn.Module):
         return self.used(x) - center
 
 
-@pytest.mark.parametrize("plan", ["shard_keep", "shard_again"])
+@pytest.mark.parametrize("plan", ["shard_again", *more("shard_keep")])
 def test_parameters_that_get_no_gradient_are_left_alone(two_ranks, plan):
     # AdamW's weight decay would move them if they had a gradient of zeros.
     outcome = trains_like_reference(two_ranks, Unused, plan, Recipe(optimizer=adamw))
@@ -158,7 +158,7 @@ class TwoTypes(nn.Module):
         return self.last(self.narrow(self.first(x).to(torch.bfloat16)).float())
 
 
-@pytest.mark.parametrize("plan", ["shard_keep", "shard_again"])
+@pytest.mark.parametrize("plan", ["shard_keep", *more("shard_again")])
 def test_parameters_of_several_types(two_ranks, plan):
     # bfloat16 has 8 bits: one rounding of a weight of 0.25 is 1e-3.
     outcome = trains_like_reference(two_ranks, TwoTypes, plan, tolerance=4e-3)
@@ -211,8 +211,12 @@ class CalledTwice(nn.Module):
         return self.again(x)
 
 
-@pytest.mark.parametrize("plan", ["replicate", "shard_keep", "shard_again"])
-@pytest.mark.parametrize("make_model", [SeveralPlaces, CalledTwice])
+_SEVERAL = [(SeveralPlaces, "shard_again"), (CalledTwice, "shard_keep"), (CalledTwice, "replicate")]
+_PLANS = ("replicate", "shard_keep", "shard_again")
+_SEVERAL += others(product((SeveralPlaces, CalledTwice), _PLANS), _SEVERAL)
+
+
+@pytest.mark.parametrize(("make_model", "plan"), _SEVERAL)
 def test_a_parameter_used_more_than_once_gets_the_sum_of_its_gradients(two_ranks, make_model, plan):
     outcome = trains_like_reference(two_ranks, make_model, plan)
     wanted = "replicate" if plan == "replicate" else "shard"

@@ -20,6 +20,7 @@ from passes.pipeline import default_passes
 from passes.plan import Infeasible, complete, make_plan
 from passes.predict import predict
 from passes.recompute_sets import RecomputeSet
+from tests.chosen import more
 from tests.passes.captures import capture_step
 from tests.passes.graphs import context, hardware, parameter, plan_of
 
@@ -108,7 +109,7 @@ def decisions(plan: Plan) -> list[Decision]:
     return [row.decision for row in plan.parameters]
 
 
-@pytest.mark.parametrize("wires", NETWORKS)
+@pytest.mark.parametrize("wires", ["slow", *more("even", "fast")])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_plan_is_never_above_the_limit_and_more_memory_hardly_ever_makes_it_slower(
     model: str, wires: str
