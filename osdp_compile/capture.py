@@ -18,6 +18,7 @@ from passes.capture import Captured, add_markers, mark_inputs
 from passes.context import Context, Phase
 from passes.decisions import Decision, Plan
 from passes.graph import output_node
+from passes.lent import mark_lent
 from passes.pipeline import Pass, Stage, run
 from passes.rng_states import settle_rng_states
 
@@ -79,6 +80,7 @@ def capture(
             mark_inputs(
                 part, [static.get(i) if i is not None else None for i in found], known, phase
             )
+        mark_lent(forward.graph, backward.graph)
         raise _Done(Captured(forward, backward))
 
     try:

@@ -30,6 +30,7 @@ from passes.check import check
 from passes.context import Context, Phase
 from passes.decisions import OF_INPUT
 from passes.graph import bytes_of, output_node
+from passes.lent import mark_lent
 from passes.markers import UNSHARD
 from passes.memory import MEMORY
 from passes.pipeline import Observer, Pass, Stage, run
@@ -140,6 +141,7 @@ def lower(
         )
         _warn_of_rows_at_once(forward, step.parameters, session)
         split_saved(forward, backward, session.context)
+        mark_lent(forward.graph, backward.graph)
         step.returned_bytes = _returned_bytes(forward, kwargs["num_fwd_outputs"])
         return forward, backward
 

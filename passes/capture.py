@@ -17,6 +17,7 @@ from torch import fx
 from passes.context import Context, Phase
 from passes.decisions import Plan
 from passes.graph import copy_module, empty_value, fake_mode_of, is_cast, output_node
+from passes.lent import mark_lent
 from passes.markers import REDUCE_GRAD, UNSHARD
 from passes.memory import STATIC
 from passes.recompute import SAVES, recompute
@@ -168,6 +169,7 @@ def lay_out(captured: Captured, plan: Plan, ctx: Context) -> Captured:
     }
     _save(forward, backward, kept)
     split_saved(forward, backward, ctx.replace(plan=plan))
+    mark_lent(forward.graph, backward.graph)
     return Captured(forward, backward)
 
 

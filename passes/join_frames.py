@@ -29,6 +29,7 @@ from passes._torch import FakeTensorMode
 from passes.capture import Captured
 from passes.graph import bytes_of, concrete, hint, module_of, output_node
 from passes.markers import REDUCE_GRAD, UNSHARD
+from passes.memory import LENT
 from passes.recompute import KEY, SAVES, keys_of
 
 _ADD = torch.ops.aten.add.Tensor
@@ -270,7 +271,10 @@ class _Backward:
 
     def _input(self, node: fx.Node, run: FrameRun, origin: fx.Node | None) -> fx.Node:
         if origin is not None and origin in self._given:
-            return self._given[origin]
+            given = self._given[origin]
+            if LENT in node.meta:
+                given.meta[LENT] = True
+            return given
         number = run.tangents.get(node.name)
         if number is not None and number in self._gradients:
             return self._gradients[number]

@@ -34,6 +34,9 @@ from passes.wiring import Wiring
 #: meta key of a placeholder whose memory is not the graph's: a parameter or a buffer.
 STATIC = "static"
 
+#: meta key of a placeholder that others hold too: nothing is written over it (``passes/lent.py``).
+LENT = "lent"
+
 #: meta key of a module: the :class:`Memory` of its graph as it is; the next pass takes it away.
 MEMORY = "memory"
 
@@ -124,7 +127,8 @@ class MemoryModel:
                 wiring.called[index] and not (traits.fusible or traits.getitem or is_view)
             )
             self._over.append(traits.fusible and size_bytes > 0)
-            self._own.append(wiring.called[index] or bool(meta.get("saved", False)))
+            given = bool(meta.get("saved")) and LENT not in meta
+            self._own.append(wiring.called[index] or given)
             self._workspace.append(cost.workspace_bytes)
             if node.target is WAIT and isinstance(node.args[0], fx.Node):
                 start = wiring.place[node.args[0]]

@@ -11,7 +11,8 @@ from passes.capture import Captured, lay_out
 from passes.context import Context, Phase
 from passes.decisions import Plan, Prediction
 from passes.fold import Folded, Seconds, put_in, recomputed_of, seconds_of
-from passes.graph import bytes_of, output_node, shared_values
+from passes.graph import bytes_of, shared_values
+from passes.lent import returned_and_saved
 from passes.memory import MEMORY
 from passes.pipeline import Pass, Stage, run
 from passes.recompute import recomputed
@@ -181,12 +182,5 @@ def _sum(*parts: dict[str, int]) -> dict[str, int]:
 
 def _returned_bytes(laid: Captured) -> int:
     """Bytes of what the forward returns to its caller and does not save for the backward."""
-    saved = len(list(laid.backward.graph.find_nodes(op="placeholder")))
-    tangents = sum(
-        node.name.startswith("tangents")
-        for node in laid.backward.graph.find_nodes(op="placeholder")
-    )
-    outputs = [n for n in output_node(laid.forward.graph).args[0] if isinstance(n, fx.Node)]  # type: ignore[union-attr]
-    own = outputs[: max(0, len(outputs) - (saved - tangents))]
-    kept = set(outputs[len(own) :])
-    return sum(bytes_of(n.meta["val"]) for n in own if n not in kept)
+    returned, saved = returned_and_saved(laid.forward.graph, laid.backward.graph)
+    return sum(bytes_of(node.meta["val"]) for node in returned if node not in set(saved))

@@ -159,6 +159,40 @@ def test_longer_inputs_of_one_graph_are_above_the_limit_and_it_is_said(two_ranks
         assert one.limit_bytes < needed_bytes < 1.03 * one.peak_bytes
 
 
+class ReturnsLogits(nn.Module):
+    """Its loss and its logits, as Hugging Face's models give; the logits are most of its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(32, 32), nn.Linear(32, 1024)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(torch.tanh(self.body(x)))
+        return nn.functional.cross_entropy(logits, torch.arange(len(x))), logits
+
+
+def returning(rank, world_size):
+    def train(given):
+        torch.manual_seed(0)
+        model, x = ReturnsLogits(), normal(rank, 128, 32)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        compiled = torch.compile(model, backend="osdp", options=given)
+        for _ in range(STEPS):
+            compiled(x)[0].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    return kept(train)
+
+
+def test_logits_that_are_returned_and_saved_are_not_written_over(two_ranks):
+    for one in two_ranks.run(returning):
+        assert one.peak_bytes <= one.limit_bytes
+        assert one.predicted_bytes <= 1.05 * one.peak_bytes
+        assert not one.warnings
+
+
 class Adapted(nn.Module):
     """A frozen linear with an adapter of low rank that is trained."""
 

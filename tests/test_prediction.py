@@ -6,6 +6,8 @@ What it then takes: ``test_step_report.py``.
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
@@ -84,6 +86,25 @@ def test_the_graphs_that_are_lowered_are_those_that_were_planned_on(world_size, 
     assert exposed == pytest.approx(prediction.exposed_seconds)
     peak_bytes = max(base + simulation.peak_bytes for _, base, simulation in lowered.values())
     assert peak_bytes == pytest.approx(prediction.peak_bytes, rel=1e-4)
+
+
+def test_the_batch_of_the_first_call_is_freed():
+    """What is made at the first call lives as long as the model."""
+
+    def backend(gm, inputs):
+        options = Options.parse({"hardware": SLOW, "memory_limit": "16MiB"})
+        return compile_graph(gm, inputs, options, lambda gm, _, **__: make_boxed_func(gm.forward))
+
+    torch.compiler.reset()
+    with fake_world(2):
+        model = torch.compile(GPT(CONFIG), backend=backend)
+        batch = torch.zeros(4, CONFIG.context, dtype=torch.long)
+        first = weakref.ref(batch)
+        model(batch, batch).backward()
+        del batch
+        gc.collect()
+        assert first() is None
+    torch.compiler.reset()
 
 
 def test_a_larger_batch_that_will_not_keep_the_limit_is_said(caplog):

@@ -1,0 +1,35 @@
+"""Lent: the inputs of a backward that no kernel of it writes over.
+
+Inductor writes a result over a tensor that the forward saved, once that is read for the last time,
+if AOTAutograd says that nobody else has it (``collect_fw_donated_buffer_idxs``). What the forward
+returns as well is its caller's, and the gradients that the backward begins with are autograd's.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from passes.graph import output_node, root_of
+from passes.memory import LENT
+from passes.recompute import SAVES
+
+
+def returned_and_saved(
+    forward: fx.Graph, backward: fx.Graph
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The outputs of a forward: those for its caller, and those for the backward."""
+    given = backward.find_nodes(op="placeholder")
+    count = sum(not node.name.startswith("tangents") for node in given)
+    outputs = [n for n in output_node(forward).args[0] if isinstance(n, fx.Node)]  # type: ignore[union-attr]
+    first = max(0, len(outputs) - count)
+    return outputs[:first], outputs[first:]
+
+
+def mark_lent(forward: fx.Graph, backward: fx.Graph) -> None:
+    """Mark the inputs of a backward that are lent."""
+    returned = {root_of(node) for node in returned_and_saved(forward, backward)[0]}
+    origins = {node.name: node for node in forward.nodes}
+    for node in backward.find_nodes(op="placeholder"):
+        origin = origins.get(node.meta.get(SAVES, node.name))
+        if origin is None or root_of(origin) in returned:
+            node.meta[LENT] = True
