@@ -238,4 +238,10 @@ _MADE = {
 FAMILIES = [
     *(Family(name, "by hand", make) for name, make in _MADE.items()),
     Family("dynamic=True", "by hand", _lengths_grow, dynamic=True),
+    Family(
+        "gradient accumulation, accumulate='reduced'",
+        "by hand",
+        _accumulated,
+        options={"accumulate": "reduced"},
+    ),
 ]

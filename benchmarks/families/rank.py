@@ -96,7 +96,8 @@ def _wrap(trial: Trial, family: Family, way: str, options: dict[str, Any]) -> Wr
         return ddp
     if way == "inductor":
         return _compiled(trial, family, backend="inductor")
-    return _compiled(trial, family, backend="osdp", options={"hardware": HARDWARE, **options})
+    given = {"hardware": HARDWARE, **family.options, **options}
+    return _compiled(trial, family, backend="osdp", options=given)
 
 
 def _compiled(trial: Trial, family: Family, **given: Any) -> Wrap:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ class Family:
     """A family of the sweep.
 
     ``make``: the trial, with the same weights on every rank.
-    ``dynamic``: as in ``torch.compile``.
+    ``dynamic``: as in ``torch.compile``. ``options``: the backend's, which such a script needs.
     ``refused``: a regular expression that the error must match, for a family that torch itself
     cannot compile.
     """
@@ -103,6 +103,7 @@ class Family:
     make: Callable[[], Trial]
     dynamic: bool | None = None
     refused: str | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def words(vocabulary: int, rows: int, length: int) -> Batch:
