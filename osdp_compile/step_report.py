@@ -199,7 +199,8 @@ def _step_timeline(session: Session) -> StepTimeline:
         backward = graph.timelines[Phase.BACKWARD]
         phases.append(backward.beside({_SAVED: sum(saved_bytes), "gradients": gradient_bytes}))
         gradient_bytes += backward.kept_bytes
-    phases.append(optimizer_timeline(session.context, session.plan, base_parts(session)))
+    base = base_parts(session)
+    phases.append(optimizer_timeline(session.context, session.plan, base, gradient_bytes))
     return StepTimeline(tuple(phases), session.plan.world_size)
 
 

@@ -75,6 +75,15 @@ def optimizer_temporary_bytes(ctx: Context, plan: Plan) -> int:
     )
 
 
+def gradient_bytes(ctx: Context, plan: Plan, kept_bytes: int) -> int:
+    """Bytes of the gradients that an optimizer's step finds.
+
+    ``kept_bytes``: what the backward leaves. That is more than the parameters' own size where a
+    small gradient is a view of the bucket that it came in, and another was copied out of it.
+    """
+    return max(state_bytes(ctx, plan)["gradients"], kept_bytes)
+
+
 def optimizer_seconds(ctx: Context, plan: Plan) -> float:
     """Seconds of an optimizer's step on what one rank holds.
 
@@ -135,7 +144,7 @@ def _predict(
         _sum(base, _between(ctx, forward)),
         {
             **{kind: held for kind, held in base.items() if kind != EARLIER_GRADIENTS},
-            "gradients": state_bytes(ctx, plan)["gradients"],
+            "gradients": gradient_bytes(ctx, plan, backward.memory.kept_bytes),
             "optimizer step": optimizer_temporary_bytes(ctx, plan),
         },
     ]
@@ -183,4 +192,5 @@ def _sum(*parts: dict[str, int]) -> dict[str, int]:
 def _returned_bytes(laid: Captured) -> int:
     """Bytes of what the forward returns to its caller and does not save for the backward."""
     returned, saved = returned_and_saved(laid.forward.graph, laid.backward.graph)
-    return sum(bytes_of(node.meta["val"]) for node in returned if node not in set(saved))
+    kept = set(saved)
+    return sum(bytes_of(node.meta["val"]) for node in returned if node not in kept)

@@ -16,9 +16,9 @@ from passes.context import Context
 from passes.decisions import Plan
 from passes.predict import (
     EARLIER_GRADIENTS,
+    gradient_bytes,
     optimizer_seconds,
     optimizer_temporary_bytes,
-    state_bytes,
 )
 from passes.timeline import COMPUTE, NETWORK, Event, Timeline, largest_first, part_buffers
 
@@ -82,18 +82,20 @@ class StepTimeline:
         Path(path).write_text(json.dumps(self.to_chrome_trace()) + "\n")
 
 
-def optimizer_timeline(ctx: Context, plan: Plan, base: Mapping[str, int]) -> Timeline:
+def optimizer_timeline(
+    ctx: Context, plan: Plan, base: Mapping[str, int], kept_bytes: int
+) -> Timeline:
     """The optimizer's step as :func:`passes.predict.predict` counts it: one event, constant memory.
 
-    ``base``: bytes by part that this rank holds between steps.
+    ``base``: bytes by part that this rank holds between steps. ``kept_bytes``: what the backward
+    leaves.
     """
     # Then the gradients of all backwards are one.
     base = {part: held for part, held in base.items() if part != EARLIER_GRADIENTS}
-    state = state_bytes(ctx, plan)
     seconds = optimizer_seconds(ctx, plan)
     parts = {
         **base,
-        "gradients": state["gradients"],
+        "gradients": gradient_bytes(ctx, plan, kept_bytes),
         "optimizer step": optimizer_temporary_bytes(ctx, plan),
     }
     parts = {part: size_bytes for part, size_bytes in parts.items() if size_bytes}

@@ -9,7 +9,9 @@ import contextlib
 import dataclasses
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
+from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -71,6 +73,24 @@ def kept(train: Callable[[dict[str, Any]], nn.Module], **options: Any) -> Kept:
         torch._dynamo.reset()
         gc.collect()
     raise AssertionError(f"no limit that an error named was enough, the last {limit_bytes}")
+
+
+def trained(
+    model: nn.Module,
+    batches: Iterable[Tensor],
+    options: dict[str, Any],
+    loss_of: Callable[[Any], Tensor] = lambda loss: loss,
+    **given: Any,
+) -> nn.Module:
+    """The model after the usual steps, one for each batch; ``given``: to ``torch.compile``."""
+    parameters = [one for one in model.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    compiled = torch.compile(model, backend="osdp", options=options, **given)
+    for batch in batches:
+        loss_of(compiled(batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
 
 
 def normal(rank: int, *shape: int) -> Tensor:
@@ -135,14 +155,9 @@ def longer(rank, world_size):
 
     def train(given):
         torch.manual_seed(0)
-        model = OfAnyLength()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        compiled = torch.compile(model, backend="osdp", dynamic=True, options=given)
-        for length in (70, 90, 200):  # below 65 Inductor adds up in another way
-            compiled(normal(rank, length, 64)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return model
+        # Below 65 rows Inductor adds up in another way.
+        batches = (normal(rank, length, 64) for length in (70, 90, 200))
+        return trained(OfAnyLength(), batches, given, dynamic=True)
 
     return kept(train)
 
@@ -175,13 +190,7 @@ def returning(rank, world_size):
     def train(given):
         torch.manual_seed(0)
         model, x = ReturnsLogits(), normal(rank, 128, 32)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        compiled = torch.compile(model, backend="osdp", options=given)
-        for _ in range(STEPS):
-            compiled(x)[0].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return model
+        return trained(model, repeat(x, STEPS), given, itemgetter(0))
 
     return kept(train)
 
@@ -217,14 +226,7 @@ def adapted(rank, world_size):
         torch.manual_seed(0)
         layers = [module for _ in range(4) for module in (Adapted(320, 320), nn.Tanh())]
         model, x = nn.Sequential(*layers, MeanSquare()), normal(rank, 96, 320)
-        trained = [one for one in model.parameters() if one.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=1e-3)
-        compiled = torch.compile(model, backend="osdp", options=given)
-        for _ in range(STEPS):
-            compiled(x).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return model
+        return trained(model, repeat(x, STEPS), given)
 
     return kept(train)
 

@@ -112,10 +112,13 @@ def test_the_optimizers_step_is_what_the_prediction_counts():
     ctx = context([parameter("a", [8, 4]), parameter("b", [2, 2], requires_grad=False)])
     state = state_bytes(ctx, ctx.plan)
     base = {"parameters": state["parameters"], "optimizer": state["optimizer"], "inputs": 50}
-    found = optimizer_timeline(ctx, ctx.plan, base)
+    found = optimizer_timeline(ctx, ctx.plan, base, kept_bytes=0)
     assert found.base == base
     assert found.step_seconds == ctx.hardware.update_seconds(sum(state.values()), 1)
     assert found.compute_seconds == found.step_seconds
     temporary_bytes = optimizer_temporary_bytes(ctx, ctx.plan)
     assert found.peak_bytes == sum(base.values()) + state["gradients"] + temporary_bytes
     assert sum(buffer.size_bytes for buffer in found.peak_buffers) == found.peak_bytes
+    more_bytes = state["gradients"] + 100  # views keep the bucket that they are of
+    kept = optimizer_timeline(ctx, ctx.plan, base, more_bytes)
+    assert kept.peak_bytes == found.peak_bytes + 100
