@@ -29,8 +29,8 @@ from passes.capture import mark_inputs
 from passes.check import check
 from passes.context import Context, Phase
 from passes.decisions import OF_INPUT
-from passes.graph import bytes_of, output_node
-from passes.lent import mark_lent
+from passes.graph import bytes_of
+from passes.lent import mark_lent, returned_bytes
 from passes.markers import UNSHARD
 from passes.memory import MEMORY
 from passes.pipeline import Observer, Pass, Stage, run
@@ -142,7 +142,7 @@ def lower(
         _warn_of_rows_at_once(forward, step.parameters, session)
         split_saved(forward, backward, session.context)
         mark_lent(forward.graph, backward.graph)
-        step.returned_bytes = _returned_bytes(forward, kwargs["num_fwd_outputs"])
+        step.returned_bytes = returned_bytes(forward.graph, backward.graph)
         return forward, backward
 
     def inner(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -308,14 +308,6 @@ def _look_at(
     session.observed.compiled(step, ctx.phase, timeline)
     session.watch.runs(timeline.peak_bytes - timeline.base_bytes + others_bytes)
     _warn_above_limit(session, step, ctx.phase, timeline.peak_bytes, difference)
-
-
-def _returned_bytes(forward: fx.GraphModule, count: int) -> int:
-    """Bytes of the first outputs, the caller's, that are not among those for the backward."""
-    outputs: Sequence[Any] = output_node(forward.graph).args[0]  # type: ignore[assignment]
-    saved = {node for node in outputs[count:] if isinstance(node, fx.Node)}
-    own = dict.fromkeys(node for node in outputs[:count] if isinstance(node, fx.Node))
-    return sum(bytes_of(node.meta["val"]) for node in own if node not in saved)
 
 
 def _mark_kept(forward: fx.GraphModule, backward: fx.GraphModule) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from passes.graph import output_node, root_of
+from passes.graph import bytes_of, output_node, root_of
 from passes.memory import LENT
 from passes.recompute import SAVES
 
@@ -17,12 +17,21 @@ from passes.recompute import SAVES
 def returned_and_saved(
     forward: fx.Graph, backward: fx.Graph
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The outputs of a forward: those for its caller, and those for the backward."""
+    """The outputs of a forward: those for its caller, and those for the backward.
+
+    A tensor may be both, so that they are no :func:`passes.graph.output_nodes`.
+    """
     given = backward.find_nodes(op="placeholder")
     count = sum(not node.name.startswith("tangents") for node in given)
     outputs = [n for n in output_node(forward).args[0] if isinstance(n, fx.Node)]  # type: ignore[union-attr]
     first = max(0, len(outputs) - count)
     return outputs[:first], outputs[first:]
+
+
+def returned_bytes(forward: fx.Graph, backward: fx.Graph) -> int:
+    """Bytes of what the forward returns to its caller and does not save for the backward."""
+    returned, saved = returned_and_saved(forward, backward)
+    return sum(bytes_of(node.meta["val"]) for node in set(returned) - set(saved))
 
 
 def mark_lent(forward: fx.Graph, backward: fx.Graph) -> None:

@@ -11,8 +11,8 @@ from passes.capture import Captured, lay_out
 from passes.context import Context, Phase
 from passes.decisions import Plan, Prediction
 from passes.fold import Folded, Seconds, put_in, recomputed_of, seconds_of
-from passes.graph import bytes_of, shared_values
-from passes.lent import returned_and_saved
+from passes.graph import shared_values
+from passes.lent import returned_bytes
 from passes.memory import MEMORY
 from passes.pipeline import Pass, Stage, run
 from passes.recompute import recomputed
@@ -119,7 +119,7 @@ def _predict(
         put_in(laid, folded, plan, ctx)
     state = held_between_steps(ctx, plan)
     held = ctx.base_bytes + sum(state.values())
-    returned = _returned_bytes(laid)
+    returned = returned_bytes(laid.forward.graph, laid.backward.graph)
     lowered: list[fx.GraphModule] = []
     simulations: list[Simulation] = []
     for gm, phase, extra in (
@@ -187,10 +187,3 @@ def _sum(*parts: dict[str, int]) -> dict[str, int]:
         for kind, size_bytes in part.items():
             total[kind] = total.get(kind, 0) + size_bytes
     return total
-
-
-def _returned_bytes(laid: Captured) -> int:
-    """Bytes of what the forward returns to its caller and does not save for the backward."""
-    returned, saved = returned_and_saved(laid.forward.graph, laid.backward.graph)
-    kept = set(saved)
-    return sum(bytes_of(node.meta["val"]) for node in returned if node not in kept)

@@ -88,16 +88,16 @@ def test_the_graphs_that_are_lowered_are_those_that_were_planned_on(world_size, 
     assert peak_bytes == pytest.approx(prediction.peak_bytes, rel=1e-4)
 
 
+def uncompiled_under_16_mib(gm, inputs):
+    options = Options.parse({"hardware": SLOW, "memory_limit": "16MiB"})
+    return compile_graph(gm, inputs, options, lambda gm, _, **__: make_boxed_func(gm.forward))
+
+
 def test_the_batch_of_the_first_call_is_freed():
     """What is made at the first call lives as long as the model."""
-
-    def backend(gm, inputs):
-        options = Options.parse({"hardware": SLOW, "memory_limit": "16MiB"})
-        return compile_graph(gm, inputs, options, lambda gm, _, **__: make_boxed_func(gm.forward))
-
     torch.compiler.reset()
     with fake_world(2):
-        model = torch.compile(GPT(CONFIG), backend=backend)
+        model = torch.compile(GPT(CONFIG), backend=uncompiled_under_16_mib)
         batch = torch.zeros(4, CONFIG.context, dtype=torch.long)
         first = weakref.ref(batch)
         model(batch, batch).backward()
@@ -112,13 +112,9 @@ def test_a_larger_batch_that_will_not_keep_the_limit_is_said(caplog):
         tokens = torch.zeros(rows, CONFIG.context, dtype=torch.long)
         model(tokens, tokens).backward()
 
-    def backend(gm, inputs):
-        options = Options.parse({"hardware": SLOW, "memory_limit": "16MiB"})
-        return compile_graph(gm, inputs, options, lambda gm, _, **__: make_boxed_func(gm.forward))
-
     torch.compiler.reset()
     with fake_world(2):
-        model = torch.compile(GPT(CONFIG), backend=backend, dynamic=False)
+        model = torch.compile(GPT(CONFIG), backend=uncompiled_under_16_mib, dynamic=False)
         step(model, 4)
         assert "memory_limit" not in caplog.text
         step(model, 16)
