@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in long)
 
 
+def pytest_collection_finish() -> None:
+    """The garbage collector leaves out what imports and collecting made."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_kept_profiles() -> Iterator[None]:
     """Measured profiles are neither taken from this user's cache folder nor left there."""
@@ -48,7 +55,12 @@ def short_search() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def inductor_cache(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compiled code, shared by ranks and by sessions; ``pytest --cache-clear`` empties it."""
+    """Compiled code, shared by ranks and by sessions; ``pytest --cache-clear`` empties it.
+
+    ``OSDP_TEST_INDUCTOR_CACHE`` names another folder, which several clones may share.
+    """
+    if os.environ.get("OSDP_TEST_INDUCTOR_CACHE"):
+        return Path(os.environ["OSDP_TEST_INDUCTOR_CACHE"])
     cache: pytest.Cache | None = getattr(pytestconfig, "cache", None)
     if cache is None:  # -p no:cacheprovider
         return tmp_path_factory.mktemp("inductor")
