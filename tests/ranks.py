@@ -65,20 +65,18 @@ class Ranks:
         cache: Path | None = None,
         preload: str = "tests.imported",
         environment: Mapping[str, str] | None = None,
-        *,
-        short_searches: bool = True,
     ) -> None:
         """``cache``: Inductor's cache folder, shared by all ranks (None: Inductor's own).
 
         ``preload``: the module that all ranks are forked from, the first one's in this process.
         ``environment``: variables of the ranks, beside or instead of those of tests.
-        ``short_searches``: the planner looks at few plans (:mod:`tests.searching`).
+
+        The planner looks at few plans on these ranks (:mod:`tests.searching`).
         """
         self.world_size = world_size
         self._cache = cache
         self._preload = preload
         self._environment = {**_ENVIRONMENT, **(environment or {})}
-        self._short_searches = short_searches
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -140,7 +138,7 @@ class Ranks:
             for rank in range(self.world_size):
                 ours, theirs = context.Pipe()
                 place = (rank, self.world_size, folder)
-                of_rank = (theirs, *place, dict(os.environ), self._short_searches)
+                of_rank = (theirs, *place, dict(os.environ))
                 process = context.Process(target=_rank_main, args=of_rank, daemon=True)
                 process.start()
                 theirs.close()
@@ -204,7 +202,6 @@ def _rank_main(
     world_size: int,
     folder: Path,
     environment: dict[str, str],
-    search_shortly: bool,
 ) -> None:
     os.environ.clear()  # the fork's is of the time of the first start
     os.environ.update(environment)
@@ -215,8 +212,7 @@ def _rank_main(
     faulthandler.register(signal.SIGUSR1, log, all_threads=False)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     gc.set_threshold(_GARBAGE)
-    if search_shortly:
-        short_searches().__enter__()  # until the process ends
+    short_searches().__enter__()  # until the process ends
     try:
         import torch
         import torch._dynamo

@@ -67,13 +67,7 @@ class Sweep:
         begin = time.monotonic()
         outcome: Outcome = "ran"
         figures, error = [], ""
-        ranks = Ranks(
-            RANKS,
-            self.cache,
-            "benchmarks.families.imported",
-            _ENVIRONMENT,
-            short_searches=False,
-        )
+        ranks = Ranks(RANKS, self.cache, "benchmarks.families.imported", _ENVIRONMENT)
         try:
             with ranks:
                 figures = ranks.run(run, family.name, way, timeout_seconds=self.timeout_seconds)
