@@ -172,9 +172,7 @@ def run(
     return list(rows.values())
 
 
-def _swept(
-    hosts: Hosts, work: Work, count: int, cache: Path, profiles: Path | None
-) -> list[int]:
+def _swept(hosts: Hosts, work: Work, count: int, cache: Path, profiles: Path | None) -> list[int]:
     """Limits from the least that is feasible to what is used without one, evenly spaced."""
 
     def bytes_of(**options: int) -> int:

@@ -26,10 +26,11 @@ from passes.context import Context
 from passes.decisions import Decision, ParameterPlan, Plan, shardable
 from passes.hardware import Hardware, LinkRate
 from passes.looks import RECOMPUTE_SETS
-from passes.predict import predict, state_bytes
+from passes.predict import predict
 from passes.recompute_sets import recompute_sets
 from passes.slice_some import SLICES
 from passes.split_families import split_families
+from passes.training_state import state_bytes
 
 KINDS = ("flat", "levels", "recompute", "slices")
 #: The first seed of the fourth kind.

@@ -118,9 +118,7 @@ def planned(given: tuple[str, int]) -> list[Found]:
             said = predicted(plan)
             most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             found.append(
-                Found(
-                    name, limit, seconds, trace_seconds, said.step_seconds, said.peak_bytes, most
-                )
+                Found(name, limit, seconds, trace_seconds, said.step_seconds, said.peak_bytes, most)
             )
     return found
 

@@ -11,8 +11,8 @@ from passes.context import Context
 from passes.decisions import FLAT_DECISIONS, Decision, ParameterPlan, Plan, shardable
 from passes.looks import RECOMPUTE_SETS
 from passes.plan import complete
-from passes.predict import state_bytes
 from passes.recompute_sets import recompute_sets
+from passes.training_state import state_bytes
 
 #: Of the size that latency asks for.
 _BUCKETS = (0.25, 1.0, 4.0)

@@ -25,9 +25,9 @@ from osdp_compile.errors import OsdpError
 from osdp_compile.first_call import first_call, first_call_of_sharded
 from osdp_compile.frames import collected, is_collecting
 from osdp_compile.laid_out import waiting
+from osdp_compile.log_lines import ensure_visible
 from osdp_compile.lower import Compiler, lower, session_of
 from osdp_compile.options import Options, check_mode
-from osdp_compile.plan_table import ensure_visible
 from osdp_compile.precision import cast_while_traced, end_casting, is_cast
 from osdp_compile.roots import plain_parameters
 from osdp_compile.session import check_kept

@@ -45,7 +45,7 @@ def capture(
 
     Args:
         names: index of each parameter among the graph's inputs, and its name.
-        static: what each input is (:func:`~osdp_compile.lower.static_inputs`).
+        static: what each input is (:func:`~osdp_compile.roots.static_inputs`).
 
     Raises:
         NeedsNoGradients: if nothing that the graph gives needs any.

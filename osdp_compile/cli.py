@@ -27,9 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     add_calibrate(commands.add_parser("calibrate", help="measure this machine and its network"))
     add_plan(commands.add_parser("plan", help="plan a model for a cluster that need not be here"))
-    add_sweep(
-        commands.add_parser("sweep", help="plan over ranks, bandwidths, memory and lengths")
-    )
+    add_sweep(commands.add_parser("sweep", help="plan over ranks, bandwidths, memory and lengths"))
     given = parser.parse_args(arguments)
     command = importlib.import_module(f"osdp_compile.cli_{given.command}")
     return int(command.run(given))

@@ -27,6 +27,8 @@ from passes.hardware import Hardware
 _LENGTH = "sequence_length"
 #: A model, and what it is called with in training.
 Made = tuple[torch.nn.Module, Sequence[Any], dict[str, Any]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Given:
     """The profile, and what traces the model.

@@ -11,11 +11,10 @@ from torch import fx, nn
 
 from osdp_compile.capture import capture
 from osdp_compile.current_call import Call, with_whole_models
-from osdp_compile.lower import static_inputs
 from osdp_compile.optimizer_names import state_bytes_per_element
 from osdp_compile.optimizers import OptimizerIndex
 from osdp_compile.precision import Precision
-from osdp_compile.roots import find_roots
+from osdp_compile.roots import find_roots, static_inputs
 from osdp_compile.state import ModelParameter, buffers_of, check_shardable, model_parameters
 from passes.capture import Captured
 from passes.context import Context, Parameter

@@ -60,7 +60,7 @@ from passes.context import Context
 from passes.decisions import Plan
 from passes.pipeline import Pass, default_passes, validate
 from passes.plan import complete
-from passes.predict import held_between_steps
+from passes.training_state import held_between_steps
 from passes.units import format_bytes, format_limit
 
 log = logging.getLogger("osdp_compile")
@@ -291,9 +291,7 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
         first = captured[0] if captured else None
         hardware = with_step_seconds(first, context, group, device, spare_bytes)
     hardware = from_rank_zero(lambda: hardware, group)
-    context = context.replace(
-        hardware=hardware, levels=levels_of(levels, hardware, by_exchange)
-    )
+    context = context.replace(hardware=hardware, levels=levels_of(levels, hardware, by_exchange))
     if measures:  # also if the limit is refused: the one that the error names is of this profile
         keep(hardware, group, device, along)
     plan = from_rank_zero(decide, group)

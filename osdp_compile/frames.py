@@ -105,7 +105,8 @@ def unseen_bytes_of(captured: Captured, ctx: Context) -> int:
 def _on_fake_tensors(
     device: torch.device | None,
     call: Call,
-    roots: Sequence[tuple[str, nn.Module]], collector: _Collector
+    roots: Sequence[tuple[str, nn.Module]],
+    collector: _Collector,
 ) -> None:
     modules = [module for _, module in roots]
     own = next(one.device for module in modules for one in module.parameters())

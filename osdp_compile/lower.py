@@ -21,10 +21,9 @@ from osdp_compile.errors import OsdpError
 from osdp_compile.fusing import in_place
 from osdp_compile.larger_inputs import GrowingPeak, of_symbolic_size, symbols_of
 from osdp_compile.observed import OTHER_FRAMES, CompiledStep, timed
-from osdp_compile.roots import marked_name, placeholders
+from osdp_compile.roots import marked_name, placeholders, static_inputs
 from osdp_compile.session import Session, base_parts, find
 from osdp_compile.watch import GraphInput, watched
-from passes.bucket import PACKABLE
 from passes.capture import mark_inputs
 from passes.check import check
 from passes.context import Context, Phase
@@ -32,9 +31,9 @@ from passes.decisions import OF_INPUT
 from passes.graph import bytes_of
 from passes.lent import mark_lent, returned_bytes
 from passes.markers import UNSHARD
-from passes.memory import MEMORY
+from passes.metadata import GATHERED, MEMORY, PACKABLE, SAVES, WIRING
 from passes.pipeline import Observer, Pass, Stage, run
-from passes.recompute import SAVES, recompute
+from passes.recompute import recompute
 from passes.rng_states import settle_rng_states
 from passes.simulate import simulate
 from passes.slices import parameter_of
@@ -42,28 +41,15 @@ from passes.split_saved import split_saved
 from passes.text import graph_text
 from passes.timeline import timeline_of
 from passes.units import format_bytes
-from passes.wiring import WIRING
 
 log = logging.getLogger("osdp_compile")
 
 Compiler = Callable[..., Any]
 
 
-def static_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> dict[int, str]:
-    """What each input of the graph is, by index: a parameter's or buffer's name, or ``batch``.
-
-    None of them is the graph's own memory: the model or the caller holds it all along.
-    """
-    names: dict[int, str] = {}
-    for index, (node, value) in enumerate(zip(placeholders(gm), inputs, strict=True)):
-        if isinstance(value, nn.Parameter):
-            found = find(value)
-            names[index] = found[0] if found is not None else node.name
-        elif "_buffers" in (_torch.source_chain(node) or [""])[-1]:
-            names[index] = node.name
-        else:
-            names[index] = "batch"
-    return names
+def _name_in_session(parameter: nn.Parameter) -> str | None:
+    found = find(parameter)
+    return None if found is None else found[0]
 
 
 def session_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Session | None:
@@ -114,7 +100,7 @@ def lower(
     ``compile_inner``: what compiles each lowered graph (default: Inductor).
     ``observe``: sees the graph after every pass.
     """
-    static = static_inputs(gm, inputs)
+    static = static_inputs(gm, inputs, _name_in_session)
     parameters = frozenset(p.name for p in session.context.parameters)
     watch = _observer(session, observe)
     own = tuple(sorted(name for name in static.values() if name in parameters))
@@ -257,9 +243,7 @@ def _held_by_other_frames(
     return held_bytes
 
 
-def _warn_of_rows_at_once(
-    forward: fx.GraphModule, read: frozenset[str], session: Session
-) -> None:
+def _warn_of_rows_at_once(forward: fx.GraphModule, read: frozenset[str], session: Session) -> None:
     """Say of which parameters that a graph reads rows cannot be sliced: it is for any number."""
     inputs = forward.graph.find_nodes(op="placeholder")
     if not any(isinstance(node.meta["val"], torch.SymInt) for node in inputs):
@@ -319,7 +303,7 @@ def _mark_kept(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
     for node in backward.graph.find_nodes(op="placeholder"):
         name = node.meta.get(SAVES, node.name)
         if name in gathered:
-            node.meta["gathered"] = gathered[name]
+            node.meta[GATHERED] = gathered[name]
 
 
 def _warn_above_limit(

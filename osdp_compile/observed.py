@@ -141,9 +141,7 @@ class Observed:
         return statistics.median(self._steps_seconds) if self._steps_seconds else None
 
 
-def timed(
-    function: Callable[..., Any], observed: Observed, frame: Hashable
-) -> Callable[..., Any]:
+def timed(function: Callable[..., Any], observed: Observed, frame: Hashable) -> Callable[..., Any]:
     """The compiled function of a frame that is trained, saying when it starts.
 
     It goes around everything that AOTAutograd and Inductor made: Inductor looks at the type of

@@ -7,14 +7,14 @@ import logging
 import math
 import re
 import shutil
-import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from osdp_compile.log_lines import ensure_visible
 from passes.decisions import Decision, ParameterPlan, Plan
 from passes.slices import parameter_of
 from passes.units import format_bytes, format_limit, format_seconds
@@ -127,34 +127,6 @@ def log_plan(plan: Plan, log: logging.Logger) -> None:
     """
     ensure_visible(log)
     log.info("%s", plan_text(plan))
-
-
-class _OwnHandler(logging.StreamHandler[Any]):
-    """To standard error, whatever it is by then: what moves on a terminal stands in for it."""
-
-    @property
-    def stream(self) -> Any:
-        return sys.stderr
-
-    @stream.setter
-    def stream(self, value: Any) -> None:
-        """Nothing is kept."""
-
-
-def is_own_handler(log: logging.Logger) -> bool:
-    """Whether the logger has the handler of :func:`ensure_visible`: nobody configured logging."""
-    return any(isinstance(handler, _OwnHandler) for handler in log.handlers)
-
-
-def ensure_visible(log: logging.Logger) -> None:
-    """Make INFO of this logger visible where nobody has configured logging."""
-    if log.hasHandlers() or log.level != logging.NOTSET:
-        return
-    handler = _OwnHandler()
-    handler.setFormatter(logging.Formatter("[osdp] %(message)s"))
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    log.propagate = False
 
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=[.:])")

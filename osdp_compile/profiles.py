@@ -33,7 +33,7 @@ from osdp_compile.collectives import backend_of
 from osdp_compile.errors import OsdpError
 from osdp_compile.exchange import by_messages
 from osdp_compile.links import rates_hold
-from osdp_compile.plan_table import ensure_visible
+from osdp_compile.log_lines import ensure_visible
 from passes.hardware import Hardware
 
 log = logging.getLogger("osdp_compile")

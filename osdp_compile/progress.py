@@ -22,7 +22,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from osdp_compile.plan_table import ensure_visible, is_own_handler
+from osdp_compile.log_lines import ensure_visible, is_own_handler
 from passes.units import format_seconds
 
 log = logging.getLogger("osdp_compile")

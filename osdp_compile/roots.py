@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx, nn
@@ -29,6 +29,27 @@ def plain_parameters(
         and not isinstance(value, DTensor)
         and marked_name(node) is None
     ]
+
+
+def static_inputs(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    name_of: Callable[[nn.Parameter], str | None] = lambda parameter: None,
+) -> dict[int, str]:
+    """Each input of the graph by index: a parameter's or buffer's name, or ``batch``.
+
+    None of them is the graph's own memory: the model or the caller holds it all along.
+    ``name_of``: of parameters that a plan has laid out; a parameter without one gets its node's.
+    """
+    names: dict[int, str] = {}
+    for index, (node, value) in enumerate(zip(placeholders(gm), inputs, strict=True)):
+        if isinstance(value, nn.Parameter):
+            names[index] = name_of(value) or node.name
+        elif "_buffers" in (_torch.source_chain(node) or [""])[-1]:
+            names[index] = node.name
+        else:
+            names[index] = "batch"
+    return names
 
 
 def marked_name(node: fx.Node) -> str | None:

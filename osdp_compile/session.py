@@ -20,7 +20,7 @@ from osdp_compile.watch import Watch
 from passes.context import Context
 from passes.decisions import Plan
 from passes.pipeline import Pass
-from passes.predict import OTHER_MODELS, held_between_steps
+from passes.training_state import OTHER_MODELS, held_between_steps
 from passes.units import format_bytes, format_limit
 
 

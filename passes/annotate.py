@@ -1,8 +1,8 @@
 """Annotate: what every node costs.
 
 Needs: ``meta["val"]`` on every node.
-Leaves: ``meta["cost"]`` (:class:`Cost`), ``meta["phase"]`` (forward or backward) and
-``meta["region"]`` (of fused nodes, else None) on every node; the graph is unchanged.
+Leaves: ``meta[COST]`` (:class:`Cost`), ``meta[PHASE]`` (forward or backward) and
+``meta[REGION]`` (of fused nodes, else None) on every node; the graph is unchanged.
 
 Formulas: FLOPs are in ``passes/flops.py``. A kernel takes the time that the profile has
 measured for it (``kernel_seconds``), or else the larger of FLOPs over the device's rate and
@@ -37,10 +37,11 @@ from passes.graph import (
     is_packing,
     once_for,
 )
+from passes.metadata import COST, PHASE, REGION, WIRING
 from passes.packing import PICKING
 from passes.regions import NO_REGION, materialized, regions
 from passes.serves import serves
-from passes.wiring import WIRING, Wiring
+from passes.wiring import Wiring
 from passes.workspace import workspace_bytes
 
 
@@ -72,7 +73,7 @@ class Cost:
 
 def cost_of(node: fx.Node) -> Cost:
     """The annotation of a node; a node that has none costs nothing."""
-    return node.meta.get("cost", _NOTHING)
+    return node.meta.get(COST, _NOTHING)
 
 
 _NOTHING = Cost()
@@ -80,7 +81,7 @@ _NOTHING = Cost()
 
 def region_of(node: fx.Node) -> int | None:
     """The fused region of an annotated node (``passes/fusion.py``); None if it has none."""
-    return node.meta.get("region")
+    return node.meta.get(REGION)
 
 
 def collective_full_bytes(node: fx.Node) -> int:
@@ -160,8 +161,8 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     size_bytes: list[int] = []  # of one tensor; of several results none
     for index, node in enumerate(wiring.nodes[:-1]):
         meta, traits, own = node.meta, wiring.traits[index], region[index]
-        meta["phase"] = phase
-        meta["region"] = None if own == NO_REGION else own
+        meta[PHASE] = phase
+        meta[REGION] = None if own == NO_REGION else own
         value = meta.get("val")
         names = served[index]
         own_bytes = 0 if isinstance(value, list | tuple) else bytes_of(value)
@@ -173,7 +174,7 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
             kind, full_bytes = COLLECTIVES[node.target], collective_full_bytes(node)
             staged_bytes = full_bytes if kind in ctx.staged else 0
             what = kind, full_bytes, ranks
-            meta["cost"] = Cost(
+            meta[COST] = Cost(
                 memory_bytes=0 if node.target is ALL_REDUCE else memory_bytes,
                 workspace_bytes=-(-staged_bytes // align) * align,
                 seconds=network.collective_seconds(*what),
@@ -184,7 +185,7 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
             continue
         if not wiring.called[index] or traits.alias or traits.marker or traits.getitem:
             in_function = on_cpu and own != NO_REGION
-            meta["cost"] = _cost(0, 0, 0, memory_bytes, 0.0, names, 0, in_function)
+            meta[COST] = _cost(0, 0, 0, memory_bytes, 0.0, names, 0, in_function)
             continue
         read_bytes = _packing_read_bytes(node) if traits.packing else 0
         for source in () if traits.packing else wiring.inputs[index]:
@@ -209,7 +210,7 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
             seconds += launch_seconds
         if measured_seconds and traits.stands_alone:
             seconds = measured_seconds.get(once_for("kernel", node, kernel_key), seconds)
-        meta["cost"] = _cost(
+        meta[COST] = _cost(
             flops,
             read_bytes,
             write_bytes,

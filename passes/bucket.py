@@ -38,12 +38,11 @@ from passes.graph import (
     numel_of,
     remove_dead,
 )
+from passes.metadata import COLLECTIVE, GRADIENT_OF, PACKABLE
 from passes.packing import MEAN_RANKS, PACK, PACK_COLUMNS, UNPACK
 from passes.shard import after_wait, gather, scatter, start_collective, unpack
 
 _aten = torch.ops.aten
-#: Of a graph module, in its meta: what its collectives were before they were packed.
-PACKABLE = "packable"
 
 
 class Packable(NamedTuple):
@@ -69,8 +68,8 @@ def bucket_bytes_for(ctx: Context) -> int:
 def bucket(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Pack small collectives. See the module's docstring."""
     graph = gm.graph
-    starts = [node for node in graph.nodes if "collective" in node.meta]
-    planned = ctx.plan.order_for(ctx.phase.value, [node.meta["collective"] for node in starts])
+    starts = [node for node in graph.nodes if COLLECTIVE in node.meta]
+    planned = ctx.plan.order_for(ctx.phase.value, [node.meta[COLLECTIVE] for node in starts])
     gm.meta[PACKABLE] = packable = [_packable(node) for node in starts]
     if planned is None:
         together = packed(packable, ctx.plan.bucket_bytes)
@@ -78,7 +77,7 @@ def bucket(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     else:
         buckets = _as_planned(starts, planned)
     for members in buckets:
-        if members[0].meta["collective"].gathers:
+        if members[0].meta[COLLECTIVE].gathers:
             _pack_gathers(graph, members, ctx)
         elif members[0].target is ALL_REDUCE:
             _pack_all_reduces(graph, members)
@@ -90,7 +89,7 @@ def bucket(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 
 def _as_planned(starts: list[fx.Node], planned: Sequence[Collective]) -> list[list[fx.Node]]:
     """Collectives to pack together, as the plan says."""
-    start_of = {node.meta["collective"]: node for node in starts}
+    start_of = {node.meta[COLLECTIVE]: node for node in starts}
     return [
         [start_of[Collective((name,), bucket.gathers)] for name in bucket.names]
         for bucket in planned
@@ -99,7 +98,7 @@ def _as_planned(starts: list[fx.Node], planned: Sequence[Collective]) -> list[li
 
 
 def _packable(start: fx.Node) -> Packable:
-    purpose = start.meta["collective"]
+    purpose = start.meta[COLLECTIVE]
     kind = start.target, group_of(start), purpose.gathers, start.meta["val"].dtype
     # A later leg goes with the first one.
     return Packable(kind, collective_full_bytes(start), not purpose.leg)
@@ -130,8 +129,8 @@ def _wait_of(start: fx.Node) -> fx.Node:
 
 
 def _purpose(members: Sequence[fx.Node]) -> Collective:
-    names = tuple(name for node in members for name in node.meta["collective"].names)
-    return Collective(names, gathers=members[0].meta["collective"].gathers)
+    names = tuple(name for node in members for name in node.meta[COLLECTIVE].names)
+    return Collective(names, gathers=members[0].meta[COLLECTIVE].gathers)
 
 
 def _tensor(start: fx.Node) -> fx.Node:
@@ -158,11 +157,11 @@ def _gradient(start: fx.Node) -> fx.Node:
 def _drop(graph: fx.Graph, result: fx.Node, by: fx.Node) -> None:
     """Put ``by`` in the place of a collective's result: its last wait, or the mean after it."""
     result.replace_all_uses_with(by)
-    if "gradient_of" in result.meta:
-        by.meta["gradient_of"] = result.meta["gradient_of"]
+    if GRADIENT_OF in result.meta:
+        by.meta[GRADIENT_OF] = result.meta[GRADIENT_OF]
     purpose: Collective | None = None
     while purpose is None or purpose.leg:  # back to where the first leg starts
-        source, purpose = result.all_input_nodes[0], result.meta.get("collective")
+        source, purpose = result.all_input_nodes[0], result.meta.get(COLLECTIVE)
         graph.erase_node(result)
         result = source
 
@@ -226,8 +225,8 @@ def _result_of(start: fx.Node) -> fx.Node:
     wait = _wait_of(start)
     (first, *_) = wait.users
     result = first if first.target in (MEAN_RANKS, UNPACK) else wait
-    later = next((user for user in result.users if "collective" in user.meta), None)
-    return result if later is None or not later.meta["collective"].leg else _result_of(later)
+    later = next((user for user in result.users if COLLECTIVE in user.meta), None)
+    return result if later is None or not later.meta[COLLECTIVE].leg else _result_of(later)
 
 
 def _pieces(graph: fx.Graph, whole: fx.Node, numels: Sequence[int]) -> list[fx.Node]:

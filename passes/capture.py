@@ -19,8 +19,8 @@ from passes.decisions import Plan
 from passes.graph import copy_module, empty_value, fake_mode_of, is_cast, output_node
 from passes.lent import mark_lent
 from passes.markers import REDUCE_GRAD, UNSHARD
-from passes.memory import STATIC
-from passes.recompute import SAVES, recompute
+from passes.metadata import INPUT, PARAMETER, SAVED, SAVES, STATIC
+from passes.recompute import recompute
 from passes.split_saved import split_saved
 
 _ADD = torch.ops.aten.add.Tensor
@@ -145,9 +145,9 @@ def mark_inputs(
     for node, name in zip(gm.graph.find_nodes(op="placeholder"), names, strict=True):
         if name is not None:
             node.meta[STATIC] = True
-            node.meta["parameter" if name in parameters else "input"] = name
+            node.meta[PARAMETER if name in parameters else INPUT] = name
         elif phase is Phase.BACKWARD:
-            node.meta["saved"] = True
+            node.meta[SAVED] = True
 
 
 def lay_out(captured: Captured, plan: Plan, ctx: Context) -> Captured:

@@ -292,9 +292,7 @@ class Plan:
         """
         row = self[name]
         of_input = along == OF_INPUT
-        if not of_input and not (
-            0 <= along < len(row.shape) and 1 <= slices <= row.shape[along]
-        ):
+        if not of_input and not (0 <= along < len(row.shape) and 1 <= slices <= row.shape[along]):
             raise ValueError(
                 f"parameter {name!r} of shape {row.shape} has no {slices} slices along {along}"
             )
@@ -306,9 +304,7 @@ class Plan:
                 "gathered again; leave out kept_slices"
             )
         if not 0 <= kept_slices <= slices:
-            raise ValueError(
-                f"parameter {name!r}: {kept_slices} of {slices} slices cannot be kept"
-            )
+            raise ValueError(f"parameter {name!r}: {kept_slices} of {slices} slices cannot be kept")
         if like is not None and (
             like not in self
             or (self[like].slices, self[like].along) != (slices, 0)

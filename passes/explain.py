@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from passes.context import Context
 from passes.decisions import Decision, Plan, shardable
+from passes.metadata import COLLECTIVE
 from passes.predict import Step
 from passes.slices import parameter_of
 from passes.units import format_seconds
@@ -21,7 +22,7 @@ def explained(plan: Plan, step: Step, ctx: Context, stand_ins: Mapping[str, str]
     reductions: dict[str, tuple[float, float]] = {}
     for simulation in step.simulations:
         for node, late in simulation.exposed.items():
-            purpose = node.meta["collective"]
+            purpose = node.meta[COLLECTIVE]
             seconds = simulation.end[node] - simulation.start[node]
             kind = gathers if purpose.gathers else reductions
             for name in map(parameter_of, purpose.names):

@@ -15,12 +15,8 @@ import enum
 from torch import fx
 
 from passes.graph import group_of, is_alias, is_packing
+from passes.metadata import DRAINED, HELD_BACK
 from passes.simulate import Simulation
-
-#: meta key of a collective: why it did not start when the network was idle, a :class:`Reason`.
-HELD_BACK = "held_back"
-#: meta key of a collective: whether it is waited for early, to free memory.
-DRAINED = "drained"
 
 
 class Reason(enum.Enum):

@@ -40,8 +40,19 @@ from passes.graph import (
     root_of,
 )
 from passes.markers import LEFT_OUT, UNSHARD
-from passes.memory import STATIC
-from passes.recompute import KEY, RECOMPUTED, keys_of, recompute, recomputed
+from passes.metadata import (
+    ANCHOR,
+    COLLECTIVE,
+    GATHERED,
+    GRADIENT_OF,
+    KEY,
+    LAYER,
+    PARAMETER,
+    RECOMPUTED,
+    SAVED,
+    STATIC,
+)
+from passes.recompute import keys_of, recompute, recomputed
 from passes.simulate import Simulation
 from passes.slices import parameter_of
 
@@ -50,7 +61,6 @@ _ENDS = 3
 #: The fewest that are worth it.
 _FEWEST_LAYERS = 8
 #: meta keys: a node's layer; that it is the one by which its layer is timed.
-_LAYER, _ANCHOR = "layer", "anchor"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +205,7 @@ def _layers_of_nodes(
     """The layer of every node, from 1; 0 for what depends on no layer."""
     layer: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        name = node.meta.get("parameter")
+        name = node.meta.get(PARAMETER)
         if node.op == "placeholder":
             if name is not None:
                 layer[node] = number.get(name, 0)
@@ -217,7 +227,7 @@ def _saved_bytes(forward: fx.Graph, number: int) -> int:
     return sum(
         bytes_of(node.meta["val"])
         for node in roots
-        if node.meta.get(_LAYER) == number
+        if node.meta.get(LAYER) == number
         and not node.meta.get(STATIC)
         and node.target is not UNSHARD
     )
@@ -262,16 +272,14 @@ def _cut(
     for node in gm.graph.nodes:
         if node.op == "output":
             kept = [
-                one
-                for one in node.args[0]
-                if not isinstance(one, fx.Node) or layer[one] in left_in
+                one for one in node.args[0] if not isinstance(one, fx.Node) or layer[one] in left_in
             ]
             graph.output(tuple(copy_of(n) if isinstance(n, fx.Node) else n for n in kept))
             output_node(graph).meta = dict(node.meta)
         elif layer[node] in left_in:
             copies[node] = graph.node_copy(node, copy_of)
-            copies[node].meta[_LAYER] = layer[node]
-            copies[node].meta[_ANCHOR] = layer[node] in alike and place[node] == anchor
+            copies[node].meta[LAYER] = layer[node]
+            copies[node].meta[ANCHOR] = layer[node] in alike and place[node] == anchor
             if node in keys:
                 copies[node].meta[KEY] = keys[node]
     return module_of(gm, graph)
@@ -303,7 +311,7 @@ def _kinds(
         value = node.meta.get("val")
         kind = (str(value.shape), str(value.dtype)) if isinstance(value, torch.Tensor) else ()
         is_input = node.op == "placeholder"
-        what = bool(node.meta.get("saved")) if is_input else str(node.target)
+        what = bool(node.meta.get(SAVED)) if is_input else str(node.target)
         found.append(((node.op, what), given, kind, tuple(read)))
     return found
 
@@ -340,12 +348,12 @@ def put_in(laid: Captured, folded: Folded, plan: Plan, ctx: Context) -> None:
         inputs.append(last)
         if kind == "gathered":
             for node in (ends, last):
-                node.meta["gathered"] = "the layers left out"
+                node.meta[GATHERED] = "the layers left out"
         _return(forward, ends)
     # Layer by layer what was saved is freed and gradients come: never is all of both there.
     freed = _held(backward, begins, 0, inputs)
     gradients = _held(backward, freed, gradient_bytes, [freed])
-    gradients.meta["gradient_of"] = "the layers left out"
+    gradients.meta[GRADIENT_OF] = "the layers left out"
     _return(backward, gradients)
 
 
@@ -357,7 +365,7 @@ def _end_before(graph: fx.Graph, layer: int) -> fx.Node:
 def _of_its_own(node: fx.Node) -> int | None:
     """The layer of an operator that is where it was captured; None of what is recomputed."""
     own = node.op == "call_function" and RECOMPUTED not in node.meta
-    return node.meta.get(_LAYER) if own else None
+    return node.meta.get(LAYER) if own else None
 
 
 def _held(
@@ -392,9 +400,7 @@ class Seconds:
         return Seconds(self.step + other.step, self.compute + other.compute)
 
 
-def seconds_of(
-    folded: Folded, plan: Plan, lowered: fx.Graph, simulation: Simulation
-) -> Seconds:
+def seconds_of(folded: Folded, plan: Plan, lowered: fx.Graph, simulation: Simulation) -> Seconds:
     """What the layers left out take in one of the two graphs, lowered and simulated.
 
     A layer takes what passes between the same operator of its neighbours that are like it; and no
@@ -442,7 +448,7 @@ def recomputed_of(folded: Folded, backward: fx.Graph) -> tuple[int, float]:
     """Bytes of what a lowered backward and the layers left out compute again, and the seconds."""
     size_bytes, seconds = recomputed(backward.nodes)
     before, _ = folded.at_the_cut
-    one = [node for node in backward.nodes if node.meta.get(_LAYER) == before]
+    one = [node for node in backward.nodes if node.meta.get(LAYER) == before]
     each_bytes, each_seconds = recomputed(one)
     count = len(folded.inner)
     return size_bytes + count * each_bytes, seconds + count * each_seconds
@@ -451,9 +457,9 @@ def recomputed_of(folded: Folded, backward: fx.Graph) -> tuple[int, float]:
 def _anchors(graph: fx.Graph) -> dict[int, fx.Node]:
     """By layer the node that the layer is timed by."""
     return {
-        node.meta[_LAYER]: node
+        node.meta[LAYER]: node
         for node in graph.nodes
-        if _of_its_own(node) and node.meta.get(_ANCHOR)
+        if _of_its_own(node) and node.meta.get(ANCHOR)
     }
 
 
@@ -479,7 +485,7 @@ def _network_seconds(graph: fx.Graph, names: set[str]) -> float:
     taken: dict[str, float] = {}
     for node in graph.nodes:
         if is_collective(node):
-            served = node.meta["collective"].names
+            served = node.meta[COLLECTIVE].names
             share = sum(parameter_of(name) in names for name in served) / len(served)
             group = group_of(node)
             taken[group] = taken.get(group, 0.0) + share * cost_of(node).seconds

@@ -29,8 +29,8 @@ from passes._torch import FakeTensorMode
 from passes.capture import Captured
 from passes.graph import bytes_of, concrete, hint, module_of, output_node
 from passes.markers import REDUCE_GRAD, UNSHARD
-from passes.memory import LENT
-from passes.recompute import KEY, SAVES, keys_of
+from passes.metadata import KEY, LENT, PARAMETER, SAVED, SAVES
+from passes.recompute import keys_of
 
 _ADD = torch.ops.aten.add.Tensor
 
@@ -198,8 +198,8 @@ class _Forward:
                 self._returned[run.outputs[position]] = nodes[result]
 
     def _input(self, node: fx.Node, run: FrameRun) -> fx.Node:
-        if "parameter" in node.meta:
-            name = run.names[node.meta["parameter"]]
+        if PARAMETER in node.meta:
+            name = run.names[node.meta[PARAMETER]]
             if name not in self._parameters:
                 made = self.part.add_input(node.name, {**node.meta, "parameter": name})
                 self._parameters[name] = made
@@ -221,7 +221,7 @@ class _Backward:
         self.part = _Part(values)
         self._given = {
             node: self.part.add_input(
-                node.name, {"saved": node.op != "placeholder", **node.meta, SAVES: node.name}
+                node.name, {SAVED: node.op != "placeholder", **node.meta, SAVES: node.name}
             )
             for node in forward.saved
         }

@@ -99,9 +99,7 @@ class Kernels:
                     inside.append((read, memory[read] or reduces[read]))
                     if not reduces[read]:
                         mine.update(reads[read])
-                    if read in reduced and (
-                        traits.getitem or _numel(nodes[read]) == _numel(node)
-                    ):
+                    if read in reduced and (traits.getitem or _numel(nodes[read]) == _numel(node)):
                         reduced[index] = reduced[read]
                 else:
                     outside.append(read)

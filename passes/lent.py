@@ -10,8 +10,7 @@ from __future__ import annotations
 from torch import fx
 
 from passes.graph import bytes_of, output_node, root_of
-from passes.memory import LENT
-from passes.recompute import SAVES
+from passes.metadata import LENT, SAVES
 
 
 def returned_and_saved(

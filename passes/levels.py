@@ -54,6 +54,7 @@ from passes.graph import (
     remove_dead,
     root_of,
 )
+from passes.metadata import COLLECTIVE, GRADIENT_OF
 from passes.packing import FIRST_OF, MEAN_RANKS, PACK_COLUMNS, SUM_RANKS, UNPACK
 from passes.shard import after_wait, flat, reduce_rows, start_collective
 
@@ -65,16 +66,16 @@ def levels(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     if ctx.levels is None:
         return gm
     graph = gm.graph
-    starts = [node for node in graph.nodes if "collective" in node.meta]
-    planned = ctx.plan.order_for(ctx.phase.value, [node.meta["collective"] for node in starts])
+    starts = [node for node in graph.nodes if COLLECTIVE in node.meta]
+    planned = ctx.plan.order_for(ctx.phase.value, [node.meta[COLLECTIVE] for node in starts])
     later = None if planned is None else {one.first for one in planned if one.leg}
     for start in starts:
         if group_of(start) != ctx.group_name:  # of a parameter that is sharded within hosts
             continue
-        chosen = _pays(start, ctx) if later is None else start.meta["collective"] in later
+        chosen = _pays(start, ctx) if later is None else start.meta[COLLECTIVE] in later
         if not chosen:
             continue
-        if start.meta["collective"].gathers:
+        if start.meta[COLLECTIVE].gathers:
             _gather_in_legs(start, *ctx.levels, ctx)
         elif start.target is ALL_REDUCE:
             _all_reduce_in_legs(start, *ctx.levels, ctx)
@@ -132,7 +133,7 @@ def _copied_bytes(start: fx.Node, full_bytes: int, ctx: Context) -> int:
     """Bytes that the legs' copies read and write, besides those of the flat collective."""
     assert ctx.levels is not None
     _, inner = ctx.levels
-    if start.meta["collective"].gathers:
+    if start.meta[COLLECTIVE].gathers:
         unpacked = all(user.target is UNPACK for user in _wait_of(start).users)
         return 0 if unpacked else 2 * full_bytes
     if start.target is ALL_REDUCE:
@@ -158,7 +159,7 @@ def _table(start: fx.Node) -> fx.Node:
 
 
 def _gather_in_legs(start: fx.Node, outer: Level, inner: Level, ctx: Context) -> None:
-    graph, purpose, wait = start.graph, start.meta["collective"], _wait_of(start)
+    graph, purpose, wait = start.graph, start.meta[COLLECTIVE], _wait_of(start)
     packed = _table(start)
     with graph.inserting_before(start):
         args = (packed, outer.size, outer.group_name)
@@ -184,7 +185,7 @@ def _gather_in_legs(start: fx.Node, outer: Level, inner: Level, ctx: Context) ->
 
 
 def _scatter_in_legs(start: fx.Node, outer: Level, inner: Level, ctx: Context) -> None:
-    graph, purpose = start.graph, start.meta["collective"]
+    graph, purpose = start.graph, start.meta[COLLECTIVE]
     table = _table(start)
     packed = table.target is PACK_COLUMNS
     tensors, hosts = (table.args[0], table.args[3:]) if packed else ([table], ())
@@ -198,7 +199,7 @@ def _scatter_in_legs(start: fx.Node, outer: Level, inner: Level, ctx: Context) -
 
 
 def _all_reduce_in_legs(start: fx.Node, outer: Level, inner: Level, ctx: Context) -> None:
-    graph, purpose = start.graph, start.meta["collective"]
+    graph, purpose = start.graph, start.meta[COLLECTIVE]
     value = start.meta["val"]
     numel, padded = numel_of(value), numel_of(value) % inner.size != 0
     scatter, gather = (EXCHANGE, GATHER_PARTS) if ctx.by_exchange else (REDUCE_SCATTER, ALL_GATHER)
@@ -233,7 +234,7 @@ def _replace(start: fx.Node, by: fx.Node) -> None:
         (result,) = wait.users
         assert result.target is MEAN_RANKS
     result.replace_all_uses_with(by)
-    if "gradient_of" in result.meta:
-        by.meta["gradient_of"] = result.meta["gradient_of"]
+    if GRADIENT_OF in result.meta:
+        by.meta[GRADIENT_OF] = result.meta[GRADIENT_OF]
     for node in dict.fromkeys((result, wait, start)):
         start.graph.erase_node(node)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 from passes.alike import alike
-from passes.bucket import PACKABLE, Packable, bucket_bytes_for, packed
+from passes.bucket import Packable, bucket_bytes_for, packed
 from passes.capture import Captured
 from passes.context import Context
 from passes.decisions import (
@@ -21,11 +21,13 @@ from passes.decisions import (
 from passes.fold import Folded, recomputes_regularly
 from passes.hardware import generic
 from passes.knapsack import choices_of, together
+from passes.metadata import PACKABLE
 from passes.orders import orders
 from passes.pipeline import Pass
-from passes.predict import Step, predict, state_bytes
+from passes.predict import Step, predict
 from passes.recompute_sets import RecomputeSet, recompute_sets
 from passes.split_families import Family, split_families, splits_by_hand
+from passes.training_state import state_bytes
 
 #: The size of a bucket is between these.
 LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 1 << 10, 1 << 28
@@ -238,9 +240,7 @@ class Looks:
                 if one.name in keeping:
                     whole = keeping[one.name] == slices
                     decisions[index] = _sharded(decisions[index].within_host, keeps=whole)
-            split = tuple(
-                one._replace(kept_slices=keeping[one.name] % slices) for one in split
-            )
+            split = tuple(one._replace(kept_slices=keeping[one.name] % slices) for one in split)
         again = [name for name in family.recompute if name not in key.recompute]
         return key._replace(
             decisions=tuple(decisions),

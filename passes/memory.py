@@ -28,17 +28,9 @@ from passes.graph import (
     root_of,
 )
 from passes.kernels import Kernels
+from passes.metadata import COLLECTIVE, GATHERED, GRADIENT_OF, LENT, SAVED, STATIC
 from passes.packing import UNPACK
 from passes.wiring import Wiring
-
-#: meta key of a placeholder whose memory is not the graph's: a parameter or a buffer.
-STATIC = "static"
-
-#: meta key of a placeholder that others hold too: nothing is written over it (``passes/lent.py``).
-LENT = "lent"
-
-#: meta key of a module: the :class:`Memory` of its graph as it is; the next pass takes it away.
-MEMORY = "memory"
 
 KINDS = ("activations", "gathered", "gradients", "communication", "inputs", "workspace")
 
@@ -127,7 +119,7 @@ class MemoryModel:
                 wiring.called[index] and not (traits.fusible or traits.getitem or is_view)
             )
             self._over.append(traits.fusible and size_bytes > 0)
-            given = bool(meta.get("saved")) and LENT not in meta
+            given = bool(meta.get(SAVED)) and LENT not in meta
             self._own.append(wiring.called[index] or given)
             self._workspace.append(cost.workspace_bytes)
             if node.target is WAIT and isinstance(node.args[0], fx.Node):
@@ -340,15 +332,15 @@ def returned_roots(graph: fx.Graph) -> set[fx.Node]:
 
 def kind_of(node: fx.Node, returned: bool) -> str:
     """What a buffer is, for people: one of :data:`KINDS`."""
-    purpose = node.meta.get("collective")
-    if node.target is UNPACK or node.meta.get("gathered"):
+    purpose = node.meta.get(COLLECTIVE)
+    if node.target is UNPACK or node.meta.get(GATHERED):
         return "gathered"
     if purpose is not None and purpose.gathers:
         return "gathered"
     if node.op == "placeholder":
-        return "activations" if node.meta.get("saved") else "inputs"
+        return "activations" if node.meta.get(SAVED) else "inputs"
     if is_collective(node) or any(is_collective(user) for user in effective_users(node)):
         return "communication"
-    if returned and "gradient_of" in node.meta:
+    if returned and GRADIENT_OF in node.meta:
         return "gradients"
     return "activations"

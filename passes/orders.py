@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from passes.capture import Captured
 from passes.context import Context, Phase
 from passes.decisions import Collective, Plan
-from passes.exposure import HELD_BACK, Reason
+from passes.exposure import Reason
+from passes.metadata import HELD_BACK
 from passes.pipeline import Pass
 from passes.predict import Step, predict
 from passes.reorder import order_of

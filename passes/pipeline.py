@@ -24,12 +24,11 @@ from passes.context import Context
 from passes.dedupe import dedupe
 from passes.hoist import hoist
 from passes.levels import levels
-from passes.memory import MEMORY
+from passes.metadata import MEMORY, WIRING
 from passes.reorder import reorder
 from passes.shard import shard
 from passes.split import split
 from passes.tag import tag
-from passes.wiring import WIRING
 
 
 class Stage(str, enum.Enum):

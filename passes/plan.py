@@ -89,9 +89,7 @@ def make_plan(
         return _searched(captured, ctx, passes, say)
 
 
-def least_limit(
-    captured: Captured | Folded, ctx: Context, passes: Sequence[Pass]
-) -> Prediction:
+def least_limit(captured: Captured | Folded, ctx: Context, passes: Sequence[Pass]) -> Prediction:
     """What takes the least memory that is found: its peak is the least limit that works.
 
     It does not depend on ``ctx.limit_bytes``.
@@ -159,9 +157,7 @@ def _young_garbage_only() -> Iterator[None]:
             gc.enable()
 
 
-def complete(
-    plan: Plan, captured: Captured | Folded, ctx: Context, passes: Sequence[Pass]
-) -> Plan:
+def complete(plan: Plan, captured: Captured | Folded, ctx: Context, passes: Sequence[Pass]) -> Plan:
     """A plan made by hand with what it leaves open: the order of its collectives, a prediction.
 
     What it decides is not changed, and the limit not asked for. Of a folded step the order is left

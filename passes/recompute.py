@@ -42,16 +42,7 @@ from passes.annotate import cost_of
 from passes.decisions import Plan
 from passes.graph import bytes_of, is_collective, is_getitem, output_node, root_of
 from passes.markers import REDUCE_GRAD, UNSHARD
-from passes.memory import STATIC
-
-#: meta key of a node that was copied from the forward: its key if it was to be saved, else "".
-RECOMPUTED = "recomputed"
-
-#: meta key of what a backward is given: the forward's node that it is, if that has another name.
-SAVES = "saves"
-
-#: meta key of a node whose graph is a part of a step: its key in the whole (:func:`keys_of`).
-KEY = "key"
+from passes.metadata import KEY, RECOMPUTED, SAVED, SAVES, STATIC
 
 _SAVE = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 _UNREPEATABLE_TAGS = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
@@ -266,9 +257,7 @@ class _Rewriting:
         for node, key in keys_of(self.forward.graph).items():
             by_key.setdefault(key, []).append(node)
         missing = [key for key in plan.also_save if key not in by_key]
-        self.besides = dict.fromkeys(
-            node for key in plan.also_save for node in by_key.get(key, ())
-        )
+        self.besides = dict.fromkeys(node for key in plan.also_save for node in by_key.get(key, ()))
         chain: dict[fx.Node, None] = {}
         for key in dict.fromkeys(plan.recompute):
             saved = [node for node in by_key.get(key, ()) if node in self.cut.saved]
@@ -324,7 +313,7 @@ class _Rewriting:
         saved.meta = dict(node.meta)
         saved.meta[SAVES] = node.name  # its own may be taken
         if node.op != "placeholder":
-            saved.meta["saved"] = True
+            saved.meta[SAVED] = True
         self.now_saved[node] = saved
         return saved
 

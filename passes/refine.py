@@ -155,9 +155,7 @@ def _faster(looks: Looks, best: Key, tried: Key) -> Key:
     return tried if faster else best
 
 
-def _better(
-    looks: Looks, best: Key, moves: list[list[list[int]]], together: bool = False
-) -> Key:
+def _better(looks: Looks, best: Key, moves: list[list[list[int]]], together: bool = False) -> Key:
     """The fastest plan that fits, after each of these moves in turn where it is an improvement.
 
     ``moves``: of each, sets of indices of parameters; those of a set get one decision, all the

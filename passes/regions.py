@@ -51,8 +51,7 @@ def regions(wiring: Wiring) -> list[int]:
     """
     depth = _depths(wiring)
     fused = [
-        fusible and not alias
-        for fusible, alias in zip(wiring.fusible, wiring.alias, strict=True)
+        fusible and not alias for fusible, alias in zip(wiring.fusible, wiring.alias, strict=True)
     ]
     linked = UnionFind()
     for index, own in enumerate(fused):

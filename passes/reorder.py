@@ -38,12 +38,13 @@ from torch import fx
 from passes.annotate import collective_full_bytes, cost_of
 from passes.context import Context
 from passes.decisions import Collective
-from passes.exposure import DRAINED, HELD_BACK, Reason
+from passes.exposure import Reason
 from passes.fusion import is_fusible
 from passes.graph import ALL_REDUCE, COLLECTIVES, output_node, positions, root_of
-from passes.memory import MEMORY, Course, MemoryModel
+from passes.memory import Course, MemoryModel
+from passes.metadata import AFTER_WAIT, COLLECTIVE, DRAINED, HELD_BACK, MEMORY, WIRING
 from passes.schedule import Frame, Job, Room, Scheduler, is_compute, moved
-from passes.wiring import WIRING, Wiring
+from passes.wiring import Wiring
 
 #: How often less room is tried before nothing is in flight at all.
 _ROOM_TRIES = 6
@@ -125,7 +126,7 @@ def _free_bytes(
 
 def order_of(graph: fx.Graph) -> tuple[Collective, ...]:
     """What the collectives of a graph are for, in the order they start."""
-    return tuple(n.meta["collective"] for n in graph.nodes if "collective" in n.meta)
+    return tuple(n.meta[COLLECTIVE] for n in graph.nodes if COLLECTIVE in n.meta)
 
 
 def _seconds(node: fx.Node) -> float:
@@ -155,11 +156,11 @@ def _jobs(graph: fx.Graph) -> list[Job]:
     order = positions(graph)
     jobs = []
     for start in graph.nodes:
-        if start.target not in COLLECTIVES or "collective" not in start.meta:
+        if start.target not in COLLECTIVES or COLLECTIVE not in start.meta:
             continue
         (wait,) = start.users
-        gathers = start.meta["collective"].gathers
-        prepared = gathers and start.meta["collective"].leg == 0
+        gathers = start.meta[COLLECTIVE].gathers
+        prepared = gathers and start.meta[COLLECTIVE].leg == 0
         before = _preparation(start, order) if prepared else []
         after = _following(wait, order, only_marked=gathers)
         own = {wait, *after}
@@ -202,7 +203,7 @@ def _total_bytes(jobs: list[Job]) -> int:
 
 def _extra_bytes(start: fx.Node, before: list[fx.Node]) -> int:
     """What a gather's early start, or a reduction's late wait, keeps alive; see :class:`Job`."""
-    if start.meta["collective"].gathers:
+    if start.meta[COLLECTIVE].gathers:
         copied_bytes = cost_of(start).workspace_bytes
         return copied_bytes + sum(cost_of(node).memory_bytes for node in (start, *before))
     # What is sent is there longer; an all-reduce works in place.
@@ -236,9 +237,9 @@ def _following(wait: fx.Node, order: dict[fx.Node, int], only_marked: bool) -> l
         changed = False
         for node in list(frontier):
             for user in node.users:
-                if user in own or user.op != "call_function" or "collective" in user.meta:
+                if user in own or user.op != "call_function" or COLLECTIVE in user.meta:
                     continue
-                moves = not only_marked or "after_wait" in user.meta
+                moves = not only_marked or AFTER_WAIT in user.meta
                 if moves and all(
                     source in own or source in sent or source.op == "placeholder"
                     for source in user.all_input_nodes

@@ -30,7 +30,8 @@ from torch import fx
 
 from passes._torch import GRAPHSAFE_RUN_WITH_RNG_STATE, RUN_AND_SAVE_RNG_STATE, RUN_WITH_RNG_STATE
 from passes.graph import fake_mode_of, is_getitem, output_node
-from passes.recompute import SAVES, drops_nothing
+from passes.metadata import SAVES
+from passes.recompute import drops_nothing
 
 
 class _Twice(NamedTuple):

@@ -17,6 +17,7 @@ from passes.check import InvalidGraph
 from passes.decisions import Collective
 from passes.exposure import Reason
 from passes.graph import group_of
+from passes.metadata import COLLECTIVE
 from passes.network import Network
 
 #: A gather is urgent once the time left before its use is below this many times its own.
@@ -65,7 +66,7 @@ class Job:
     @property
     def purpose(self) -> Collective:
         """What the collective is for."""
-        purpose: Collective = self.start.meta["collective"]
+        purpose: Collective = self.start.meta[COLLECTIVE]
         return purpose
 
 

@@ -12,6 +12,7 @@ from torch import fx
 
 from passes.graph import is_collective
 from passes.markers import REDUCE_GRAD, UNSHARD
+from passes.metadata import COLLECTIVE, GATHERED, PARAMETER
 from passes.packing import UNPACK
 from passes.wiring import Traits, Wiring
 
@@ -60,9 +61,9 @@ def serves(wiring: Wiring) -> list[tuple[str, ...]]:
 
 def _own(node: fx.Node) -> tuple[tuple[str, ...], bool]:
     """What a node says of itself: the parameters, and whether it is those (or a gradient)."""
-    purpose = node.meta.get("collective")
+    purpose = node.meta.get(COLLECTIVE)
     if node.op == "placeholder":
-        name = node.meta.get("parameter") or node.meta.get("gathered")
+        name = node.meta.get(PARAMETER) or node.meta.get(GATHERED)
         return ((str(name),), True) if name else ((), False)
     if is_collective(node) and purpose is not None:
         return purpose.names, purpose.gathers
@@ -76,7 +77,7 @@ def _own(node: fx.Node) -> tuple[tuple[str, ...], bool]:
 def _reduces(node: fx.Node, traits: Traits) -> bool:
     if not traits.collective:
         return node.target is REDUCE_GRAD
-    purpose = node.meta.get("collective")
+    purpose = node.meta.get(COLLECTIVE)
     return purpose is not None and not purpose.gathers
 
 

@@ -55,6 +55,7 @@ from passes.graph import (
     root_of,
 )
 from passes.markers import REDUCE_GRAD, UNSHARD
+from passes.metadata import AFTER_WAIT, COLLECTIVE, GRADIENT_OF
 from passes.packing import MEAN_RANKS, PACK, PACK_COLUMNS, PAD_ROWS, TRIM_ROWS, UNPACK
 
 _aten = torch.ops.aten
@@ -159,7 +160,7 @@ def flat(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 def after_wait(node: fx.Node) -> fx.Node:
     """Mark a node as part of what a collective's output goes through: it moves with the wait."""
-    node.meta["after_wait"] = True
+    node.meta[AFTER_WAIT] = True
     return node
 
 
@@ -168,7 +169,7 @@ def start_collective(
 ) -> fx.Node:
     """A collective's starting node, labelled with what it is for."""
     node = call(graph, target, args, "gather" if purpose.gathers else "reduce")
-    node.meta["collective"] = purpose
+    node.meta[COLLECTIVE] = purpose
     return node
 
 
@@ -267,7 +268,7 @@ def reduce_rows(
 
 
 def _finish(node: fx.Node, by: fx.Node) -> None:
-    by.meta["gradient_of"] = node.args[2]
+    by.meta[GRADIENT_OF] = node.args[2]
     _replace(node, by)
 
 

@@ -35,8 +35,8 @@ from passes.context import Context
 from passes.decisions import OF_INPUT, Plan
 from passes.graph import call, copy_module, output_node, remove_dead, set_value
 from passes.markers import REDUCE_GRAD, UNSHARD
+from passes.metadata import GATHERED, GRADIENT_OF, RECOMPUTED
 from passes.packing import TRIM_ROWS
-from passes.recompute import RECOMPUTED
 from passes.slices import (
     JOIN_SLICES,
     PAD_SLICE,
@@ -137,9 +137,9 @@ class Splitter:
         self.unjoined: dict[fx.Node, Sliced] = {}  # the other way round
         #: Slices of weights that a backward is given.
         self.kept = {
-            node.meta["gathered"]: node
+            node.meta[GATHERED]: node
             for node in graph.find_nodes(op="placeholder")
-            if "gathered" in node.meta
+            if GATHERED in node.meta
         }
         #: What reads whole tensors.
         self.done = {output_node(graph)}
@@ -278,7 +278,7 @@ class Splitter:
         while weight.target in LAID_OUT:
             weight = arguments_of(weight)[0]
         name: Any
-        name = weight.args[1] if weight.target is UNSHARD else weight.meta.get("gathered")
+        name = weight.args[1] if weight.target is UNSHARD else weight.meta.get(GATHERED)
         if name not in self.ctx.plan:
             return None
         row = self.ctx.plan[name]
@@ -348,7 +348,7 @@ class Splitter:
                 joined = call(self.graph, _aten.cat.default, (parts,))
                 if not slices.even:
                     joined = call(self.graph, TRIM_ROWS, (joined, shard))
-        joined.meta["gradient_of"] = name
+        joined.meta[GRADIENT_OF] = name
         node.replace_all_uses_with(joined)
         self.graph.erase_node(node)
         return True
@@ -370,8 +370,7 @@ class Splitter:
             if node in self.index:
                 # What another operator's last slice gave may be what this one's first slice reads.
                 later = (
-                    source in waiting and self.index[source] > self.index[node]
-                    for source in inputs
+                    source in waiting and self.index[source] > self.index[node] for source in inputs
                 )
                 if any(later) or any(source in behind for source in inputs):
                     flush()

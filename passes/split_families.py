@@ -138,9 +138,7 @@ def _families(captured: Captured, ctx: Context, least_bytes: int = 0) -> list[Fa
 
 def _all(captured: Captured, ctx: Context, least_bytes: int) -> Iterator[Family]:
     graph = captured.forward.graph
-    readers = {
-        node.args[1]: node for node in graph.find_nodes(op="call_function", target=UNSHARD)
-    }
+    readers = {node.args[1]: node for node in graph.find_nodes(op="call_function", target=UNSHARD)}
     groups = [[ctx.parameters[index] for index in own] for own in alike(ctx.parameters)]
     for members in groups:
         large = [one for one in members if len(one.shape) > 1 and one.name in readers]
@@ -156,9 +154,7 @@ def _all(captured: Captured, ctx: Context, least_bytes: int) -> Iterator[Family]
             yield from _by_input(captured, readers[first.name], first)
 
 
-def splits_by_hand(
-    captured: Captured, ctx: Context
-) -> tuple[tuple[Split, ...], tuple[str, ...]]:
+def splits_by_hand(captured: Captured, ctx: Context) -> tuple[tuple[Split, ...], tuple[str, ...]]:
     """What ``ctx.slices`` says is to run in slices, and what is sliced like it.
 
     And the keys of saved tensors that are computed again for that.
@@ -256,9 +252,7 @@ def _leader(chosen: Mapping[str, int]) -> str | None:
     return next((name for name, dim in chosen.items() if dim == 0), None)
 
 
-def _cut_out(
-    captured: Captured, ctx: Context, chosen: Mapping[str, int]
-) -> list[tuple[str, int]]:
+def _cut_out(captured: Captured, ctx: Context, chosen: Mapping[str, int]) -> list[tuple[str, int]]:
     """Of which weights slices had to be cut out, and along what, if these were split."""
     leader = _leader(chosen)
     named = [(one.name, one) for one in ctx.parameters]

@@ -27,7 +27,8 @@ from torch import fx
 from passes.context import Context
 from passes.graph import call, copy_module, output_node
 from passes.markers import UNSHARD
-from passes.recompute import SAVES, Cut, save_instead
+from passes.metadata import GATHERED, SAVED, SAVES
+from passes.recompute import Cut, save_instead
 from passes.slices import JOIN_SLICES, TAKE_SLICE, Slices, slice_name
 from passes.split import Sliced, splits, splitter_of
 
@@ -97,7 +98,7 @@ def _taken(node: fx.Node, output: fx.Node, found: Sliced, indices: Iterable[int]
 def _given(saved: fx.Node, taken: list[fx.Node], dim: int, slices: Slices) -> None:
     """The slices as inputs of the backward, where the whole was one."""
     graph = saved.graph
-    name = saved.meta.get("gathered")
+    name = saved.meta.get(GATHERED)
     with graph.inserting_before(saved):
         inputs = [
             _placeholder(graph, one, slice_name(name, index) if name else None)
@@ -113,7 +114,7 @@ def _given(saved: fx.Node, taken: list[fx.Node], dim: int, slices: Slices) -> No
 def _placeholder(graph: fx.Graph, of: fx.Node, gathered: str | None) -> fx.Node:
     """What stands for a tensor of the forward; ``gathered``: the weight's slice that it is."""
     found = graph.placeholder(of.name)
-    found.meta.update({"val": of.meta["val"], "saved": True, SAVES: of.name})
+    found.meta.update({"val": of.meta["val"], SAVED: True, SAVES: of.name})
     if gathered is not None:
-        found.meta["gathered"] = gathered
+        found.meta[GATHERED] = gathered
     return found

@@ -14,13 +14,13 @@ from typing import Any
 
 from passes.context import Context
 from passes.decisions import Plan
-from passes.predict import (
+from passes.timeline import COMPUTE, NETWORK, Event, Timeline, largest_first, part_buffers
+from passes.training_state import (
     EARLIER_GRADIENTS,
     gradient_bytes,
     optimizer_seconds,
     optimizer_temporary_bytes,
 )
-from passes.timeline import COMPUTE, NETWORK, Event, Timeline, largest_first, part_buffers
 
 _FIRST_THREADS = ("phases", COMPUTE, NETWORK)
 _PROCESS = 0

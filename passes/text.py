@@ -15,6 +15,7 @@ from torch import fx
 
 from passes.context import Context
 from passes.markers import REDUCE_GRAD
+from passes.metadata import COLLECTIVE, INPUT, PARAMETER
 from passes.packing import TRIM_ROWS
 
 _DTYPES = {
@@ -47,8 +48,8 @@ def _uneven(graph: fx.Graph, ctx: Context) -> set[fx.Node]:
     """The nodes whose first dimension differs between ranks."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op == "placeholder" and node.meta.get("parameter") in ctx.plan:
-            row = ctx.plan[node.meta["parameter"]]
+        if node.op == "placeholder" and node.meta.get(PARAMETER) in ctx.plan:
+            row = ctx.plan[node.meta[PARAMETER]]
             if row.decision.sharded and row.shape[0] % ctx.cut(row.decision).ranks:
                 found.add(node)
         elif (node.target is REDUCE_GRAD or node.target is TRIM_ROWS) and node.args[1] in found:
@@ -58,7 +59,7 @@ def _uneven(graph: fx.Graph, ctx: Context) -> set[fx.Node]:
 
 def _line(node: fx.Node, names: Mapping[fx.Node, str], ctx: Context, uneven: set[fx.Node]) -> str:
     if node.op == "placeholder":
-        label = node.meta.get("parameter") or node.meta.get("input") or "saved"
+        label = node.meta.get(PARAMETER) or node.meta.get(INPUT) or "saved"
         return f"{names[node]}: {_type(node, uneven)} = input[{label}]"
     if node.op == "output":
         return f"return {_argument(node.args[0], names, ctx)}"
@@ -66,7 +67,7 @@ def _line(node: fx.Node, names: Mapping[fx.Node, str], ctx: Context, uneven: set
         return f"{names[node]}: {_type(node, uneven)} = constant[{node.target}]"
     arguments = [_argument(argument, names, ctx) for argument in node.args]
     arguments += [f"{k}={_argument(v, names, ctx)}" for k, v in sorted(node.kwargs.items())]
-    purpose = node.meta.get("collective")
+    purpose = node.meta.get(COLLECTIVE)
     note = f"  # {purpose.label}" if purpose is not None else ""
     return f"{names[node]}: {_type(node, uneven)} = {_target(node)}({', '.join(arguments)}){note}"
 

@@ -20,6 +20,7 @@ from passes.annotate import cost_of
 from passes.exposure import reasons
 from passes.graph import WAIT, group_of, is_collective
 from passes.memory import kind_of, returned_roots
+from passes.metadata import COLLECTIVE, GATHERED, INPUT, PARAMETER, SAVED
 from passes.simulate import Simulation
 
 COMPUTE = "compute"
@@ -266,18 +267,18 @@ _SELF = re.compile(r"^L\['\w+'\]\.?")
 
 def label_of(node: fx.Node) -> str:
     """What a node is, for people: ``mm in blocks.0.up``, ``gather blocks.0.up.weight``."""
-    purpose = node.meta.get("collective")
+    purpose = node.meta.get(COLLECTIVE)
     if purpose is not None and is_collective(node):
         return str(purpose.label)
     module = _module_of(node)
     if node.op == "placeholder":
-        if node.meta.get("parameter"):
-            return str(node.meta["parameter"])
-        if node.meta.get("gathered"):
+        if node.meta.get(PARAMETER):
+            return str(node.meta[PARAMETER])
+        if node.meta.get(GATHERED):
             return f"kept {node.meta['gathered']}"
-        if node.meta.get("saved"):
+        if node.meta.get(SAVED):
             return "saved for the backward" + (f" in {module}" if module else "")
-        return str(node.meta.get("input") or "input")
+        return str(node.meta.get(INPUT) or "input")
     return _operator(node) + (f" in {module}" if module else "")
 
 

@@ -18,9 +18,6 @@ from passes.graph import ALL_REDUCE, COLLECTIVES, WAIT, aliases, by_target
 from passes.markers import LEFT_OUT, REDUCE_GRAD, UNSHARD
 from passes.packing import PACKING
 
-#: meta key of a module: the :class:`Wiring` of its graph as it is; the next pass takes it away.
-WIRING = "wiring"
-
 
 class Traits(NamedTuple):
     """What an operator is, as the functions of the same names in ``passes/graph.py`` say."""
@@ -122,4 +119,3 @@ class Wiring:
 
 _FRAME = Traits()
 _FUSED_ITEM = Traits(fusible=True, getitem=True)
-

@@ -85,9 +85,7 @@ class OfSequences(Model):
 
 def products_are_saved(ctx, operator, *args, **kwargs):
     products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-    return (
-        CheckpointPolicy.MUST_SAVE if operator in products else CheckpointPolicy.PREFER_RECOMPUTE
-    )
+    return CheckpointPolicy.MUST_SAVE if operator in products else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Selective(Model):
@@ -183,9 +181,7 @@ def gpt2():
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "plan"), [(llama, "shard_again"), *more((gpt2, "shard_keep"))]
-)
+@pytest.mark.parametrize(("make", "plan"), [(llama, "shard_again"), *more((gpt2, "shard_keep"))])
 def test_hugging_faces_models_train_like_one_process(two_ranks, make, plan):
     pytest.importorskip("transformers")
     recipe = Recipe(step=next_word, batch=words, optimizer=adamw)

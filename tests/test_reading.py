@@ -135,7 +135,6 @@ class Model(nn.Module):
         return self.down(self.in_eager_mode(x))
 
 
-
 def trained_once(rank, world_size, decision):
     """A model after its first step, what ``torch.compile`` returned for it, and a plain copy."""
     model = Model()
@@ -246,9 +245,7 @@ def run_eagerly(rank, world_size, decision):
                 got.square().mean().backward()
                 torch.testing.assert_close(got, wanted)
                 torch.testing.assert_close(mine.grad / world_size, batch.grad)
-        for (parameter, p), q in zip(
-            model.named_parameters(), reference.parameters(), strict=True
-        ):
+        for (parameter, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
             if (p.grad is None) != (q.grad is None):
                 differ.append((name, parameter, p.grad is None))
             elif p.grad is not None and not torch.allclose(whole(p.grad), q.grad, atol=1e-6):

@@ -17,9 +17,7 @@ from osdp_compile import _torch, backend
 from osdp_compile.options import Options
 from osdp_compile.torch_versions import TESTED, newer_than_tested, release
 from osdp_compile.trace import fake_world
-from passes.bucket import PACKABLE
-from passes.memory import MEMORY
-from passes.wiring import WIRING
+from passes.metadata import MEMORY, PACKABLE, WIRING
 from tests.training import SLOW
 from tools import compat, environment
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from osdp_compile.capture import capture
-from osdp_compile.lower import static_inputs
+from osdp_compile.roots import static_inputs
 from passes.capture import Captured
 from passes.context import Context
 from passes.decisions import Plan

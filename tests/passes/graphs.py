@@ -16,7 +16,7 @@ from passes.context import Context, Level, Parameter
 from passes.decisions import Decision, ParameterPlan, Plan
 from passes.graph import set_value
 from passes.hardware import Hardware, LinkRate
-from passes.memory import STATIC
+from passes.metadata import COST, STATIC
 
 #: A process group that exists nowhere: no pass may look it up.
 GROUP = "no-such-group"
@@ -190,7 +190,7 @@ def price(
     in_function: bool = False,
 ) -> fx.Node:
     """Give a node a cost by hand, as ``annotate`` would."""
-    node.meta["cost"] = Cost(
+    node.meta[COST] = Cost(
         memory_bytes=memory_bytes,
         seconds=seconds,
         wake_seconds=wake_seconds,

@@ -24,6 +24,7 @@ from torch import Tensor, fx
 from passes.exchange import EXCHANGE, GATHER_PARTS
 from passes.graph import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, COLLECTIVES, REDUCE_SCATTER, WAIT
 from passes.markers import REDUCE_GRAD, UNSHARD
+from passes.metadata import COLLECTIVE
 from tests.passes.graphs import local_rows
 
 
@@ -42,7 +43,7 @@ class _Request:
 
     def must_agree(self) -> tuple[Any, ...]:
         """What has to be the same on all ranks."""
-        purpose = self.node.meta.get("collective")
+        purpose = self.node.meta.get(COLLECTIVE)
         if self.target is REDUCE_GRAD:
             rest, shape = self.rest[1:], tuple(self.tensor.shape)  # [0] is the rank's own shard
         elif self.target is UNSHARD:

@@ -17,6 +17,7 @@ from passes.capture import Captured, lay_out
 from passes.check import check
 from passes.context import Context, Phase
 from passes.decisions import FLAT_DECISIONS, Decision, Plan, shardable
+from passes.metadata import GRADIENT_OF, PARAMETER
 from passes.pipeline import Stage, default_passes, run
 from tests.passes.captures import capture_step
 from tests.passes.graphs import local_rows, plan_of
@@ -85,7 +86,7 @@ class Training:
         for rank, gm in enumerate(lowered[Phase.FORWARD]):
             values: list[Tensor] = []
             for node in gm.graph.find_nodes(op="placeholder"):
-                name = node.meta.get("parameter")
+                name = node.meta.get(PARAMETER)
                 if name is None:
                     values.append(self.batches[rank])
                     continue
@@ -129,7 +130,7 @@ class Training:
 def _by_name(gm: fx.GraphModule, values: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
     nodes = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
     return {
-        node.meta["gradient_of"]: value
+        node.meta[GRADIENT_OF]: value
         for node, value in zip(nodes, values, strict=True)
         if value is not None
     }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from passes.exposure import HELD_BACK, Reason, reasons
+from passes.exposure import Reason, reasons
+from passes.metadata import HELD_BACK
 from passes.simulate import simulate
 from tests.passes.test_simulate import Priced
 

@@ -11,10 +11,11 @@ from osdp_compile.frames import captured_frames
 from passes.capture import Captured
 from passes.context import Context
 from passes.decisions import FLAT_DECISIONS, Collective, Decision, Plan
+from passes.metadata import KEY
 from passes.pipeline import default_passes
 from passes.plan import complete
 from passes.predict import predict
-from passes.recompute import KEY, keys_of
+from passes.recompute import keys_of
 from tests.passes.captures import capture_step, context_of
 from tests.passes.test_capture import Training, decided
 

@@ -10,6 +10,7 @@ from torch import fx
 
 from passes.graph import positions
 from passes.kernels import FAR_KERNELS, Kernels
+from passes.metadata import REGION
 from passes.wiring import Wiring
 from tests.passes.graphs import price
 from tests.passes.test_simulate import Priced
@@ -22,7 +23,7 @@ def fused(
 ) -> fx.Node:
     """A node of a fused region."""
     node = price(b.call(target, *args), 0.0, memory_bytes)
-    node.meta["region"] = region
+    node.meta[REGION] = region
     return node
 
 

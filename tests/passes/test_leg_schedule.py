@@ -9,6 +9,7 @@ from torch import fx
 
 from passes.decisions import Collective
 from passes.graph import WAIT, is_collective
+from passes.metadata import COLLECTIVE
 from passes.reorder import order_of, reorder
 from passes.simulate import simulate
 from tests.passes.graphs import INNER, OUTER, context, price
@@ -27,7 +28,7 @@ class InLegs(Priced):
         legs = (between, within) if gathers else (within, between)
         for leg, (group, seconds) in enumerate(legs):
             start = self.gather(found, seconds, bytes_of_legs[leg], group)
-            start.meta["collective"] = Collective((name,), gathers, leg)
+            start.meta[COLLECTIVE] = Collective((name,), gathers, leg)
             found = self.wait(start)
         return found
 
@@ -40,7 +41,7 @@ def scheduled(gm: fx.GraphModule, **changes: Any) -> str:
 
 def in_short(gm: fx.GraphModule) -> str:
     def name(start: fx.Node) -> str:
-        purpose = start.meta["collective"]
+        purpose = start.meta[COLLECTIVE]
         return f"{purpose.names[0]}{purpose.leg}"
 
     found = []
@@ -73,7 +74,7 @@ def test_one_gathers_second_leg_runs_beside_the_next_ones_first():
     assert scheduled(gm) == IN_TURN
     found = simulate(gm.graph)
     times = {
-        (node.meta["collective"].names[0], node.meta["collective"].leg): (
+        (node.meta[COLLECTIVE].names[0], node.meta[COLLECTIVE].leg): (
             found.start[node],
             found.end[node],
         )

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from passes.memory import LENT
+from passes.metadata import LENT, SAVED
 from tests.passes.captures import capture_step
 
 
@@ -28,7 +28,7 @@ def lent_and_saved(returns_logits: bool) -> tuple[list[tuple[int, ...]], list[tu
     """The shapes of what the backward is given: lent, and its own."""
     captured, _ = capture_step(Classifier(returns_logits), torch.randn(4, 8))
     given = [n for n in captured.backward.graph.nodes if n.op == "placeholder"]
-    saved = [node for node in given if node.meta.get("saved")]
+    saved = [node for node in given if node.meta.get(SAVED)]
     shape = {node: tuple(node.meta["val"].shape) for node in saved}
     lent = [shape[node] for node in saved if LENT in node.meta]
     return sorted(lent), sorted(shape[node] for node in saved if LENT not in node.meta)

@@ -15,6 +15,7 @@ from passes.decisions import Collective, Decision, Plan
 from passes.graph import COLLECTIVES, group_of, is_collective
 from passes.hardware import Hardware, LinkRate
 from passes.levels import legs_seconds, levels
+from passes.metadata import COLLECTIVE
 from passes.packing import UNPACK
 from passes.pipeline import default_passes
 from passes.plan import make_plan
@@ -61,7 +62,7 @@ def by_all_to_all(given: Hardware) -> Hardware:
 def legs(gm: fx.GraphModule) -> list[tuple[str, str, str]]:
     """Kind, group and purpose of every collective, in order."""
     return [
-        (COLLECTIVES[node.target], group_of(node), node.meta["collective"].label)
+        (COLLECTIVES[node.target], group_of(node), node.meta[COLLECTIVE].label)
         for node in gm.graph.nodes
         if is_collective(node)
     ]

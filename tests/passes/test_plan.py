@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import fx, nn
 
-from passes.bucket import PACKABLE, bucket_bytes_for
+from passes.bucket import bucket_bytes_for
 from passes.capture import Captured
 from passes.context import Context
 from passes.decisions import FLAT_DECISIONS, Decision, Plan, shardable
 from passes.hardware import Hardware, LinkRate
+from passes.metadata import PACKABLE
 from passes.pipeline import default_passes
 from passes.plan import Infeasible, complete, make_plan
 from passes.predict import predict

@@ -20,10 +20,11 @@ from passes.capture import Captured, NothingSaved, lay_out
 from passes.context import Context
 from passes.decisions import Decision, Plan
 from passes.graph import copy_module, output_node, output_nodes
+from passes.metadata import RECOMPUTED
 from passes.pipeline import default_passes
 from passes.plan import Infeasible, make_plan
 from passes.predict import predict
-from passes.recompute import RECOMPUTED, Cut, keys_of
+from passes.recompute import Cut, keys_of
 from passes.recompute_sets import recompute_sets
 from tests.passes.captures import capture_step
 from tests.passes.test_capture import MIXED, Training, decided

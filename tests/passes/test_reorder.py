@@ -13,8 +13,9 @@ from torch import fx
 from passes.annotate import annotate
 from passes.bucket import bucket
 from passes.decisions import Decision
-from passes.exposure import HELD_BACK, Reason
+from passes.exposure import Reason
 from passes.graph import WAIT, is_collective, positions
+from passes.metadata import COLLECTIVE, HELD_BACK
 from passes.reorder import reorder
 from passes.schedule import Room
 from passes.shard import shard
@@ -47,13 +48,13 @@ LONG_KERNELS = dataclasses.replace(EQUAL, batch_rows=(512, 512))
 
 
 def labels(gm: fx.GraphModule) -> list[str]:
-    return [n.meta["collective"].label for n in gm.graph.nodes if is_collective(n)]
+    return [n.meta[COLLECTIVE].label for n in gm.graph.nodes if is_collective(n)]
 
 
 def find(gm: fx.GraphModule, label: str) -> tuple[fx.Node, fx.Node]:
     """A collective's start and wait, by what it is for."""
     for node in gm.graph.nodes:
-        if is_collective(node) and node.meta["collective"].label == label:
+        if is_collective(node) and node.meta[COLLECTIVE].label == label:
             (wait,) = node.users
             return node, wait
     raise KeyError(label)
@@ -69,10 +70,10 @@ def kernels_between(gm: fx.GraphModule, first: fx.Node, last: fx.Node) -> int:
 def most_gathers_in_flight(gm: fx.GraphModule) -> int:
     flying = most = 0
     for node in gm.graph.nodes:
-        if is_collective(node) and node.meta["collective"].gathers:
+        if is_collective(node) and node.meta[COLLECTIVE].gathers:
             flying += 1
             most = max(most, flying)
-        elif node.target is WAIT and node.args[0].meta["collective"].gathers:  # type: ignore[union-attr]
+        elif node.target is WAIT and node.args[0].meta[COLLECTIVE].gathers:  # type: ignore[union-attr]
             flying -= 1
     return most
 

@@ -9,6 +9,7 @@ from torch import fx
 from passes.decisions import Collective
 from passes.graph import is_collective
 from passes.memory import memory_of
+from passes.metadata import COLLECTIVE, COST
 from passes.simulate import simulate
 from tests.passes import test_leg_schedule
 from tests.passes.graphs import price
@@ -23,7 +24,7 @@ class Flat(Priced):
     ) -> fx.Node:
         """Started and waited for on the spot; the wait."""
         start = self.gather(source, seconds, memory_bytes)
-        start.meta["collective"] = Collective((name,), gathers)
+        start.meta[COLLECTIVE] = Collective((name,), gathers)
         return self.wait(start)
 
 
@@ -70,7 +71,7 @@ def test_a_queue_stays_filled_if_the_computing_is_slower_than_was_thought():
     gm = gathers(1.0)
     scheduled(gm)
     for node in gm.graph.nodes:
-        if node.op == "call_function" and not is_collective(node) and node.meta["cost"].seconds:
+        if node.op == "call_function" and not is_collective(node) and node.meta[COST].seconds:
             price(node, 1.5 * 4.0)  # each takes longer than a gather
     found = simulate(gm.graph)
     starts = sorted(found.start[node] for node in found.exposed)

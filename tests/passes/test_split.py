@@ -15,6 +15,7 @@ from passes.capture import lay_out
 from passes.context import Phase
 from passes.decisions import OF_INPUT, Decision, Plan
 from passes.graph import is_collective
+from passes.metadata import COLLECTIVE, GATHERED, GRADIENT_OF
 from passes.pipeline import Stage, default_passes, run
 from passes.predict import predict
 from passes.recompute import Cut, keys_of
@@ -200,7 +201,7 @@ def test_what_is_kept_is_not_gathered_again(kept_slices: int):
     gathered = {
         name
         for node in found.backward.graph.nodes
-        if is_collective(node) and (purpose := node.meta["collective"]).gathers
+        if is_collective(node) and (purpose := node.meta[COLLECTIVE]).gathers
         for name in purpose.names
     }
     assert {name for name in gathered if "#" in name} == {
@@ -209,9 +210,9 @@ def test_what_is_kept_is_not_gathered_again(kept_slices: int):
         for index in range(kept_slices, 4)
     }
     given = [
-        node.meta["gathered"]
+        node.meta[GATHERED]
         for node in found.backward.graph.find_nodes(op="placeholder")
-        if "gathered" in node.meta
+        if GATHERED in node.meta
     ]
     assert sorted(given) == sorted(
         f"{name}#{index}" for name in UP_AND_DOWN for index in range(kept_slices)
@@ -379,8 +380,8 @@ def test_nothing_of_an_mlp_is_there_in_one_piece():
         for node in lowered.graph.nodes:
             value = node.meta.get("val")
             if is_collective(node):
-                names.extend(one for one in node.meta["collective"].names if "#" in one)
-            if isinstance(value, Tensor) and "gradient_of" not in node.meta:
+                names.extend(one for one in node.meta[COLLECTIVE].names if "#" in one)
+            if isinstance(value, Tensor) and GRADIENT_OF not in node.meta:
                 local = node.op == "placeholder" and value.shape[0] in (24, 6, 3)
                 assert local or 48 not in value.shape, node
     # Each is gathered twice and reduced once.

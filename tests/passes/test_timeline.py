@@ -14,6 +14,7 @@ from torch import fx
 
 from passes.annotate import Cost
 from passes.exposure import Reason
+from passes.metadata import COST, REGION
 from passes.simulate import simulate
 from passes.timeline import COMPUTE, NETWORK, Buffer, Event, Stall, Timeline, label_of, timeline_of
 from tests.passes.examples import examples
@@ -88,7 +89,7 @@ def test_what_a_collective_takes_of_the_processor_is_compute():
     b = Priced()
     x = b.tensor("x")
     start = b.gather(x)
-    start.meta["cost"] = Cost(seconds=5.0, busy_seconds=2.0)
+    start.meta[COST] = Cost(seconds=5.0, busy_seconds=2.0)
     beside = b.kernel(x, seconds=1.0)
     found = timeline(b, b.kernel(b.wait(start), beside, seconds=1.0))
     assert found.events[:3] == (
@@ -156,7 +157,7 @@ def test_what_is_written_over_at_the_peak_is_not_listed_twice():
     second = b.pointwise(source, memory_bytes=5)
     first = price(b.call(torch.ops.aten.mul.Tensor, source, second), memory_bytes=10)
     for node in (first, second):
-        node.meta["region"] = 0  # one kernel writes both, the first over the source
+        node.meta[REGION] = 0  # one kernel writes both, the first over the source
     found = timeline(b, first, second)
     assert found.peak_bytes == 15
     assert [buffer.name for buffer in found.peak_buffers] == [first.name, second.name]

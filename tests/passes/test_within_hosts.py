@@ -20,11 +20,12 @@ from passes.graph import COLLECTIVES, group_of, is_collective
 from passes.hardware import Hardware, LinkRate
 from passes.knapsack import Choice, choices_of
 from passes.levels import levels
+from passes.metadata import COLLECTIVE
 from passes.pipeline import default_passes
 from passes.plan import Infeasible, make_plan
-from passes.predict import optimizer_temporary_bytes, state_bytes
 from passes.reorder import order_of
 from passes.shard import shard
+from passes.training_state import optimizer_temporary_bytes, state_bytes
 from tests.chosen import more
 from tests.passes.captures import capture_step
 from tests.passes.examples import examples
@@ -73,7 +74,7 @@ MIXED = Step(
 def collectives(step: Step, *passes) -> list[tuple[str, str, str]]:
     """Kind, group and purpose of each on rank 0, in order."""
     return [
-        (COLLECTIVES[node.target], group_of(node), node.meta["collective"].label)
+        (COLLECTIVES[node.target], group_of(node), node.meta[COLLECTIVE].label)
         for node in step.lower(0, *passes).graph.nodes
         if is_collective(node)
     ]
