@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -54,6 +54,7 @@ from osdp_compile.state import (
 )
 from osdp_compile.step_times import with_step_seconds
 from osdp_compile.traced_step import planned_whole
+from osdp_compile.uncovered import compiled_models
 from osdp_compile.unmarked import only_reads, unmarked
 from passes.capture import Captured, NothingSaved
 from passes.context import Context
@@ -203,7 +204,7 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
         accumulated_bytes = accumulated_bytes_of(entries, options.precision)
     others = OtherModels()
     if options.memory_limit_bytes is not None:
-        others = other_models(entries, group)
+        others = other_models(entries, group, _compiled)
     held_bytes = held_bytes_of(step.roots, step.inputs, entries) + accumulated_bytes
     held_bytes += others.held_bytes
     spare_bytes = _spare_bytes(entries, held_bytes, options)
@@ -378,3 +379,10 @@ def _spare_bytes(entries: Sequence[ModelParameter], held_bytes: int, options: Op
     if options.memory_limit_bytes is None:
         return whole_bytes
     return options.memory_limit_bytes - whole_bytes - held_bytes
+
+
+def _compiled() -> Iterator[nn.Module]:
+    """The models that ``torch.compile`` was given with our backend, or functions that call them."""
+    from osdp_compile.backend import osdp  # it imports this file
+
+    return compiled_models(osdp)

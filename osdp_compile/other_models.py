@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,6 @@ from osdp_compile.errors import InfeasibleLimit
 from osdp_compile.optimizers import OptimizerIndex
 from osdp_compile.session import find
 from osdp_compile.state import ModelParameter
-from osdp_compile.uncovered import compiled_models
 from osdp_compile.watch import watches
 from passes.decisions import Plan
 from passes.units import format_bytes
@@ -70,15 +69,22 @@ class OtherModels:
         return self.held_bytes + left_bytes * own_parameter_bytes // all_bytes
 
 
-def other_models(entries: Sequence[ModelParameter], group: dist.ProcessGroup) -> OtherModels:
-    """What models beside this one hold. Collective: of each figure the highest of all ranks."""
+def other_models(
+    entries: Sequence[ModelParameter],
+    group: dist.ProcessGroup,
+    compiled: Callable[[], Iterable[nn.Module]],
+) -> OtherModels:
+    """What models beside this one hold. Collective: of each figure the highest of all ranks.
+
+    ``compiled``: finds the living models that this backend compiles.
+    """
     if backend_of(group, "cpu") == "fake":  # graphs are made here, for ranks that are elsewhere
         return OtherModels()
     gc.collect()  # a model that was dropped is no model
     device = entries[0].parameter.device
     seen = {None, *(_storage(entry.parameter) for entry in entries)}
     pending: list[nn.Parameter] = []
-    for root in _compiled():
+    for root in compiled():
         own = list(root.parameters())
         if not any(one.requires_grad for one in own):
             continue  # it is never planned
@@ -136,13 +142,6 @@ def planned_under_share(
             "plan covers all models that one compiled function calls.",
             error.least_bytes,
         ) from None
-
-
-def _compiled() -> Iterator[nn.Module]:
-    """The models that ``torch.compile`` was given with our backend, or functions that call them."""
-    from osdp_compile.backend import osdp  # it imports the first call, which asks this file
-
-    return compiled_models(osdp)
 
 
 def _storage(tensor: Tensor) -> int | None:

@@ -237,19 +237,19 @@ def _rank_main(
 
 def _forget_models() -> None:
     """What earlier functions left (in a global, or in what autograd holds) takes no memory here."""
-    from osdp_compile import other_models, watch
+    from osdp_compile import first_call, watch
 
     watch._watches.clear()
     compiled, earlier = _compiled_models(), weakref.WeakSet(_compiled_models()())
-    other_models._compiled = lambda: (model for model in compiled() if model not in earlier)
+    first_call._compiled = lambda: (model for model in compiled() if model not in earlier)
 
 
 @functools.cache
 def _compiled_models() -> Callable[[], Iterator[Any]]:
     """The function that finds them, before :func:`_forget_models` put another in its place."""
-    from osdp_compile import other_models
+    from osdp_compile import first_call
 
-    return other_models._compiled
+    return first_call._compiled
 
 
 def _end_with_parent() -> None:
