@@ -46,9 +46,9 @@ from benchmarks.launch import measure_on
 from benchmarks.random_plans import random_plans
 from benchmarks.train import Work
 from osdp_compile import Hardware, Plan
-from osdp_compile.traced_step import TracedStep, predicted, trace
-from passes.decisions import FLAT_DECISIONS
-from passes.units import format_bytes, format_seconds
+from osdp_compile.planning.traced_step import TracedStep, predicted, trace
+from passes.types.plan import FLAT_DECISIONS
+from passes.types.units import format_bytes, format_seconds
 
 #: What the project promises: how much slower the planner's plan is than any other, at most.
 NEAR = 1.03

@@ -35,9 +35,9 @@ from rich.table import Table
 from benchmarks.hosts import Hosts, HostsError
 from benchmarks.launch import measure_on
 from benchmarks.train import Work
-from osdp_compile.calibrate import matmul_rate
-from passes.hardware import wire_bytes
-from passes.units import format_bytes
+from osdp_compile.calibration.calibrate import matmul_rate
+from passes.types.hardware import wire_bytes
+from passes.types.units import format_bytes
 
 FREE = "osdp, no limit"
 LIMITED = "osdp, FSDP2's peak as limit"

@@ -21,16 +21,16 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from osdp_compile.traced_step import TracedStep, predicted, trace
-from passes.context import Context
-from passes.decisions import Decision, ParameterPlan, Plan, shardable
-from passes.hardware import Hardware, LinkRate
-from passes.looks import RECOMPUTE_SETS
-from passes.predict import predict
-from passes.recompute_sets import recompute_sets
-from passes.slice_some import SLICES
-from passes.split_families import split_families
-from passes.training_state import state_bytes
+from osdp_compile.planning.traced_step import TracedStep, predicted, trace
+from passes.annotate.training_state import state_bytes
+from passes.candidates.recompute_sets import recompute_sets
+from passes.candidates.slice_groups import split_families
+from passes.plan.evaluator import RECOMPUTE_SETS
+from passes.plan.predict import predict
+from passes.plan.slice_some import SLICES
+from passes.types.context import Context
+from passes.types.hardware import Hardware, LinkRate
+from passes.types.plan import Decision, ParameterPlan, Plan, shardable
 
 KINDS = ("flat", "levels", "recompute", "slices")
 #: The first seed of the fourth kind.

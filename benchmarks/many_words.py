@@ -26,7 +26,7 @@ from benchmarks.hosts import Hosts, HostsError
 from benchmarks.launch import measure_on
 from benchmarks.tasks import MANY_WORDS, MANY_WORDS_TOKENS
 from benchmarks.train import Work
-from passes.units import format_bytes
+from passes.types.units import format_bytes
 
 WORK = Work(task="many words", warmup_steps=1, timed_steps=3)
 LOGITS_BYTES = 4 * MANY_WORDS * MANY_WORDS_TOKENS

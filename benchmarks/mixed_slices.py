@@ -32,10 +32,10 @@ from benchmarks.hosts import Hosts, HostsError
 from benchmarks.launch import measure_on
 from benchmarks.slices import COUNTS, WORK
 from osdp_compile import Hardware, InfeasibleLimit, Plan
-from osdp_compile.cli_values import bytes_of
-from osdp_compile.traced_step import TracedStep, predicted, trace
-from passes.decisions import ParameterPlan
-from passes.units import format_bytes, format_seconds
+from osdp_compile.cli.argument_types import bytes_of
+from osdp_compile.planning.traced_step import TracedStep, predicted, trace
+from passes.types.plan import ParameterPlan
+from passes.types.units import format_bytes, format_seconds
 
 #: By how much a plan's step differs from turn to turn.
 NOISE = 1.03

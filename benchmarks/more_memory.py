@@ -27,11 +27,11 @@ from torch import nn
 from benchmarks.claims import conclude
 from benchmarks.tasks import TASKS, words
 from examples.gpt import GPT, GPTConfig
-from osdp_compile.frontier import each_by_itself
 from osdp_compile.options import Search
-from osdp_compile.traced_step import TracedStep, predicted, trace
-from passes.presets import PRESETS
-from passes.units import format_bytes, format_seconds
+from osdp_compile.planning.frontier import each_by_itself
+from osdp_compile.planning.traced_step import TracedStep, predicted, trace
+from passes.types.hardware_presets import PRESETS
+from passes.types.units import format_bytes, format_seconds
 
 #: The same to five digits is the same.
 _EQUAL = 1 + 1e-5

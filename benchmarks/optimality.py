@@ -31,12 +31,12 @@ from rich.table import Table
 from benchmarks.claims import conclude
 from benchmarks.instances import KINDS, Instance, instance
 from osdp_compile.errors import InfeasibleLimit
-from osdp_compile.traced_step import predicted
-from passes.bucket import bucket_bytes_for
-from passes.decisions import ParameterPlan, Plan
-from passes.plan import complete
-from passes.predict import predict
-from passes.units import format_bytes
+from osdp_compile.planning.traced_step import predicted
+from passes.overlap.bucket_collectives import bucket_bytes_for
+from passes.plan.planner import complete
+from passes.plan.predict import predict
+from passes.types.plan import ParameterPlan, Plan
+from passes.types.units import format_bytes
 
 #: What the project promises: never so much worse, and as good in so many of all.
 NEVER_WORSE, MOSTLY_EQUAL = 1.01, 0.95

@@ -23,11 +23,11 @@ from rich.table import Table
 from torch import nn
 
 from osdp_compile.errors import InfeasibleLimit
-from osdp_compile.traced_step import TracedStep, trace
-from passes.decisions import Decision, Prediction
-from passes.hardware import Hardware
-from passes.presets import PRESETS
-from passes.units import format_bytes, format_seconds
+from osdp_compile.planning.traced_step import TracedStep, trace
+from passes.types.hardware import Hardware
+from passes.types.hardware_presets import PRESETS
+from passes.types.plan import Decision, Prediction
+from passes.types.units import format_bytes, format_seconds
 
 _RANKS = {"ranks": 8}
 _MOST_BATCH = 64

@@ -26,9 +26,9 @@ from torch import nn
 
 from benchmarks.claims import conclude
 from osdp_compile.errors import InfeasibleLimit
-from osdp_compile.traced_step import predicted, trace
-from passes.presets import PRESETS
-from passes.units import format_bytes, format_seconds
+from osdp_compile.planning.traced_step import predicted, trace
+from passes.types.hardware_presets import PRESETS
+from passes.types.units import format_bytes, format_seconds
 
 _HARDWARE, _TOKENS = "h100-sxm", 4096
 

@@ -38,8 +38,8 @@ from benchmarks.launch import environment
 from benchmarks.tasks import TASKS
 from benchmarks.train import over_ranks
 from osdp_compile import Decision, Plan
-from passes.decisions import shardable
-from passes.units import format_bytes, format_seconds
+from passes.types.plan import shardable
+from passes.types.units import format_bytes, format_seconds
 
 WARMUP_STEPS, MEMORY_STEPS = 3, 2
 #: Turns of the plans of one model, and steps in each; the first of a turn is not counted.

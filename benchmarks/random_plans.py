@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from osdp_compile.traced_step import TracedStep, predicted
-from passes.bucket import bucket_bytes_for
-from passes.context import Context
-from passes.decisions import FLAT_DECISIONS, Decision, ParameterPlan, Plan, shardable
-from passes.looks import RECOMPUTE_SETS
-from passes.plan import complete
-from passes.recompute_sets import recompute_sets
-from passes.training_state import state_bytes
+from osdp_compile.planning.traced_step import TracedStep, predicted
+from passes.annotate.training_state import state_bytes
+from passes.candidates.recompute_sets import recompute_sets
+from passes.overlap.bucket_collectives import bucket_bytes_for
+from passes.plan.evaluator import RECOMPUTE_SETS
+from passes.plan.planner import complete
+from passes.types.context import Context
+from passes.types.plan import FLAT_DECISIONS, Decision, ParameterPlan, Plan, shardable
 
 #: Of the size that latency asks for.
 _BUCKETS = (0.25, 1.0, 4.0)

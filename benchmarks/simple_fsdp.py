@@ -22,10 +22,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from passes.annotate import collective_full_bytes
-from passes.flops import flops_of
-from passes.graph import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from passes.hardware import wire_bytes
+from passes.annotate.annotate_costs import collective_full_bytes
+from passes.annotate.flops import flops_of
+from passes.graph.fx_utils import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from passes.types.hardware import wire_bytes
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, again: bool = True) -> nn.Module:

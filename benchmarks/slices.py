@@ -31,7 +31,7 @@ from benchmarks.compare import LOSS_TOLERANCE
 from benchmarks.hosts import Hosts, HostsError
 from benchmarks.launch import measure_on
 from benchmarks.train import Work
-from passes.units import format_bytes
+from passes.types.units import format_bytes
 
 COUNTS = (1, 2, 4, 8)
 #: What the project promises: how near the prediction is, and how much slower four slices are.

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from passes.context import Context
-from passes.graph import call, set_value
-from passes.markers import REDUCE_GRAD
+from passes.graph.fx_utils import call, set_value
+from passes.ops.markers import REDUCE_GRAD
 from passes.pipeline import Pass, default_passes, insert_before
+from passes.types.context import Context
 
 
 def half_gradients(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:

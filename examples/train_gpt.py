@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import osdp_compile
-from passes.units import format_bytes
+from passes.types.units import format_bytes
 
 CONTEXT = 128
 MEASURED_STEPS = 3  # peak memory is measured over these; measuring slows them down

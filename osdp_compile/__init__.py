@@ -14,16 +14,16 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from osdp_compile.accumulating import no_sync
+    from osdp_compile.engine.no_sync import no_sync
     from osdp_compile.errors import InfeasibleLimit, OsdpError, PlanMismatch, RanksDiffer
     from osdp_compile.full_parameters import full_parameters
-    from osdp_compile.measure import PeakMemory
-    from osdp_compile.offline import plan
-    from osdp_compile.session import plan_of
-    from osdp_compile.sharding import shard
-    from osdp_compile.step_report import Report, report
-    from passes.decisions import Decision, ParameterPlan, Plan, Prediction
-    from passes.hardware import Hardware
+    from osdp_compile.planning.offline import plan
+    from osdp_compile.reports.peak_memory import PeakMemory
+    from osdp_compile.reports.step_report import Report, report
+    from osdp_compile.shard import shard
+    from osdp_compile.tracking.session import plan_of
+    from passes.types.hardware import Hardware
+    from passes.types.plan import Decision, ParameterPlan, Plan, Prediction
 
 __all__ = [
     "Decision",
@@ -47,23 +47,23 @@ __all__ = [
 
 #: The module of each name.
 _MODULES = {
-    "Decision": "passes.decisions",
-    "Hardware": "passes.hardware",
+    "Decision": "passes.types.plan",
+    "Hardware": "passes.types.hardware",
     "InfeasibleLimit": "osdp_compile.errors",
     "OsdpError": "osdp_compile.errors",
-    "ParameterPlan": "passes.decisions",
-    "PeakMemory": "osdp_compile.measure",
-    "Plan": "passes.decisions",
+    "ParameterPlan": "passes.types.plan",
+    "PeakMemory": "osdp_compile.reports.peak_memory",
+    "Plan": "passes.types.plan",
     "PlanMismatch": "osdp_compile.errors",
-    "Prediction": "passes.decisions",
+    "Prediction": "passes.types.plan",
     "RanksDiffer": "osdp_compile.errors",
-    "Report": "osdp_compile.step_report",
+    "Report": "osdp_compile.reports.step_report",
     "full_parameters": "osdp_compile.full_parameters",
-    "no_sync": "osdp_compile.accumulating",
-    "plan": "osdp_compile.offline",
-    "plan_of": "osdp_compile.session",
-    "report": "osdp_compile.step_report",
-    "shard": "osdp_compile.sharding",
+    "no_sync": "osdp_compile.engine.no_sync",
+    "plan": "osdp_compile.planning.offline",
+    "plan_of": "osdp_compile.tracking.session",
+    "report": "osdp_compile.reports.step_report",
+    "shard": "osdp_compile.shard",
 }
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from osdp_compile.cli import main
+from osdp_compile.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -87,7 +87,7 @@ from torch.optim import _adafactor
 # 2.11.0, 2.13.0: tensors inside nested containers and dataclasses such as model outputs.
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from osdp_compile.living import closed_over
+from osdp_compile.live_objects import closed_over
 
 __all__ = [
     "COMPILED_CALLS",
@@ -421,7 +421,7 @@ class Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> str:
         # Inductor's cache looks up the graphs after our passes, so only what is fused in another
-        # way (``osdp_compile/fusing.py``) need be in its key.
+        # way (``osdp_compile/engine/inductor_fusion.py``) need be in its key.
         return "osdp_compile, kernels in place"
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from osdp_compile.errors import OsdpError
-from osdp_compile.laid_out import waiting
-from osdp_compile.session import session_for
-from osdp_compile.state import ModelParameter, Reading, model_parameters
-from osdp_compile.state_dicts import part_of
+from osdp_compile.model.shard_in_place import ModelParameter, Reading, model_parameters
+from osdp_compile.model.state_dict import part_of
+from osdp_compile.tracking.pending_model import waiting
+from osdp_compile.tracking.session import session_for
 
 
 @contextmanager

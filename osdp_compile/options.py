@@ -14,17 +14,17 @@ from typing import Any, Literal, TypeGuard, cast, get_args
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from osdp_compile.meshes import check_mesh
-from osdp_compile.optimizer_names import known_optimizers
-from osdp_compile.precision import Precision
-from passes.decisions import Plan
-from passes.hardware import Hardware
+from osdp_compile.model.mixed_precision import Precision
+from osdp_compile.optim.state_sizes import known_optimizers
+from osdp_compile.runtime.meshes import check_mesh
 from passes.pipeline import Pass, validate
-from passes.presets import PRESETS, preset
-from passes.units import parse_limit
+from passes.types.hardware import Hardware
+from passes.types.hardware_presets import PRESETS, preset
+from passes.types.plan import Plan
+from passes.types.units import parse_limit
 
 #: How the planner searches: once, or under less memory too, which takes minutes
-#: (``passes/ladder.py``).
+#: (``passes/plan/monotone_search.py``).
 Search = Literal["quick", "thorough"]
 
 #: Gradients that are there when a backward begins: none, those that earlier backwards reduced, or

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from osdp_compile.log_lines import ensure_visible, is_own_handler
-from passes.units import format_seconds
+from passes.types.units import format_seconds
 
 log = logging.getLogger("osdp_compile")
 #: Less is not worth a reader's time.

@@ -19,13 +19,13 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from osdp_compile import _torch
-from osdp_compile.backend import compile_graph
+from osdp_compile.engine.backend import compile_graph
 from osdp_compile.errors import OsdpError
 from osdp_compile.options import Options
-from passes.context import Context
-from passes.decisions import Decision, Plan
+from passes.graph.printer import graph_text
 from passes.pipeline import Pass, Stage
-from passes.text import graph_text
+from passes.types.context import Context
+from passes.types.plan import Decision, Plan
 
 
 @contextlib.contextmanager

@@ -18,17 +18,17 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
-from passes.annotate import annotate
-from passes.bucket import bucket
-from passes.context import Context
-from passes.dedupe import dedupe
-from passes.hoist import hoist
-from passes.levels import levels
-from passes.metadata import MEMORY, WIRING
-from passes.reorder import reorder
-from passes.shard import shard
-from passes.split import split
-from passes.tag import tag
+from passes.annotate.annotate_costs import annotate
+from passes.graph.metadata import MEMORY, WIRING
+from passes.overlap.bucket_collectives import bucket
+from passes.overlap.hierarchical_collectives import levels
+from passes.overlap.hoist_gradients import hoist
+from passes.overlap.reorder_collectives import reorder
+from passes.shard.dedupe_markers import dedupe
+from passes.shard.lower_markers import shard
+from passes.shard.tag_recompute import tag
+from passes.split.split_operators import split
+from passes.types.context import Context
 
 
 class Stage(str, enum.Enum):

@@ -9,7 +9,7 @@ import torch._inductor.cpu_vec_isa
 import torch._inductor.fx_passes.post_grad
 import torch.distributed.checkpoint.state_dict
 
-import osdp_compile.backend  # noqa: F401
+import osdp_compile.engine.backend  # noqa: F401
 
 torch._inductor.cpu_vec_isa.valid_vec_isa_list()  # a process of its own for each it tries
 torch._inductor.codecache.torch_key()  # reads all of Inductor's sources

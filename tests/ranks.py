@@ -237,9 +237,10 @@ def _rank_main(
 
 def _forget_models() -> None:
     """What earlier functions left (in a global, or in what autograd holds) takes no memory here."""
-    from osdp_compile import first_call, watch
+    from osdp_compile.engine import first_call
+    from osdp_compile.tracking import memory_watch
 
-    watch._watches.clear()
+    memory_watch._watches.clear()
     compiled, earlier = _compiled_models(), weakref.WeakSet(_compiled_models()())
     first_call._compiled = lambda: (model for model in compiled() if model not in earlier)
 
@@ -247,7 +248,7 @@ def _forget_models() -> None:
 @functools.cache
 def _compiled_models() -> Callable[[], Iterator[Any]]:
     """The function that finds them, before :func:`_forget_models` put another in its place."""
-    from osdp_compile import first_call
+    from osdp_compile.engine import first_call
 
     return first_call._compiled
 

@@ -13,4 +13,4 @@ _MOST_REFINED = 30
 
 def short_searches() -> AbstractContextManager[Any]:
     """In this process, the planner looks at few plans: tests with a limit take half the time."""
-    return mock.patch("passes.looks._MOST_REFINED", _MOST_REFINED)
+    return mock.patch("passes.plan.evaluator._MOST_REFINED", _MOST_REFINED)

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from osdp_compile import InfeasibleLimit, Plan
-from osdp_compile.batch_search import best_batch
-from passes.decisions import Prediction
-from passes.presets import PRESETS
+from osdp_compile.planning.batch_search import best_batch
+from passes.types.hardware_presets import PRESETS
+from passes.types.plan import Prediction
 
 
 @dataclasses.dataclass(frozen=True)

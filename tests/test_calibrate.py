@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from osdp_compile import links
-from osdp_compile.calibrate import calibrate, measure_hardware
-from osdp_compile.measure import PeakMemory
-from passes.hardware import Hardware, LinkRate, generic
+from osdp_compile.calibration import collective_times
+from osdp_compile.calibration.calibrate import calibrate, measure_hardware
+from osdp_compile.reports.peak_memory import PeakMemory
+from passes.types.hardware import Hardware, LinkRate, generic
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
@@ -136,9 +136,9 @@ class Sent:
 def over(collective, clock: Clock) -> Iterator[None]:
     """Inside, collectives are what a test says, and so is the time."""
     with (
-        mock.patch.object(links, "_collective", collective),
-        mock.patch.object(links, "_product", clock.product),
-        mock.patch.object(links, "time", clock),
+        mock.patch.object(collective_times, "_collective", collective),
+        mock.patch.object(collective_times, "_product", clock.product),
+        mock.patch.object(collective_times, "time", clock),
     ):
         yield
 
@@ -150,7 +150,7 @@ def measure_over(
     clock = Clock()
     wire = Wire(clock, latency_seconds, seconds_per_byte, **own_core)
     with over(wire.collective, clock):
-        find = {"quick": links.quick_link, "swept": links.swept_link}[form]
+        find = {"quick": collective_times.quick_link, "swept": collective_times.swept_link}[form]
         found = find(kind, dist.group.WORLD, torch.device("cpu"), budget_seconds, 1 << 28).rate
     return found, clock.now, wire.carried_bytes
 
@@ -207,8 +207,10 @@ def measure_busy_by_kind(rank, world_size):
 
     group, device = dist.group.WORLD, torch.device("cpu")
     with over(collective, clock):
-        found = {kind: links.quick_link(kind, group, device, 0.15, 1 << 28) for kind in wires}
-        busy = links.with_busy(found, group, device, 0.5)
+        found = {
+            kind: collective_times.quick_link(kind, group, device, 0.15, 1 << 28) for kind in wires
+        }
+        busy = collective_times.with_busy(found, group, device, 0.5)
     return {kind: link.rate.busy_seconds_per_byte for kind, link in busy.items()}
 
 
@@ -223,10 +225,12 @@ def check_over(rank, world_size, seconds_per_byte, said_seconds_per_byte):
     """Whether rates are found to hold on a wire."""
     clock = Clock()
     wire = Wire(clock, 1e-3, seconds_per_byte)
-    said = dict.fromkeys(links.KINDS, LinkRate(1e-3, said_seconds_per_byte))
+    said = dict.fromkeys(collective_times.KINDS, LinkRate(1e-3, said_seconds_per_byte))
     hardware = dataclasses.replace(generic(), collectives=said)
     with over(wire.collective, clock):
-        holds = links.rates_hold(hardware, dist.group.WORLD, torch.device("cpu"), 1 << 24)
+        holds = collective_times.rates_hold(
+            hardware, dist.group.WORLD, torch.device("cpu"), 1 << 24
+        )
     return holds, clock.now
 
 
@@ -255,7 +259,7 @@ def calibrate_at_leisure(rank, world_size):
         progress=lambda what, done: said.append((what, done)),
     )
     took = time.process_time() - start  # its own, however busy the machine is
-    samples = {kind: len(link.samples) for kind, link in found.links[""].items()}
+    samples = {kind: len(link.samples) for kind, link in found.collective_times[""].items()}
     return found.hardware.to_dict(), samples, said, took
 
 
@@ -294,7 +298,7 @@ def test_every_dimension_of_a_mesh_has_its_own_rates(four_ranks):
 
 def test_one_process_has_no_collectives():
     found = calibrate(None, torch.device("cpu"), seconds=0.2, scratch_bytes=1 << 23)
-    assert found.links == {} == found.hardware.collectives
+    assert found.collective_times == {} == found.hardware.collectives
     assert found.hardware.collective_seconds("all_gather", 1 << 20, 1) == 0.0
     assert found.hardware.busy_seconds("all_gather", 1 << 20, 1) == 0.0
 
@@ -316,7 +320,7 @@ def run_collectives(rank, world_size, size_bytes):
     """Run one of each; their wire bytes."""
     wire = {}
     for kind in KINDS:
-        start, wire[kind] = links._collective(
+        start, wire[kind] = collective_times._collective(
             kind, dist.group.WORLD, size_bytes, torch.device("cpu")
         )
         for work in start():

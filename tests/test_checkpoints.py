@@ -87,7 +87,8 @@ def save(rank, world_size, kind, folder):
     model, called, optimizer = training(kind, world_size)
     train(called, optimizer, range(STEPS // 2), rank, world_size)
     gather = mock.patch(
-        "osdp_compile.markers.all_gather_single", side_effect=AssertionError("gathered")
+        "osdp_compile.runtime.eager_markers.all_gather_single",
+        side_effect=AssertionError("gathered"),
     )
     with gather:
         of_model, of_optimizer = get_state_dict(model, optimizer)
@@ -192,7 +193,8 @@ def with_full_parameters(rank, world_size):
     before, tokens = values(model, optimizer), torch.arange(11)[None]
     objects = [*model.parameters()]
     gather = mock.patch(
-        "osdp_compile.markers.all_gather_single", side_effect=AssertionError("gathered")
+        "osdp_compile.runtime.eager_markers.all_gather_single",
+        side_effect=AssertionError("gathered"),
     )
     found = {}
     with osdp_compile.full_parameters(model):

@@ -13,10 +13,10 @@ from typing import get_args
 import pytest
 
 import osdp_compile
-from osdp_compile.cli import main
-from osdp_compile.cli_arguments import SEARCHES
+from osdp_compile.cli.arguments import SEARCHES
+from osdp_compile.cli.main import main
 from osdp_compile.options import Search
-from passes.hardware import Hardware
+from passes.types.hardware import Hardware
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
@@ -24,7 +24,7 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 WITHOUT_TORCH = """
 import sys
-from osdp_compile.cli import main
+from osdp_compile.cli.main import main
 try:
     main({arguments})
 except SystemExit as stop:

@@ -10,7 +10,7 @@ import torch
 
 import osdp_compile
 from osdp_compile import Plan
-from osdp_compile.cli import main
+from osdp_compile.cli.main import main
 
 MODULE = """
 import torch
@@ -137,7 +137,7 @@ def test_the_plan_is_there_before_the_frontier_is_drawn(here, capsys, monkeypatc
         assert "Saved. To use it" in capsys.readouterr().out
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("osdp_compile.cli_plan.frontier", interrupted)
+    monkeypatch.setattr("osdp_compile.cli.plan.frontier", interrupted)
     given = ["models_of_mine:one_batch", "--world-size", "8", "--frontier", "frontier.png"]
     with pytest.raises(KeyboardInterrupt):
         run(*given, "--out", "plan.json")

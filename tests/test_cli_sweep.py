@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from osdp_compile.cli import main
-from osdp_compile.sweep import Bound, Grid, sweep
-from osdp_compile.sweep_table import limit_text
-from osdp_compile.traced_step import trace
-from passes.decisions import Decision
-from passes.hardware import Hardware, LinkRate
-from passes.presets import preset
+from osdp_compile.cli.main import main
+from osdp_compile.planning.sweep import Bound, Grid, sweep
+from osdp_compile.planning.traced_step import trace
+from osdp_compile.reports.sweep_table import limit_text
+from passes.types.hardware import Hardware, LinkRate
+from passes.types.hardware_presets import preset
+from passes.types.plan import Decision
 
 WIDTH, WIDER = 128, 512
 MODULE = f"""
@@ -246,7 +246,7 @@ def test_meshes_of_hosts_are_an_axis_too(here, capsys):
 def test_what_cannot_be_swept_is_said_in_a_line_before_planning(
     here, capsys, monkeypatch, arguments, said
 ):
-    monkeypatch.setattr("osdp_compile.cli_model.trace", None)  # nothing gets that far
+    monkeypatch.setattr("osdp_compile.cli.model_arguments.trace", None)  # nothing gets that far
     if "--picture" in arguments:
         pytest.importorskip("matplotlib")
     assert run(*arguments) == 1

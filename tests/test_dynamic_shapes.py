@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from osdp_compile import Plan, backend
+from osdp_compile import Plan
+from osdp_compile.engine import backend
 from osdp_compile.trace import trace_graphs
-from passes.decisions import OF_INPUT
+from passes.types.plan import OF_INPUT
 from tests.chosen import more
 from tests.training import (
     SLOW,
@@ -92,7 +93,7 @@ def train(rank, world_size, plan, batch, dynamic):
     )
     optimizer = adamw(model.parameters())
     losses = []
-    with mock.patch("osdp_compile.backend.lower", lower):
+    with mock.patch("osdp_compile.engine.backend.lower", lower):
         for step in range(recipe.steps):
             words = batch(step, 0, rank)
             if dynamic == "marked":

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 import osdp_compile
 from examples.gpt import GPT, GPTConfig
 from osdp_compile import OsdpError, Plan
-from passes.hardware import generic
-from passes.units import parse_bytes
+from passes.types.hardware import generic
+from passes.types.units import parse_bytes
 from tests.training import SLOW, adamw, normal_batch, placements
 
 #: Errors come within seconds, on a busy machine in a minute; a hang would take for ever.
@@ -96,7 +96,7 @@ def least_limits(rank, world_size):
         optimizer = adamw(model.parameters())
         options = {"memory_limit": limit, "hardware": SLOW}
         # Only the plan is wanted: the graph runs as it is.
-        with mock.patch("osdp_compile.backend.lower", lambda gm, *rest: gm):
+        with mock.patch("osdp_compile.engine.backend.lower", lambda gm, *rest: gm):
             torch.compile(model, backend="osdp", options=options)(tokens)
         assert optimizer.param_groups
         return osdp_compile.plan_of(model).prediction.peak_bytes

@@ -14,8 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from examples.gpt import GPT, GPTConfig
 from osdp_compile import Decision
-from osdp_compile.exchange import by_messages
-from osdp_compile.markers import register_group
+from osdp_compile.runtime.eager_markers import register_group
+from osdp_compile.runtime.p2p import by_messages
 from tests.training import SLOW, mixed_plan
 
 WAIT = torch.ops._c10d_functional.wait_tensor

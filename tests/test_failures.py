@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from osdp_compile import Plan, plan_of
-from osdp_compile.lower import lower
+from osdp_compile.engine.lower import lower
 from tests.ranks import RankFailed, Ranks
 from tests.training import SLOW, normal_batch
 
@@ -52,7 +52,7 @@ def train_until(rank, world_size, decision, fails, when):
         plan = plan_of(model)
         group = dist.new_group(timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS))
     model, compiled = compiled_on(group, plan)
-    with mock.patch("osdp_compile.backend.lower", lower_together):
+    with mock.patch("osdp_compile.engine.backend.lower", lower_together):
         return run_until(rank, model, compiled, fails, when)
 
 

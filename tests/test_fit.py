@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from osdp_compile.fit import Sample, fit_line, typical_seconds
+from osdp_compile.calibration.line_fit import Sample, fit_line, typical_seconds
 
 SIZES = [4096 * 4**i for i in range(8)]
 NO_NOISE = [0.0] * len(SIZES)

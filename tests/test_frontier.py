@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from osdp_compile import Plan
-from osdp_compile.frontier import frontier
-from osdp_compile.traced_step import predicted, trace
-from passes.decisions import Prediction
-from passes.hardware import Hardware
-from passes.presets import PRESETS
+from osdp_compile.planning.frontier import frontier
+from osdp_compile.planning.traced_step import predicted, trace
+from passes.types.hardware import Hardware
+from passes.types.hardware_presets import PRESETS
+from passes.types.plan import Prediction
 
 
 @dataclasses.dataclass

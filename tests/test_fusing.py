@@ -8,7 +8,7 @@ import torch
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
-from osdp_compile.fusing import in_place
+from osdp_compile.engine.inductor_fusion import in_place
 
 
 def read_and_kept(x, one, other):

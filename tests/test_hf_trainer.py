@@ -87,7 +87,7 @@ def by_ddp(folder: Path, begun: str | None = None, **changed: Any) -> SimpleName
 def by_osdp(
     folder: Path, kind: Decision = Decision.SHARD_AGAIN, begun: str | None = None, **changed: Any
 ) -> SimpleNamespace:
-    from osdp_compile.hf_trainer import OsdpTrainer
+    from osdp_compile.integrations.hf_trainer import OsdpTrainer
 
     model, data = made("GPT-2"), rows()
     trainer = OsdpTrainer(
@@ -148,7 +148,7 @@ def test_a_trainer_with_autocast(two_ranks, tmp_path):
 
 def begins_a_sharded_model_again(rank: int, world_size: int, folder: Path) -> None:
     """The second ``train()`` loads whole optimizer state for parameters that are cut already."""
-    from osdp_compile.hf_trainer import OsdpTrainer
+    from osdp_compile.integrations.hf_trainer import OsdpTrainer
 
     with as_torchrun(rank, world_size):
         model, data = made("GPT-2"), rows()
@@ -204,7 +204,7 @@ def test_accelerate_without_a_trainer(two_ranks):
 def test_an_optimizer_that_accelerate_wraps_is_counted_once():
     import accelerate
 
-    from osdp_compile.optimizers import OptimizerIndex
+    from osdp_compile.optim.rebind import OptimizerIndex
 
     parameter = torch.nn.Parameter(torch.zeros(4))
     optimizer = torch.optim.AdamW([parameter])
@@ -238,14 +238,14 @@ def test_a_plain_trainer_is_told_of_ours(two_ranks, tmp_path):
     ],
 )
 def test_arguments_for_something_else_are_refused(tmp_path, changed, said):
-    from osdp_compile.hf_trainer import OsdpTrainer
+    from osdp_compile.integrations.hf_trainer import OsdpTrainer
 
     with pytest.raises(osdp_compile.OsdpError, match=said):
         OsdpTrainer(made("GPT-2"), arguments(tmp_path, **changed))
 
 
 def test_a_model_that_is_compiled_already_is_refused(tmp_path):
-    from osdp_compile.hf_trainer import OsdpTrainer
+    from osdp_compile.integrations.hf_trainer import OsdpTrainer
 
     with pytest.raises(osdp_compile.OsdpError, match="osdp_options"):
         OsdpTrainer(torch.compile(made("GPT-2"), backend="osdp"), arguments(tmp_path))

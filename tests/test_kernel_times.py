@@ -13,14 +13,14 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from osdp_compile import PeakMemory, Plan
-from osdp_compile.kernel_times import with_kernel_seconds
-from osdp_compile.step_times import with_step_seconds
-from osdp_compile.update_times import with_update_seconds
-from passes.annotate import cost_of, kernel_key, stands_alone
-from passes.hardware import UPDATE_PASSES
+from osdp_compile.calibration.operator_times import with_kernel_seconds
+from osdp_compile.calibration.optimizer_times import with_update_seconds
+from osdp_compile.calibration.step_times import with_step_seconds
+from passes.annotate.annotate_costs import cost_of, kernel_key, stands_alone
 from passes.pipeline import default_passes
-from passes.plan import complete
-from passes.predict import predict
+from passes.plan.planner import complete
+from passes.plan.predict import predict
+from passes.types.hardware import UPDATE_PASSES
 from tests.passes import graphs
 from tests.passes.captures import capture_step
 
@@ -161,7 +161,7 @@ def test_what_an_optimizers_step_takes_in_a_cache_is_not_believed(most_bytes, as
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        with mock.patch("osdp_compile.update_times._step_seconds", step_seconds):
+        with mock.patch("osdp_compile.calibration.optimizer_times._step_seconds", step_seconds):
             hardware = with_update_seconds(graphs.hardware(), dist.group.WORLD, CPU, most_bytes)
     finally:
         dist.destroy_process_group()

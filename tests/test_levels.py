@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 
 from osdp_compile import Decision, plan_of, shard
-from osdp_compile.session import session_for
-from passes.decisions import FLAT_DECISIONS
-from passes.hardware import Hardware, LinkRate
+from osdp_compile.tracking.session import session_for
+from passes.types.hardware import Hardware, LinkRate
+from passes.types.plan import FLAT_DECISIONS
 from tests.test_stress import many_small_layers
 from tests.training import SLOW, mixed_plan, placements, whole
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import osdp_compile
 from osdp_compile import InfeasibleLimit, PeakMemory
-from passes.units import parse_bytes
+from passes.types.units import parse_bytes
 from tests.chosen import more
 from tests.training import SLOW
 

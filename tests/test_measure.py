@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from osdp_compile import OsdpError, PeakMemory
-from osdp_compile.collectives import all_gather_single
+from osdp_compile.runtime.collectives import all_gather_single
 
 MIB = 1 << 20
 

@@ -6,10 +6,10 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from osdp_compile.meshes import check_mesh, flat_mesh, groups_along, levels_of
+from osdp_compile.runtime.meshes import check_mesh, flat_mesh, groups_along, levels_of
 from osdp_compile.trace import fake_world
-from passes.context import Level
-from passes.hardware import generic
+from passes.types.context import Level
+from passes.types.hardware import generic
 
 
 def ranks_of(group: dist.ProcessGroup) -> list[int]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from osdp_compile import markers
+from osdp_compile.runtime import eager_markers
 from tests.chosen import more, others
 from tests.training import (
     Recipe,
@@ -382,7 +382,9 @@ def eager_collectives(rank, world_size):
     compiled(normal_batch(0, 0, rank)).sum().backward()
     counts = []
     for call in (compiled, model):
-        with mock.patch("osdp_compile.markers.group_of", wraps=markers.group_of) as group_of:
+        with mock.patch(
+            "osdp_compile.runtime.eager_markers.group_of", wraps=eager_markers.group_of
+        ) as group_of:
             call(normal_batch(1, 0, rank)).sum().backward()
         counts.append(group_of.call_count)
     return counts

@@ -18,7 +18,7 @@ from torch import nn
 from examples.gpt import GPT, GPTConfig
 from osdp_compile import PeakMemory, Plan, report
 from osdp_compile.errors import RanksDiffer
-from passes.decisions import FLAT_DECISIONS
+from passes.types.plan import FLAT_DECISIONS
 from tests.ranks import Ranks
 from tests.test_exchange import order_in_code
 from tests.training import SLOW, Recipe, mixed_plan, trains_like_reference

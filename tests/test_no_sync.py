@@ -13,7 +13,7 @@ from torch import nn
 
 import osdp_compile
 from osdp_compile import OsdpError, PeakMemory
-from osdp_compile.state import add_gradient
+from osdp_compile.model.shard_in_place import add_gradient
 from tests.training import SLOW, plan_for, whole
 
 MICROS = 3
@@ -59,7 +59,7 @@ def step_gradients(rank, world_size, kind, inside, folder, dtypes):
     compiled = torch.compile(model, backend="osdp", options=options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     found, sends = [], []
-    with mock.patch("osdp_compile.accumulating.add_gradient", wraps=add_gradient) as added:
+    with mock.patch("osdp_compile.engine.no_sync.add_gradient", wraps=add_gradient) as added:
         for step in range(2):
             micros = iter(range(MICROS))
             with osdp_compile.no_sync(compiled if step else model) if inside else nullcontext():

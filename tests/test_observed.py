@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from osdp_compile import observed as module
-from osdp_compile.observed import KEPT_STEPS, CompiledStep, Observed, timed
-from passes.context import Phase
-from passes.timeline import Timeline
+from osdp_compile.tracking import step_timer as module
+from osdp_compile.tracking.step_timer import KEPT_STEPS, CompiledStep, Observed, timed
+from passes.simulate.timeline import Timeline
+from passes.types.context import Phase
 
 
 class Clock:

@@ -12,10 +12,10 @@ from torch import nn
 import osdp_compile
 from examples.gpt import GPT, GPTConfig
 from osdp_compile import Decision, InfeasibleLimit, OsdpError, Plan
-from osdp_compile.session import session_for
+from osdp_compile.planning.traced_step import predicted, trace
 from osdp_compile.trace import fake_world
-from osdp_compile.traced_step import predicted, trace
-from passes.hardware import generic
+from osdp_compile.tracking.session import session_for
+from passes.types.hardware import generic
 from tests.training import SLOW
 
 pytestmark = pytest.mark.usefixtures("short_search")

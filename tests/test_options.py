@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import osdp_compile
 from osdp_compile import OsdpError, Plan
 from osdp_compile.options import Options
-from passes.hardware import generic
 from passes.pipeline import default_passes
-from passes.presets import preset
-from passes.units import parse_bytes
+from passes.types.hardware import generic
+from passes.types.hardware_presets import preset
+from passes.types.units import parse_bytes
 
 
 def call_with(**options):
@@ -209,8 +209,8 @@ def test_a_mesh_of_two_dimensions_needs_names(world_of_one):
 
 @pytest.fixture
 def nothing_said_yet(monkeypatch, inductor_cache):
-    monkeypatch.setattr("osdp_compile.backend._said", set())
-    monkeypatch.setattr("osdp_compile.backend._warned", set())
+    monkeypatch.setattr("osdp_compile.engine.backend._said", set())
+    monkeypatch.setattr("osdp_compile.engine.backend._warned", set())
     monkeypatch.setenv("WORLD_SIZE", "1")  # as torchrun sets it for one process
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(inductor_cache))
     torch._dynamo.reset()

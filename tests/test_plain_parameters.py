@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import osdp_compile
-from osdp_compile.traced_step import predicted, trace
-from passes.decisions import Decision, Plan
+from osdp_compile.planning.traced_step import predicted, trace
+from passes.types.plan import Decision, Plan
 from tests.training import SLOW, normal_batch
 
 

@@ -12,8 +12,8 @@ import sys
 import pytest
 from rich.console import Console
 
-from osdp_compile.plan_table import log_plan, plan_table, plan_text, prediction_lines
-from passes.decisions import Collective, Decision, ParameterPlan, Plan, Prediction
+from osdp_compile.reports.plan_table import log_plan, plan_table, plan_text, prediction_lines
+from passes.types.plan import Collective, Decision, ParameterPlan, Plan, Prediction
 
 AGAIN, KEEP, WHOLE = Decision.SHARD_AGAIN, Decision.SHARD_KEEP, Decision.REPLICATE
 MIB = 1 << 20
@@ -177,8 +177,8 @@ def test_the_plan_is_one_record_at_info(caplog):
 
 LOGS_A_PLAN = """
 import logging, sys
-from osdp_compile.plan_table import log_plan
-from passes.decisions import Decision, ParameterPlan, Plan
+from osdp_compile.reports.plan_table import log_plan
+from passes.types.plan import Decision, ParameterPlan, Plan
 
 plan = Plan((ParameterPlan("w", (4, 4), "float32", Decision.SHARD_AGAIN),), world_size=2)
 log = logging.getLogger("osdp_compile")

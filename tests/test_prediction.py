@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from examples.gpt import GPT, GPTConfig
 from osdp_compile import plan_of
-from osdp_compile.backend import compile_graph
+from osdp_compile.engine.backend import compile_graph
 from osdp_compile.options import Options
 from osdp_compile.trace import fake_world
-from passes.hardware import LinkRate
-from passes.reorder import order_of
-from passes.simulate import simulate
+from passes.overlap.reorder_collectives import order_of
+from passes.simulate.simulator import simulate
+from passes.types.hardware import LinkRate
 from tests.chosen import more
 from tests.training import SLOW
 

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from osdp_compile import InfeasibleLimit, plan_of, profiles
+from osdp_compile import InfeasibleLimit, plan_of
+from osdp_compile.calibration import profile_cache
+from osdp_compile.calibration.profile_cache import cache_folder, hardware_of
 from osdp_compile.errors import OsdpError
-from osdp_compile.profiles import cache_folder, hardware_of
-from passes.hardware import Hardware, LinkRate, generic
+from passes.types.hardware import Hardware, LinkRate, generic
 from tests.chosen import more
 
 CPU = torch.device("cpu")
@@ -47,9 +48,9 @@ def named(rank, world_size, folders, name, host="host", scratch_bytes=1 << 24, c
     try:
         with (
             mock.patch.dict(os.environ, {"OSDP_CACHE_DIR": folders[rank]}),
-            mock.patch.dict(profiles._in_process, clear=True),
-            mock.patch.object(profiles, "measure_hardware", measure),
-            mock.patch.object(profiles, "rates_hold", lambda *_: holds),
+            mock.patch.dict(profile_cache._in_process, clear=True),
+            mock.patch.object(profile_cache, "measure_hardware", measure),
+            mock.patch.object(profile_cache, "rates_hold", lambda *_: holds),
             mock.patch.object(socket, "gethostname", lambda: f"{host}{rank}"),
         ):
             found = [hardware_of(dist.group.WORLD, CPU, scratch_bytes).name for _ in range(calls)]
@@ -157,15 +158,15 @@ def with_a_kernel(rank, world_size, folder):
     found = []
     with (
         mock.patch.dict(os.environ, {"OSDP_CACHE_DIR": folder}),
-        mock.patch.object(profiles, "measure_hardware", lambda *_, **__: generic()),
-        mock.patch.object(profiles, "rates_hold", lambda *_: True),
+        mock.patch.object(profile_cache, "measure_hardware", lambda *_, **__: generic()),
+        mock.patch.object(profile_cache, "rates_hold", lambda *_: True),
     ):
-        with mock.patch.dict(profiles._in_process, clear=True):
+        with mock.patch.dict(profile_cache._in_process, clear=True):
             hardware = hardware_of(dist.group.WORLD, CPU, 1 << 24)
             more = dataclasses.replace(hardware, kernel_seconds={"aten.mm": 1.0})
-            profiles.keep(more, dist.group.WORLD, CPU)
+            profile_cache.keep(more, dist.group.WORLD, CPU)
             found.append(hardware_of(dist.group.WORLD, CPU, 1 << 24).kernel_seconds)
-        with mock.patch.dict(profiles._in_process, clear=True):
+        with mock.patch.dict(profile_cache._in_process, clear=True):
             found.append(hardware_of(dist.group.WORLD, CPU, 1 << 24).kernel_seconds)
     return found
 
@@ -187,7 +188,7 @@ def refused_and_planned(rank, world_size, folder):
     def first_call(limit_bytes):
         torch._dynamo.reset()
         compiled = torch.compile(model, backend="osdp", options={"memory_limit": limit_bytes})
-        with mock.patch.dict(profiles._in_process, clear=True):  # as a run of its own
+        with mock.patch.dict(profile_cache._in_process, clear=True):  # as a run of its own
             compiled(given).sum().backward()
 
     with mock.patch.dict(os.environ, {"OSDP_CACHE_DIR": folder}):
@@ -225,10 +226,10 @@ def measured_for_real(rank, world_size, folder):
     found = []
     with (
         mock.patch.dict(os.environ, {"OSDP_CACHE_DIR": folder}),
-        mock.patch.object(profiles, "rates_hold", lambda *_: True),  # on a busy machine
+        mock.patch.object(profile_cache, "rates_hold", lambda *_: True),  # on a busy machine
     ):
         for _ in range(2):
-            with mock.patch.dict(profiles._in_process, clear=True):
+            with mock.patch.dict(profile_cache._in_process, clear=True):
                 found.append(hardware_of(dist.group.WORLD, CPU, 1 << 24).to_dict())
     return found
 
@@ -241,11 +242,11 @@ def test_a_real_measurement_comes_back_as_it_was(two_ranks, tmp_path):
 
 def test_the_address_is_the_one_towards_the_first_rank(monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    assert profiles._own_address() == ""
+    assert profile_cache._own_address() == ""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    assert profiles._own_address() == "127.0.0.1"
+    assert profile_cache._own_address() == "127.0.0.1"
     monkeypatch.setenv("MASTER_ADDR", "no address")
-    assert profiles._own_address() == ""
+    assert profile_cache._own_address() == ""
 
 
 def test_where_profiles_are_kept(monkeypatch, tmp_path):

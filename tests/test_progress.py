@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from osdp_compile import progress
-from passes.hardware import generic
+from passes.types.hardware import generic
 
 
 class Records(logging.Handler):

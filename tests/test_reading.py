@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import osdp_compile
 from osdp_compile import OsdpError
-from osdp_compile.inside_forward import is_inside_forward
+from osdp_compile.runtime.inside_forward import is_inside_forward
 from tests.training import Recipe, normal_batch, plan_options, whole
 
 

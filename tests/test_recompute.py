@@ -11,13 +11,13 @@ from torch import nn
 
 from examples.gpt import GPT, GPTConfig
 from osdp_compile import PeakMemory, Plan, plan_of, report
-from osdp_compile.backend import compile_graph
+from osdp_compile.engine.backend import compile_graph
 from osdp_compile.options import Options
+from osdp_compile.planning.traced_step import trace
 from osdp_compile.trace import fake_world, trace_graphs
-from osdp_compile.traced_step import trace
-from passes.decisions import FLAT_DECISIONS
-from passes.recompute import Cut, keys_of, recompute
-from passes.units import parse_bytes
+from passes.recompute.recompute_activations import Cut, keys_of, recompute
+from passes.types.plan import FLAT_DECISIONS
+from passes.types.units import parse_bytes
 from tests.training import SLOW, Recipe, Reference, adamw, train_osdp
 
 CONFIG = GPTConfig(vocab=64, layers=2, width=32, heads=2, context=16, dropout=0.1)
@@ -104,8 +104,8 @@ def test_what_is_saved_has_the_same_keys_in_the_graph_that_is_planned_on_and_in_
 
     plan = Plan.uniform(model.named_parameters(), decision, world_size=2)
     with (
-        mock.patch("passes.capture.recompute", spied),
-        mock.patch("osdp_compile.lower.recompute", spied),
+        mock.patch("passes.capture.captured_step.recompute", spied),
+        mock.patch("osdp_compile.engine.lower.recompute", spied),
     ):
         compiled_with(model, args, plan=plan)
     planned, lowered = traces[0], traces[-1]

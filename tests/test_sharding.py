@@ -15,7 +15,7 @@ import osdp_compile
 from examples.gpt import GPT, GPTConfig
 from osdp_compile import OsdpError, Plan, PlanMismatch, RanksDiffer
 from osdp_compile.trace import fake_world
-from passes.decisions import FLAT_DECISIONS, Decision
+from passes.types.plan import FLAT_DECISIONS, Decision
 from tests.training import (
     SLOW,
     Recipe,
@@ -308,7 +308,7 @@ def tokens() -> tuple[torch.Tensor, torch.Tensor]:
 def after_first_call(model, **options) -> Plan:
     """The plan in force after a first call whose graph runs as it is."""
     torch._dynamo.reset()
-    with mock.patch("osdp_compile.backend.lower", lambda gm, *rest: gm):
+    with mock.patch("osdp_compile.engine.backend.lower", lambda gm, *rest: gm):
         torch.compile(model, backend="osdp", options={"hardware": SLOW, **options})(*tokens())
     found = osdp_compile.plan_of(model)
     assert found is not None
@@ -321,7 +321,7 @@ def test_nothing_is_planned_again_and_a_plan_by_hand_is_completed():
         model = on_meta(gpt)
         osdp_compile.shard(model, offline)
         model.to_empty(device="cpu")
-        with mock.patch("osdp_compile.first_call.captured_step", side_effect=AssertionError):
+        with mock.patch("osdp_compile.engine.first_call.captured_step", side_effect=AssertionError):
             assert after_first_call(model) is offline
 
         by_hand = mixed_plan(gpt(), list(FLAT_DECISIONS), bucket_bytes=1 << 12, world_size=8)
@@ -354,7 +354,7 @@ def test_a_model_that_dynamo_cannot_trace_as_a_whole():
         for part in (model.first, model.rnn):
             part.reset_parameters()
         compiled = torch.compile(model, backend="osdp", options={"hardware": SLOW})
-        with mock.patch("osdp_compile.backend.lower", lambda gm, *rest: gm):
+        with mock.patch("osdp_compile.engine.backend.lower", lambda gm, *rest: gm):
             compiled(torch.randn(2, 5, 8)).backward()
         assert all(isinstance(p.grad, DTensor) for p in model.parameters())
     torch._dynamo.reset()

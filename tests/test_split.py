@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from osdp_compile import PeakMemory, Plan, plan_of
-from passes.decisions import OF_INPUT, Decision
+from passes.types.plan import OF_INPUT, Decision
 from tests.training import (
     SLOW,
     Recipe,

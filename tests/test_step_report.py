@@ -13,14 +13,14 @@ from torch import nn
 
 from examples.gpt import GPT, GPTConfig
 from osdp_compile import OsdpError, PeakMemory, Report, plan_of, report
-from osdp_compile.backend import compile_graph
+from osdp_compile.engine.backend import compile_graph
 from osdp_compile.options import Options
-from osdp_compile.session import session_for
 from osdp_compile.trace import fake_world
-from passes.context import Phase
-from passes.step_timeline import StepTimeline
-from passes.timeline import Buffer, Event, Timeline
-from passes.units import format_bytes
+from osdp_compile.tracking.session import session_for
+from passes.simulate.chrome_trace import StepTimeline
+from passes.simulate.timeline import Buffer, Event, Timeline
+from passes.types.context import Phase
+from passes.types.units import format_bytes
 from tests.training import SLOW
 
 MIB = 1 << 20

@@ -13,11 +13,12 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import nn
 
-from osdp_compile import _torch, backend
+from osdp_compile import _torch
+from osdp_compile.engine import backend
 from osdp_compile.options import Options
 from osdp_compile.torch_versions import TESTED, newer_than_tested, release
 from osdp_compile.trace import fake_world
-from passes.metadata import MEMORY, PACKABLE, WIRING
+from passes.graph.metadata import MEMORY, PACKABLE, WIRING
 from tests.training import SLOW
 from tools import compat, environment
 
@@ -69,7 +70,9 @@ del module.skip_code
 """
 
 
-@pytest.mark.parametrize("use", ["import osdp_compile.backend", "from osdp_compile import Plan"])
+@pytest.mark.parametrize(
+    "use", ["import osdp_compile.engine.backend", "from osdp_compile import Plan"]
+)
 def test_a_private_name_that_is_not_there_is_one_clear_message(use):
     done = subprocess.run(
         [sys.executable, "-c", REMOVED + use],

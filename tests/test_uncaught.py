@@ -59,7 +59,7 @@ def test_alone_it_is_the_sentence_and_the_users_own_lines(tmp_path):
 
 
 def test_other_errors_are_printed_as_before(monkeypatch, capsys):
-    from osdp_compile import uncaught
+    from osdp_compile.engine import uncaught
 
     printed = []
     monkeypatch.setattr(sys, "excepthook", lambda *error: printed.append(error))
@@ -73,7 +73,7 @@ def test_an_error_that_is_caught_has_its_type_and_text_and_can_be_sent(monkeypat
     import pickle
 
     from osdp_compile import InfeasibleLimit
-    from osdp_compile.uncaught import Brief, raise_briefly
+    from osdp_compile.engine.uncaught import Brief, raise_briefly
 
     monkeypatch.delenv("OSDP_DEBUG", raising=False)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)

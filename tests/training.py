@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import osdp_compile
 from osdp_compile import Decision, Hardware, Plan
-from osdp_compile.other_models import OtherModels
-from passes.decisions import FLAT_DECISIONS
-from passes.hardware import LinkRate
-from passes.units import parse_bytes
+from osdp_compile.tracking.other_models import OtherModels
+from passes.types.hardware import LinkRate
+from passes.types.plan import FLAT_DECISIONS
+from passes.types.units import parse_bytes
 from tests.ranks import Ranks
 
 #: Ranks on a slow network, for plans that are the same in every run: 10 us, 50 MB/s.
@@ -176,7 +176,7 @@ def _train_both(rank, world_size, make_model, plan, recipe, prepare) -> Outcome:
 
 def without_other_models() -> AbstractContextManager[Any]:
     """Limits are for the model alone: the reference is there for the test only."""
-    return mock.patch("osdp_compile.first_call.other_models", lambda *_: OtherModels())
+    return mock.patch("osdp_compile.engine.first_call.other_models", lambda *_: OtherModels())
 
 
 class Reference:
@@ -356,7 +356,7 @@ def limit_between(model: nn.Module, share: float, recipe: Recipe) -> int:
         first_call(memory_limit="1KiB")
     least_bytes = parse_bytes(str(infeasible.value).split("least possible ")[1].split(" for ")[0])
     # Only the plan is wanted: the graph runs as it is.
-    with mock.patch("osdp_compile.backend.lower", lambda gm, *rest: gm):
+    with mock.patch("osdp_compile.engine.backend.lower", lambda gm, *rest: gm):
         first_call()
     prediction = plan_in_force(trial).prediction
     assert prediction is not None and optimizer is not None

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from osdp_compile.capture import capture
-from osdp_compile.roots import static_inputs
-from passes.capture import Captured
-from passes.context import Context
-from passes.decisions import Plan
-from passes.hardware import Hardware
+from osdp_compile.model.find_modules import static_inputs
+from osdp_compile.planning.capture import capture
+from passes.capture.captured_step import Captured
 from passes.pipeline import default_passes
+from passes.types.context import Context
+from passes.types.hardware import Hardware
+from passes.types.plan import Plan
 from tests.passes import graphs
 
 

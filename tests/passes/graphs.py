@@ -11,12 +11,12 @@ import torch
 from torch import fx
 
 from passes._torch import FakeTensorMode
-from passes.annotate import Cost
-from passes.context import Context, Level, Parameter
-from passes.decisions import Decision, ParameterPlan, Plan
-from passes.graph import set_value
-from passes.hardware import Hardware, LinkRate
-from passes.metadata import COST, STATIC
+from passes.annotate.annotate_costs import Cost
+from passes.graph.fx_utils import set_value
+from passes.graph.metadata import COST, STATIC
+from passes.types.context import Context, Level, Parameter
+from passes.types.hardware import Hardware, LinkRate
+from passes.types.plan import Decision, ParameterPlan, Plan
 
 #: A process group that exists nowhere: no pass may look it up.
 GROUP = "no-such-group"

@@ -21,10 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.exchange import EXCHANGE, GATHER_PARTS
-from passes.graph import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, COLLECTIVES, REDUCE_SCATTER, WAIT
-from passes.markers import REDUCE_GRAD, UNSHARD
-from passes.metadata import COLLECTIVE
+from passes.graph.fx_utils import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    COLLECTIVES,
+    REDUCE_SCATTER,
+    WAIT,
+)
+from passes.graph.metadata import COLLECTIVE
+from passes.ops.markers import REDUCE_GRAD, UNSHARD
+from passes.ops.p2p import EXCHANGE, GATHER_PARTS
 from tests.passes.graphs import local_rows
 
 

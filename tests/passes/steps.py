@@ -15,15 +15,15 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from passes.annotate import annotate
-from passes.bucket import bucket
-from passes.check import check
-from passes.context import Context
-from passes.decisions import FLAT_DECISIONS, Decision, shardable
-from passes.levels import levels
-from passes.markers import REDUCE_GRAD, UNSHARD
-from passes.reorder import reorder
-from passes.shard import shard
+from passes.annotate.annotate_costs import annotate
+from passes.graph.verifier import check
+from passes.ops.markers import REDUCE_GRAD, UNSHARD
+from passes.overlap.bucket_collectives import bucket
+from passes.overlap.hierarchical_collectives import levels
+from passes.overlap.reorder_collectives import reorder
+from passes.shard.lower_markers import shard
+from passes.types.context import Context
+from passes.types.plan import FLAT_DECISIONS, Decision, shardable
 from tests.passes import graphs
 from tests.passes.ranks_interpreter import run_ranks
 

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given
 from torch import fx
 
-from passes.annotate import collective_full_bytes
-from passes.bucket import bucket
-from passes.decisions import Collective, Decision
-from passes.fusion import effective_users
-from passes.graph import COLLECTIVES, WAIT, is_collective, root_of
-from passes.metadata import COLLECTIVE, GRADIENT_OF
-from passes.shard import shard
+from passes.annotate.annotate_costs import collective_full_bytes
+from passes.graph.fx_utils import COLLECTIVES, WAIT, is_collective, root_of
+from passes.graph.metadata import COLLECTIVE, GRADIENT_OF
+from passes.graph.op_traits import effective_users
+from passes.overlap.bucket_collectives import bucket
+from passes.shard.lower_markers import shard
+from passes.types.plan import Collective, Decision
 from tests.passes.examples import examples
 from tests.passes.steps import SEVERAL, Step, Weight, assert_same_bits, steps
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from passes.capture import Captured, lay_out
-from passes.check import check
-from passes.context import Context, Phase
-from passes.decisions import FLAT_DECISIONS, Decision, Plan, shardable
-from passes.metadata import GRADIENT_OF, PARAMETER
+from passes.capture.captured_step import Captured, lay_out
+from passes.graph.metadata import GRADIENT_OF, PARAMETER
+from passes.graph.verifier import check
 from passes.pipeline import Stage, default_passes, run
+from passes.types.context import Context, Phase
+from passes.types.plan import FLAT_DECISIONS, Decision, Plan, shardable
 from tests.passes.captures import capture_step
 from tests.passes.graphs import local_rows, plan_of
 from tests.passes.ranks_interpreter import run_ranks

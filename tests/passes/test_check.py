@@ -8,10 +8,10 @@ import weakref
 import pytest
 import torch
 
-from passes.check import InvalidGraph, check
-from passes.exchange import EXCHANGE
-from passes.graph import ALL_GATHER, ALL_REDUCE, WAIT
-from passes.packing import MEAN_RANKS
+from passes.graph.fx_utils import ALL_GATHER, ALL_REDUCE, WAIT
+from passes.graph.verifier import InvalidGraph, check
+from passes.ops.p2p import EXCHANGE
+from passes.ops.packing import MEAN_RANKS
 from tests.passes.graphs import GROUP, GraphBuilder
 from tests.passes.steps import LOWERING, Step, Weight
 

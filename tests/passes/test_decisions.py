@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from passes.decisions import (
+from passes.types.plan import (
     FLAT_DECISIONS,
     OF_INPUT,
     Collective,

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import fx
 
-from passes.check import check
-from passes.decisions import Decision
-from passes.dedupe import dedupe
-from passes.markers import REDUCE_GRAD, UNSHARD
-from passes.shard import shard
+from passes.graph.verifier import check
+from passes.ops.markers import REDUCE_GRAD, UNSHARD
+from passes.shard.dedupe_markers import dedupe
+from passes.shard.lower_markers import shard
+from passes.types.plan import Decision
 from tests.passes.graphs import GROUP, GraphBuilder, context, local_rows, local_shape, parameter
 from tests.passes.ranks_interpreter import run_ranks
 

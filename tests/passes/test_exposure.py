@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from passes.exposure import Reason, reasons
-from passes.metadata import HELD_BACK
-from passes.simulate import simulate
+from passes.graph.metadata import HELD_BACK
+from passes.simulate.exposure import Reason, reasons
+from passes.simulate.simulator import simulate
 from tests.passes.test_simulate import Priced
 
 

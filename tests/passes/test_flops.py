@@ -9,9 +9,9 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from passes import flops as module
 from passes._torch import FakeTensorMode
-from passes.flops import flops_of
+from passes.annotate.annotate_costs import flops as module
+from passes.annotate.flops import flops_of
 from tests.passes.graphs import GraphBuilder
 
 aten = torch.ops.aten

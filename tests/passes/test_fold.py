@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from passes.bucket import bucket_bytes_for
-from passes.capture import Captured
-from passes.context import Context
-from passes.decisions import Decision, Plan
-from passes.fold import Folded, fold, layers_of
-from passes.hardware import Hardware, LinkRate
-from passes.looks import Looks
+from passes.candidates.recompute_sets import RecomputeSet
+from passes.capture.captured_step import Captured
+from passes.capture.fold_layers import Folded, fold, layers_of
+from passes.overlap.bucket_collectives import bucket_bytes_for
 from passes.pipeline import default_passes
-from passes.plan import Infeasible, make_plan
-from passes.predict import Step, predict
-from passes.recompute_sets import RecomputeSet
+from passes.plan.evaluator import Looks
+from passes.plan.planner import Infeasible, make_plan
+from passes.plan.predict import Step, predict
+from passes.types.context import Context
+from passes.types.hardware import Hardware, LinkRate
+from passes.types.plan import Decision, Plan
 from tests.passes.captures import capture_step
 from tests.passes.graphs import hardware, plan_of
 
@@ -221,7 +221,7 @@ def least_bytes(ctx: Context) -> int:
 def test_a_plan_of_a_folded_step_is_near_that_of_the_whole(monkeypatch):
     """And between plans for all layers alike there are some for which others fit."""
     # Of a folded step nothing runs in slices; recomputing has tests of its own.
-    monkeypatch.setattr("passes.looks.recompute_sets", lambda *_: [])
+    monkeypatch.setattr("passes.plan.evaluator.recompute_sets", lambda *_: [])
     step, ctx = captured()
     ctx = ctx.replace(hardware=network(NETWORKS["slow"]), slices=())
     free = make_plan(folded(), ctx, PASSES)

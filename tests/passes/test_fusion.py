@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import fx
 
-from passes.fusion import effective_users, is_fusible
-from passes.graph import ALL_REDUCE, WAIT
-from passes.markers import UNSHARD
-from passes.regions import NO_REGION, materialized, regions
-from passes.wiring import Wiring
+from passes.annotate.fusion_regions import NO_REGION, materialized, regions
+from passes.graph.dataflow import Wiring
+from passes.graph.fx_utils import ALL_REDUCE, WAIT
+from passes.graph.op_traits import effective_users, is_fusible
+from passes.ops.markers import UNSHARD
 from tests.passes.graphs import GROUP, GraphBuilder
 
 aten = torch.ops.aten

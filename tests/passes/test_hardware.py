@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from passes.hardware import Hardware, LinkRate, generic
+from passes.types.hardware import Hardware, LinkRate, generic
 
 
 def profile() -> Hardware:

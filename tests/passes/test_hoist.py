@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import fx
 
-from passes.check import check
-from passes.decisions import Decision
-from passes.graph import positions
-from passes.hoist import hoist
-from passes.markers import REDUCE_GRAD, UNSHARD
+from passes.graph.fx_utils import positions
+from passes.graph.verifier import check
+from passes.ops.markers import REDUCE_GRAD, UNSHARD
+from passes.overlap.hoist_gradients import hoist
+from passes.types.plan import Decision
 from tests.passes.graphs import GROUP, GraphBuilder, context, parameter
 
 aten = torch.ops.aten

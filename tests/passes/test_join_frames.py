@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from osdp_compile.current_call import Call
-from osdp_compile.frames import captured_frames
-from passes.capture import Captured
-from passes.context import Context
-from passes.decisions import FLAT_DECISIONS, Collective, Decision, Plan
-from passes.metadata import KEY
+from osdp_compile.planning.frames import captured_frames
+from osdp_compile.runtime.current_call import Call
+from passes.capture.captured_step import Captured
+from passes.graph.metadata import KEY
 from passes.pipeline import default_passes
-from passes.plan import complete
-from passes.predict import predict
-from passes.recompute import keys_of
+from passes.plan.planner import complete
+from passes.plan.predict import predict
+from passes.recompute.recompute_activations import keys_of
+from passes.types.context import Context
+from passes.types.plan import FLAT_DECISIONS, Collective, Decision, Plan
 from tests.passes.captures import capture_step, context_of
 from tests.passes.test_capture import Training, decided
 

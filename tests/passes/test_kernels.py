@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import fx
 
-from passes.graph import positions
-from passes.kernels import FAR_KERNELS, Kernels
-from passes.metadata import REGION
-from passes.wiring import Wiring
+from passes.annotate.kernel_placement import FAR_KERNELS, Kernels
+from passes.graph.dataflow import Wiring
+from passes.graph.fx_utils import positions
+from passes.graph.metadata import REGION
 from tests.passes.graphs import price
 from tests.passes.test_simulate import Priced
 

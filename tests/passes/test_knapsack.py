@@ -9,8 +9,8 @@ import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from passes.decisions import Decision
-from passes.knapsack import UNITS, Choice, Table
+from passes.plan.dynamic_program import UNITS, Choice, Table
+from passes.types.plan import Decision
 from tests.passes.graphs import context, parameter
 
 INSTANCES = 120

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 
-from passes import ladder as ladder_of
-from passes.decisions import Plan, Prediction
-from passes.ladder import Ladder
 from passes.pipeline import default_passes
-from passes.plan import Infeasible, make_plan
+from passes.plan.monotone_search import Ladder
+from passes.plan.planner import Infeasible, make_plan
+from passes.plan.planner import monotone_search as ladder_of
+from passes.types.plan import Plan, Prediction
 from tests.passes.test_plan import captured, peak_of, seconds_of
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import fx
 
-from passes.decisions import Collective
-from passes.graph import WAIT, is_collective
-from passes.metadata import COLLECTIVE
-from passes.reorder import order_of, reorder
-from passes.simulate import simulate
+from passes.graph.fx_utils import WAIT, is_collective
+from passes.graph.metadata import COLLECTIVE
+from passes.overlap.reorder_collectives import order_of, reorder
+from passes.simulate.simulator import simulate
+from passes.types.plan import Collective
 from tests.passes.graphs import INNER, OUTER, context, price
 from tests.passes.test_simulate import Priced
 

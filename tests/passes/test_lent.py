@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from passes.metadata import LENT, SAVED
+from passes.graph.metadata import LENT, SAVED
 from tests.passes.captures import capture_step
 
 

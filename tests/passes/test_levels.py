@@ -9,18 +9,18 @@ import torch
 from hypothesis import given as given_any
 from torch import fx, nn
 
-from passes.annotate import annotate, cost_of
-from passes.bucket import bucket
-from passes.decisions import Collective, Decision, Plan
-from passes.graph import COLLECTIVES, group_of, is_collective
-from passes.hardware import Hardware, LinkRate
-from passes.levels import legs_seconds, levels
-from passes.metadata import COLLECTIVE
-from passes.packing import UNPACK
+from passes.annotate.annotate_costs import annotate, cost_of
+from passes.graph.fx_utils import COLLECTIVES, group_of, is_collective
+from passes.graph.metadata import COLLECTIVE
+from passes.ops.packing import UNPACK
+from passes.overlap.bucket_collectives import bucket
+from passes.overlap.hierarchical_collectives import legs_seconds, levels
+from passes.overlap.reorder_collectives import order_of, reorder
 from passes.pipeline import default_passes
-from passes.plan import make_plan
-from passes.reorder import order_of, reorder
-from passes.shard import shard
+from passes.plan.planner import make_plan
+from passes.shard.lower_markers import shard
+from passes.types.hardware import Hardware, LinkRate
+from passes.types.plan import Collective, Decision, Plan
 from tests.passes.captures import capture_step
 from tests.passes.examples import examples
 from tests.passes.graphs import GROUP, INNER, OUTER, hardware, two_levels, with_levels

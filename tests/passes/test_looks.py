@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from passes.decisions import Decision
-from passes.looks import Key, Looks
 from passes.pipeline import default_passes
+from passes.plan.evaluator import Key, Looks
+from passes.types.plan import Decision
 from tests.passes.captures import capture_step
 
 SIZES = [1 << exponent for exponent in range(6, 20)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch import fx
 
-from passes.network import Network
-from passes.simulate import simulate
+from passes.simulate.network import Network
+from passes.simulate.simulator import simulate
 from tests.passes.graphs import price
 from tests.passes.test_simulate import Priced
 

@@ -8,14 +8,14 @@ import itertools
 import torch
 from torch import nn
 
-from passes.bucket import bucket_bytes_for
-from passes.capture import Captured
-from passes.context import Context
-from passes.decisions import Decision, Plan
-from passes.hardware import LinkRate
-from passes.orders import orders, with_fastest_order
+from passes.capture.captured_step import Captured
+from passes.overlap.bucket_collectives import bucket_bytes_for
 from passes.pipeline import default_passes
-from passes.predict import Step, predict
+from passes.plan.orders import orders, with_fastest_order
+from passes.plan.predict import Step, predict
+from passes.types.context import Context
+from passes.types.hardware import LinkRate
+from passes.types.plan import Decision, Plan
 from tests.passes.captures import capture_step
 from tests.passes.graphs import hardware, plan_of
 

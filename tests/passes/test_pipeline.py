@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from torch import fx
 
-from passes.context import Context
 from passes.pipeline import (
     Pass,
     PipelineError,
@@ -16,6 +15,7 @@ from passes.pipeline import (
     run,
     validate,
 )
+from passes.types.context import Context
 from tests.passes.graphs import GraphBuilder, context
 
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import fx, nn
 
-from passes.bucket import bucket_bytes_for
-from passes.capture import Captured
-from passes.context import Context
-from passes.decisions import FLAT_DECISIONS, Decision, Plan, shardable
-from passes.hardware import Hardware, LinkRate
-from passes.metadata import PACKABLE
+from passes.candidates.recompute_sets import RecomputeSet
+from passes.capture.captured_step import Captured
+from passes.graph.metadata import PACKABLE
+from passes.overlap.bucket_collectives import bucket_bytes_for
 from passes.pipeline import default_passes
-from passes.plan import Infeasible, complete, make_plan
-from passes.predict import predict
-from passes.recompute_sets import RecomputeSet
+from passes.plan.planner import Infeasible, complete, make_plan
+from passes.plan.predict import predict
+from passes.types.context import Context
+from passes.types.hardware import Hardware, LinkRate
+from passes.types.plan import FLAT_DECISIONS, Decision, Plan, shardable
 from tests.chosen import more
 from tests.passes.captures import capture_step
 from tests.passes.graphs import context, hardware, parameter, plan_of
@@ -245,7 +245,7 @@ def test_a_bucket_size_that_is_no_better_does_not_end_the_search_for_one(monkeyp
         prediction = dataclasses.replace(step.prediction, step_seconds=seconds)
         return dataclasses.replace(step, prediction=prediction)
 
-    monkeypatch.setattr("passes.looks.predict", priced)
+    monkeypatch.setattr("passes.plan.evaluator.predict", priced)
     assert make_plan(captured_step, ctx, PASSES).bucket_bytes == 16 * start
     assert max(looked_at) == 16 * 16  # two in a row that are no better end it
 
@@ -265,8 +265,8 @@ def test_a_set_to_recompute_that_fits_between_sets_that_do_not_is_found(monkeypa
         return SimpleNamespace(prediction=found, forward=empty, backward=empty, simulations=())
 
     sets = [RecomputeSet((str(index),), (), 0, 0.0) for index in range(5)]
-    monkeypatch.setattr("passes.looks.predict", predicted)
-    monkeypatch.setattr("passes.looks.recompute_sets", lambda *_: sets)
+    monkeypatch.setattr("passes.plan.evaluator.predict", predicted)
+    monkeypatch.setattr("passes.plan.evaluator.recompute_sets", lambda *_: sets)
     many = SimpleNamespace(graph=SimpleNamespace(nodes=range(20_000)))  # refining would take long
     parameters = [parameter("weight", (128, 64))]
     ctx = context(parameters, limit_bytes=limit_bytes, hardware=network(NETWORKS["slow"]))
@@ -286,8 +286,8 @@ def test_a_peak_that_hardly_falls_with_the_budget_does_not_end_the_search(monkey
         found = SimpleNamespace(peak_bytes=peak_bytes, step_seconds=1.0 + again, peak={})
         return SimpleNamespace(prediction=found, forward=empty, backward=empty, simulations=())
 
-    monkeypatch.setattr("passes.looks.predict", predicted)
-    monkeypatch.setattr("passes.looks.recompute_sets", lambda *_: [])
+    monkeypatch.setattr("passes.plan.evaluator.predict", predicted)
+    monkeypatch.setattr("passes.plan.evaluator.recompute_sets", lambda *_: [])
     many = SimpleNamespace(graph=SimpleNamespace(nodes=range(20_000)))  # refining would take long
     parameters = [parameter(f"layer{i}.weight", (128, 64)) for i in range(12)]
     ctx = context(parameters, limit_bytes=limit_bytes, hardware=network(NETWORKS["slow"]))

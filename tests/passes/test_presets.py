@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from passes.hardware import Hardware
-from passes.presets import PRESETS, between_hosts, preset
+from passes.types.hardware import Hardware
+from passes.types.hardware_presets import PRESETS, between_hosts, preset
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 GPUS = [name for name in PRESETS if name != "cpu-gloo"]

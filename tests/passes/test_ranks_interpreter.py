@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from passes.graph import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WAIT
+from passes.graph.fx_utils import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WAIT
 from tests.passes.graphs import GROUP, GraphBuilder
 from tests.passes.ranks_interpreter import RanksError, run_ranks
 

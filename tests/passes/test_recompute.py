@@ -16,16 +16,16 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from passes.capture import Captured, NothingSaved, lay_out
-from passes.context import Context
-from passes.decisions import Decision, Plan
-from passes.graph import copy_module, output_node, output_nodes
-from passes.metadata import RECOMPUTED
+from passes.candidates.recompute_sets import recompute_sets
+from passes.capture.captured_step import Captured, NothingSaved, lay_out
+from passes.graph.fx_utils import copy_module, output_node, output_nodes
+from passes.graph.metadata import RECOMPUTED
 from passes.pipeline import default_passes
-from passes.plan import Infeasible, make_plan
-from passes.predict import predict
-from passes.recompute import Cut, keys_of
-from passes.recompute_sets import recompute_sets
+from passes.plan.planner import Infeasible, make_plan
+from passes.plan.predict import predict
+from passes.recompute.recompute_activations import Cut, keys_of
+from passes.types.context import Context
+from passes.types.plan import Decision, Plan
 from tests.passes.captures import capture_step
 from tests.passes.test_capture import MIXED, Training, decided
 
@@ -237,7 +237,7 @@ def test_the_planner_recomputes_under_a_limit_that_is_too_small_otherwise(monkey
     captured, ctx = of_layers()
     least = least_bytes(captured, ctx)
     with monkeypatch.context() as patch:
-        patch.setattr("passes.looks.recompute_sets", lambda *_: [])
+        patch.setattr("passes.plan.evaluator.recompute_sets", lambda *_: [])
         least_without = least_bytes(captured, ctx)
     assert least < 0.8 * least_without
     for limit_bytes in (least, (least + least_without) // 2):

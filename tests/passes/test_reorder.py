@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
-from passes.annotate import annotate
-from passes.bucket import bucket
-from passes.decisions import Decision
-from passes.exposure import Reason
-from passes.graph import WAIT, is_collective, positions
-from passes.metadata import COLLECTIVE, HELD_BACK
-from passes.reorder import reorder
-from passes.schedule import Room
-from passes.shard import shard
-from passes.simulate import simulate
+from passes.annotate.annotate_costs import annotate
+from passes.graph.fx_utils import WAIT, is_collective, positions
+from passes.graph.metadata import COLLECTIVE, HELD_BACK
+from passes.overlap.bucket_collectives import bucket
+from passes.overlap.list_scheduler import Room
+from passes.overlap.reorder_collectives import reorder
+from passes.shard.lower_markers import shard
+from passes.simulate.exposure import Reason
+from passes.simulate.simulator import simulate
+from passes.types.plan import Decision
 from tests.passes.examples import examples
 from tests.passes.graphs import hardware
 from tests.passes.steps import LOWERING, Step, Weight, assert_same_bits, steps

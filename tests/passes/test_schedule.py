@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import fx
 
-from passes.decisions import Collective
-from passes.graph import is_collective
-from passes.memory import memory_of
-from passes.metadata import COLLECTIVE, COST
-from passes.simulate import simulate
+from passes.graph.fx_utils import is_collective
+from passes.graph.metadata import COLLECTIVE, COST
+from passes.simulate.memory import memory_of
+from passes.simulate.simulator import simulate
+from passes.types.plan import Collective
 from tests.passes import test_leg_schedule
 from tests.passes.graphs import price
 from tests.passes.test_simulate import Priced

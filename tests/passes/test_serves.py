@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import fx, nn
 
-from passes.annotate import cost_of
-from passes.decisions import FLAT_DECISIONS, Collective, Decision
-from passes.graph import ALL_GATHER, ALL_REDUCE, WAIT, is_collective
-from passes.metadata import COLLECTIVE, PHASE
+from passes.annotate.annotate_costs import cost_of
+from passes.graph.attribution import serves
+from passes.graph.dataflow import Wiring
+from passes.graph.fx_utils import ALL_GATHER, ALL_REDUCE, WAIT, is_collective
+from passes.graph.metadata import COLLECTIVE, PHASE
 from passes.pipeline import default_passes
-from passes.predict import predict
-from passes.serves import serves
-from passes.wiring import Wiring
+from passes.plan.predict import predict
+from passes.types.plan import FLAT_DECISIONS, Collective, Decision
 from tests.passes.captures import capture_step
 from tests.passes.graphs import GROUP, GraphBuilder, plan_of
 

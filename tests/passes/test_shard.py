@@ -9,9 +9,7 @@ import torch
 from hypothesis import given
 from torch import fx
 
-from passes.decisions import Decision
-from passes.exchange import EXCHANGE, GATHER_PARTS
-from passes.graph import (
+from passes.graph.fx_utils import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
@@ -20,10 +18,12 @@ from passes.graph import (
     is_collective,
     is_marker,
 )
-from passes.hardware import LinkRate
-from passes.metadata import COLLECTIVE, GRADIENT_OF
-from passes.packing import PAD_ROWS, TRIM_ROWS
-from passes.shard import shard
+from passes.graph.metadata import COLLECTIVE, GRADIENT_OF
+from passes.ops.p2p import EXCHANGE, GATHER_PARTS
+from passes.ops.packing import PAD_ROWS, TRIM_ROWS
+from passes.shard.lower_markers import shard
+from passes.types.hardware import LinkRate
+from passes.types.plan import Decision
 from tests.passes.examples import examples
 from tests.passes.graphs import hardware
 from tests.passes.ranks_interpreter import run_ranks

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
-from passes.decisions import Collective
-from passes.graph import ALL_GATHER, ALL_REDUCE, WAIT
-from passes.metadata import COLLECTIVE, COST, GRADIENT_OF, REGION
-from passes.simulate import Simulation, simulate
+from passes.graph.fx_utils import ALL_GATHER, ALL_REDUCE, WAIT
+from passes.graph.metadata import COLLECTIVE, COST, GRADIENT_OF, REGION
+from passes.simulate.simulator import Simulation, simulate
+from passes.types.plan import Collective
 from tests.passes.examples import examples
 from tests.passes.graphs import GROUP, GraphBuilder, price
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from passes.capture import Captured
-from passes.context import Context
-from passes.decisions import OF_INPUT, Decision, Plan
-from passes.looks import Key, Looks
+from passes.capture.captured_step import Captured
 from passes.pipeline import default_passes
-from passes.plan import Infeasible, make_plan
-from passes.predict import predict
+from passes.plan.evaluator import Key, Looks
+from passes.plan.planner import Infeasible, make_plan
+from passes.plan.predict import predict
+from passes.types.context import Context
+from passes.types.plan import OF_INPUT, Decision, Plan
 from tests.passes.captures import capture_step
 from tests.passes.test_split import Guessing, Mlp
 

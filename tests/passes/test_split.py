@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from passes.capture import lay_out
-from passes.context import Phase
-from passes.decisions import OF_INPUT, Decision, Plan
-from passes.graph import is_collective
-from passes.metadata import COLLECTIVE, GATHERED, GRADIENT_OF
+from passes.capture.captured_step import lay_out
+from passes.graph.fx_utils import is_collective
+from passes.graph.metadata import COLLECTIVE, GATHERED, GRADIENT_OF
+from passes.ops.slicing import JOIN_SLICES, PAD_SLICE, TAKE_SLICE, TRIM_SLICE, cut_into
 from passes.pipeline import Stage, default_passes, run
-from passes.predict import predict
-from passes.recompute import Cut, keys_of
-from passes.slices import JOIN_SLICES, PAD_SLICE, TAKE_SLICE, TRIM_SLICE, cut_into
+from passes.plan.predict import predict
+from passes.recompute.recompute_activations import Cut, keys_of
+from passes.types.context import Phase
+from passes.types.plan import OF_INPUT, Decision, Plan
 from tests.passes.captures import capture_step
 from tests.passes.test_capture import Training, decided
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from passes.context import Context
-from passes.decisions import OF_INPUT, Split
-from passes.split_families import split_families, splits_by_hand
+from passes.candidates.slice_groups import split_families, splits_by_hand
+from passes.types.context import Context
+from passes.types.plan import OF_INPUT, Split
 from tests.passes.captures import capture_step
 from tests.passes.test_split import Experts, Gated, Guessing, Mlp, Words
 

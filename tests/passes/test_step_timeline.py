@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-from passes.simulate import simulate
-from passes.step_timeline import StepTimeline, highest_of_each_moment, optimizer_timeline
-from passes.timeline import timeline_of
-from passes.training_state import optimizer_temporary_bytes, state_bytes
+from passes.annotate.training_state import optimizer_temporary_bytes, state_bytes
+from passes.simulate.chrome_trace import StepTimeline, highest_of_each_moment, optimizer_timeline
+from passes.simulate.simulator import simulate
+from passes.simulate.timeline import timeline_of
 from tests.passes.graphs import context, parameter
 from tests.passes.test_simulate import Priced
 

@@ -7,9 +7,9 @@ import torch
 from torch import fx
 
 from passes._torch import CheckpointPolicy
-from passes.decisions import Decision
-from passes.markers import UNSHARD
-from passes.tag import tag
+from passes.ops.markers import UNSHARD
+from passes.shard.tag_recompute import tag
+from passes.types.plan import Decision
 from tests.passes.graphs import GROUP, GraphBuilder, context, parameter
 
 aten = torch.ops.aten

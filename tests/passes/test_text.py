@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from passes.dedupe import dedupe
-from passes.graph import ALL_REDUCE, WAIT
-from passes.text import graph_text
+from passes.graph.fx_utils import ALL_REDUCE, WAIT
+from passes.graph.printer import graph_text
+from passes.shard.dedupe_markers import dedupe
 from tests.passes.graphs import GROUP, GraphBuilder, context
 from tests.passes.steps import LOWERING, Step, Weight
 

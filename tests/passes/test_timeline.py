@@ -12,11 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
-from passes.annotate import Cost
-from passes.exposure import Reason
-from passes.metadata import COST, REGION
-from passes.simulate import simulate
-from passes.timeline import COMPUTE, NETWORK, Buffer, Event, Stall, Timeline, label_of, timeline_of
+from passes.annotate.annotate_costs import Cost
+from passes.graph.metadata import COST, REGION
+from passes.simulate.exposure import Reason
+from passes.simulate.simulator import simulate
+from passes.simulate.timeline import (
+    COMPUTE,
+    NETWORK,
+    Buffer,
+    Event,
+    Stall,
+    Timeline,
+    label_of,
+    timeline_of,
+)
 from tests.passes.examples import examples
 from tests.passes.graphs import price
 from tests.passes.test_simulate import Op, Priced, build, programs

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from passes.units import format_bytes, format_limit, format_seconds, parse_bytes
+from passes.types.units import format_bytes, format_limit, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -11,21 +11,21 @@ from hypothesis import given as given_any
 from hypothesis import strategies as st
 from torch import nn
 
-from passes.annotate import annotate, cost_of
-from passes.bucket import bucket
-from passes.capture import Captured
-from passes.context import Context, Parameter
-from passes.decisions import Decision, Plan
-from passes.graph import COLLECTIVES, group_of, is_collective
-from passes.hardware import Hardware, LinkRate
-from passes.knapsack import Choice, choices_of
-from passes.levels import levels
-from passes.metadata import COLLECTIVE
+from passes.annotate.annotate_costs import annotate, cost_of
+from passes.annotate.training_state import optimizer_temporary_bytes, state_bytes
+from passes.capture.captured_step import Captured
+from passes.graph.fx_utils import COLLECTIVES, group_of, is_collective
+from passes.graph.metadata import COLLECTIVE
+from passes.overlap.bucket_collectives import bucket
+from passes.overlap.hierarchical_collectives import levels
+from passes.overlap.reorder_collectives import order_of
 from passes.pipeline import default_passes
-from passes.plan import Infeasible, make_plan
-from passes.reorder import order_of
-from passes.shard import shard
-from passes.training_state import optimizer_temporary_bytes, state_bytes
+from passes.plan.dynamic_program import Choice, choices_of
+from passes.plan.planner import Infeasible, make_plan
+from passes.shard.lower_markers import shard
+from passes.types.context import Context, Parameter
+from passes.types.hardware import Hardware, LinkRate
+from passes.types.plan import Decision, Plan
 from tests.chosen import more
 from tests.passes.captures import capture_step
 from tests.passes.examples import examples
@@ -264,6 +264,6 @@ def test_the_planner_shards_within_hosts_where_memory_is_short_and_only_the_outs
     def over_all_ranks(one: Parameter, given: Context) -> list[Choice]:
         return [c for c in choices_of(one, given) if not c.decision.within_host]
 
-    with mock.patch("passes.looks.choices_of", over_all_ranks):
+    with mock.patch("passes.plan.evaluator.choices_of", over_all_ranks):
         without = planned(step, ctx, limit)
     assert found.prediction.step_seconds < 0.95 * without.prediction.step_seconds

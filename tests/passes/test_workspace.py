@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from osdp_compile import PeakMemory
-from passes.annotate import annotate, cost_of
-from passes.simulate import simulate
-from passes.timeline import timeline_of
-from passes.workspace import workspace_bytes
+from passes.annotate.annotate_costs import annotate, cost_of
+from passes.annotate.workspace import workspace_bytes
+from passes.simulate.simulator import simulate
+from passes.simulate.timeline import timeline_of
 from tests.passes.graphs import GraphBuilder, context
 
 aten = torch.ops.aten

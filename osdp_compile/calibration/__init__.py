@@ -1,0 +1,1 @@
+"""Calibration: measure this machine and its network, and keep the profile."""

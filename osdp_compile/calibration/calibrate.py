@@ -1,0 +1,255 @@
+"""Calibrate: measure what the planner must know of this machine and its network.
+
+:func:`measure_hardware` is the short form, for the first call: about two seconds in all, and
+as many again for a mesh of two levels.
+:func:`calibrate` is the long form, for ``osdp calibrate``. Every rank measures at the same
+time, because ranks of one machine share its cores and its links; rank 0's figures, and
+for collectives the slowest rank's, are everyone's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from osdp_compile.calibration.collective_times import (
+    KINDS,
+    Link,
+    agreed,
+    as_busy_as,
+    median,
+    quick_link,
+    swept_link,
+    synchronize,
+    with_busy,
+)
+from osdp_compile.runtime.collectives import backend_of
+from osdp_compile.runtime.p2p import by_messages
+from passes.types.hardware import Hardware, generic
+
+_LEAST_SCRATCH_BYTES = 1 << 23
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+#: Called with what comes next and the part of the whole that is done, from 0 to 1.
+Progress = Callable[[str, float], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """A profile, and what it was made from.
+
+    ``links``: by the name of a mesh dimension (``""``: over all ranks), by kind; none without
+    other ranks.
+    """
+
+    hardware: Hardware
+    links: dict[str, dict[str, Link]]
+
+
+def measure_hardware(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    seconds: float = 1.5,
+    scratch_bytes: int = 1 << 28,
+    along: Mapping[str, dist.ProcessGroup] | None = None,
+) -> Hardware:
+    """Measure this machine, all ranks of the group together. Collective.
+
+    Args:
+        seconds: about how long it may take, and half of that again for each dimension of a mesh.
+            A slow link gets smaller messages, not more time.
+        scratch_bytes: the most memory to take (at least 8 MiB): training's limit holds here too.
+        along: as for :func:`calibrate`.
+
+    Returns the same profile on every rank. A fake group measures nothing real: it gets
+    :func:`passes.types.hardware.generic`.
+    """
+    if backend_of(group, device.type) == "fake":
+        return generic(dimensions=tuple(along or ()))
+    dtypes = _DTYPES[:1] if device.type == "cpu" else _DTYPES
+    scratch_bytes = _least(scratch_bytes, group, device)
+    budget = seconds / 18
+    rates = _device_rates(dtypes, device, budget, scratch_bytes)
+    links: dict[str, dict[str, Link]] = {"": {}}
+    if dist.get_world_size(group) > 1:
+        found = {k: quick_link(k, group, device, budget, scratch_bytes) for k in KINDS}
+        links[""] = with_busy(found, group, device, seconds / 2)
+    for name, one in (along or {}).items():
+        links[name] = {}
+        for kind in KINDS:
+            if kind == "reduce_scatter" and by_messages(one, device):
+                continue  # no leg is one
+            agreed(0.0, group, device)  # groups beside each other start together
+            link = quick_link(kind, one, device, budget, scratch_bytes)
+            links[name][kind] = as_busy_as(link, links[""][kind])
+    return _profile(rates, links, group, device)
+
+
+def calibrate(
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    seconds: float = 20.0,
+    scratch_bytes: int = 1 << 30,
+    progress: Progress = lambda what, done: None,
+    along: Mapping[str, dist.ProcessGroup] | None = None,
+) -> Calibration:
+    """Measure this machine at leisure, all ranks of the group together. Collective.
+
+    Args:
+        group: None for a single process; its profile has no collectives.
+        seconds: about how long it may take.
+        scratch_bytes: the most memory to take (at least 8 MiB).
+        progress: called on every rank.
+        along: this rank's group along each dimension of a mesh, by the dimension's name: they
+            are measured too, all groups of a dimension at the same time.
+    """
+    alone = group is None or dist.get_world_size(group) == 1
+    device_share = 1.0 if alone else 0.2
+    progress(f"{device.type}: matrix products and copies", 0.0)
+    if group is not None:
+        scratch_bytes = _least(scratch_bytes, group, device)
+    scratch_bytes = max(scratch_bytes, _LEAST_SCRATCH_BYTES)
+    rates = _device_rates(_DTYPES, device, device_share * seconds / 5, scratch_bytes)
+    links: dict[str, dict[str, Link]] = {}
+    if group is not None and not alone:
+        groups = {"": group, **{name: one for name, one in (along or {}).items() if one.size() > 1}}
+        share = (1 - device_share) / (len(groups) * len(KINDS))
+        done = device_share
+        for name, one in groups.items():
+            links[name] = {}
+            for kind in KINDS:
+                progress(f"{kind} along {name}" if name else kind, done)
+                agreed(0.0, group, device)  # groups beside each other start together
+                links[name][kind] = swept_link(kind, one, device, share * seconds, scratch_bytes)
+                done += share
+    progress("done", 1.0)
+    return Calibration(_profile(rates, links, group, device), links)
+
+
+def device_name(device: torch.device) -> str:
+    """What a device is called, for people: ``NVIDIA H100 80GB HBM3``, or the CPU's model."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        with open("/proc/cpuinfo") as lines:
+            models = [line.split(":", 1)[1].strip() for line in lines if "model name" in line]
+    except OSError:  # not Linux
+        models = []
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def _least(scratch_bytes: int, group: dist.ProcessGroup, device: torch.device) -> int:
+    """The scratch of the rank that has least, so that all send messages of one size."""
+    return max(-round(agreed(-float(scratch_bytes), group, device)), _LEAST_SCRATCH_BYTES)
+
+
+def _device_rates(
+    dtypes: Sequence[torch.dtype], device: torch.device, budget_seconds: float, scratch_bytes: int
+) -> dict[str, Any]:
+    """Fields of a profile that this rank's device alone decides; each takes one budget."""
+    flops: dict[str, float] = {}
+    for dtype in dtypes:
+        name = str(dtype).removeprefix("torch.")
+        flops[name] = matmul_rate(dtype, device, budget_seconds, scratch_bytes)
+    return {
+        "flops_per_second": {"default": flops["float32"], **flops},
+        "memory_bytes_per_second": _copy_bandwidth(device, budget_seconds, scratch_bytes),
+        "launch_seconds": _launch_seconds(device),
+        "allocator_alignment_bytes": 512 if device.type == "cuda" else 64,
+        "memory_bytes": _memory_bytes(device),
+    }
+
+
+def _profile(
+    rates: dict[str, Any],
+    links: dict[str, dict[str, Link]],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> Hardware:
+    """The profile of what was measured: rank 0's, on every rank."""
+    ranks = 1 if group is None else dist.get_world_size(group)
+    backend = "" if group is None else f" {backend_of(group, device.type)}"
+    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    collectives = {
+        name: {kind: link.rate for kind, link in kinds.items()} for name, kinds in links.items()
+    }
+    hardware = Hardware(
+        name=f"measured {device.type}{backend} x{ranks}",
+        collectives=collectives.pop("", {}),
+        dimensions=collectives,
+        device_type=device.type,
+        source=f"measured {time.strftime('%Y-%m-%d')} on {device_name(device)}{threads}, "
+        f"torch {torch.__version__}",
+        **rates,
+    )
+    if group is None:
+        return hardware
+    made: list[Any] = [hardware.to_dict()]
+    dist.broadcast_object_list(made, src=dist.get_global_rank(group, 0), group=group)
+    return Hardware.from_dict(made[0])
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """Size of a device's memory; the machine's, for a CPU; 0 where nothing says."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not POSIX
+        return 0
+
+
+def _timed(run: Callable[[], object], device: torch.device, budget_seconds: float) -> float:
+    """Median seconds of a call, over as many as fit in the budget (3 to 50), one to warm up."""
+    run()
+    synchronize(device)
+    times: list[float] = []
+    end = time.perf_counter() + budget_seconds
+    while len(times) < 3 or (time.perf_counter() < end and len(times) < 50):
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def matmul_rate(
+    dtype: torch.dtype,
+    device: torch.device,
+    budget_seconds: float,
+    scratch_bytes: int = 1 << 28,
+) -> float:
+    """FLOP/s of a large matrix product."""
+    size = 512 if device.type == "cpu" else 4096
+    while 3 * size * size * dtype.itemsize > scratch_bytes:
+        size //= 2
+    a = torch.randn(size, size, device=device).to(dtype)
+    b = torch.randn(size, size, device=device).to(dtype)
+    return 2 * size**3 / _timed(lambda: a @ b, device, budget_seconds)
+
+
+def _copy_bandwidth(device: torch.device, budget_seconds: float, scratch_bytes: int) -> float:
+    """Bytes read and written a second by a copy too large for the caches, if memory allows."""
+    # A little is left: small tensors of what went before may be freed a moment late.
+    numel = min((1 << 23) if device.type == "cpu" else (1 << 28), (scratch_bytes - 4096) // 8)
+    source = torch.ones(numel, device=device)
+    target = torch.empty_like(source)
+    return 2 * 4 * numel / _timed(lambda: target.copy_(source), device, budget_seconds)
+
+
+def _launch_seconds(device: torch.device) -> float:
+    """The least a kernel takes: adding to one element, many times."""
+    one = torch.zeros(1, device=device)
+
+    def run() -> None:
+        for _ in range(100):
+            one.add_(1)
+
+    return _timed(run, device, 0.01) / 100

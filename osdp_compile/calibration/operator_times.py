@@ -1,0 +1,93 @@
+"""Kernel times: what the large operators of a step take, by running each of them once.
+
+FLOPs over a peak rate are a poor price for a thin matrix product, a convolution or an
+attention: on a CPU off by up to ten times. What Inductor will not fuse is a kernel of
+torch's own, so it can be run here with inputs of the same shapes and strides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from typing import Any
+
+import torch
+from torch import fx
+
+from osdp_compile.calibration.collective_times import median, synchronize
+from passes.annotate.annotate_costs import annotate, cost_of, kernel_key, stands_alone
+from passes.capture.captured_step import Captured
+from passes.graph.fx_utils import bytes_of, concrete
+from passes.types.context import Context
+from passes.types.hardware import Hardware
+
+log = logging.getLogger("osdp_compile")
+
+_ROUNDS = 5
+
+
+def with_kernel_seconds(
+    captured: Captured, ctx: Context, device: torch.device, seconds: float, most_bytes: int
+) -> Hardware:
+    """The profile with seconds of the distinct large operators of a step.
+
+    Args:
+        captured: the step; the operators that cost most by formula are measured first.
+        seconds: about how long it may take in all.
+        most_bytes: of the inputs and outputs of one operator; larger ones are left out.
+
+    Each is run in several rounds over all of them and the median counts: a machine that others
+    use too has slow moments. What the profile has is not measured again. What is left out, or
+    cannot run on made-up inputs, keeps its price by formula.
+    """
+    hardware = ctx.hardware
+    found: dict[str, fx.Node] = {}
+    for gm in (captured.forward, captured.backward):
+        annotate(gm, ctx)
+        for node in gm.graph.nodes:
+            if stands_alone(node) and kernel_key(node) not in hardware.kernel_seconds:
+                found.setdefault(kernel_key(node), node)
+    wanted = [
+        (key, node)
+        for key, node in sorted(found.items(), key=lambda item: -cost_of(item[1]).seconds)
+        if sum(bytes_of(n.meta.get("val")) for n in (node, *node.all_input_nodes)) <= most_bytes
+    ]
+    taken: dict[str, list[float]] = {}
+    deadline = time.perf_counter() + seconds
+    for _ in range(_ROUNDS):
+        for key, node in list(wanted):
+            if time.perf_counter() > deadline:
+                break
+            try:
+                taken.setdefault(key, []).append(_run(node, device))
+            except (RuntimeError, TypeError, ValueError) as error:
+                log.debug("%s does not run on made-up inputs, priced by formula: %s", key, error)
+                wanted.remove((key, node))
+    measured = {key: median(times) for key, times in taken.items() if times}
+    return dataclasses.replace(hardware, kernel_seconds={**hardware.kernel_seconds, **measured})
+
+
+def _run(node: fx.Node, device: torch.device) -> float:
+    """Seconds of an operator on inputs like its own, run once before."""
+    args = fx.node.map_arg(node.args, lambda source: _like(source.meta["val"], device))
+    kwargs = fx.node.map_arg(node.kwargs, lambda source: _like(source.meta["val"], device))
+    assert callable(node.target)
+    with torch.no_grad():
+        node.target(*args, **kwargs)
+        synchronize(device)
+        begin = time.perf_counter()
+        node.target(*args, **kwargs)
+        synchronize(device)
+        return time.perf_counter() - begin
+
+
+def _like(value: Any, device: torch.device) -> Any:
+    """A real value like a fake one: small numbers for floats (no denormals), zeros for others."""
+    if isinstance(value, torch.Tensor):
+        shape, stride = concrete(value.shape), concrete(value.stride())
+        made = torch.empty_strided(shape, stride, dtype=value.dtype, device=device)
+        return made.fill_(0.01) if value.dtype.is_floating_point else made.zero_()
+    if isinstance(value, torch.SymInt):
+        return concrete([value])[0]
+    return value

@@ -1,0 +1,91 @@
+"""Update times: what an optimizer's step takes, by running AdamW on a made-up parameter.
+
+Most optimizers read and write the parameter, its gradient and its state some times over; on
+a CPU the arithmetic (a square root, two divisions) counts as much as the bytes, and every
+sharded parameter costs the dispatch of a dozen small operators.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from osdp_compile.calibration.collective_times import agreed
+from passes.types.hardware import UPDATE_PASSES, Hardware
+
+#: Elements of a large parameter. On a CPU its operators find what the ones before them left in a
+#: cache, as they do for most parameters of a model.
+_LARGE_NUMEL, _LARGE_NUMEL_CUDA, _LEAST_NUMEL = 1 << 19, 1 << 22, 1 << 14
+#: How many of them: together beyond the caches, so that each step begins in memory. If there is
+#: no memory for so many, what is in a cache from one step to the next would look too fast.
+_LARGE, _BEYOND_CACHES = 12, 4
+_SMALL = 8
+_HELD, _TEMPORARIES = 4, 3  # parameter, gradient, two averages; of one parameter at a time
+
+
+def with_update_seconds(
+    hardware: Hardware, group: dist.ProcessGroup, device: torch.device, most_bytes: int
+) -> Hardware:
+    """The profile with AdamW's step: seconds for each byte it holds, and for each parameter.
+
+    The parameters are DTensors, as a sharded model's are; what each takes as a plain tensor, as
+    in a model of which nothing is sharded, is measured too. Collective: ranks of one machine
+    share its memory's bandwidth, so all measure at once. Each returns its own figures.
+    """
+    most_numel = most_bytes // 4
+    wanted = _LARGE_NUMEL_CUDA if device.type == "cuda" else _LARGE_NUMEL
+    numel = min(wanted, max(_LEAST_NUMEL, most_numel // (_HELD + _TEMPORARIES)))
+    count = min(_LARGE, max(1, (most_numel - _TEMPORARIES * numel) // (_HELD * numel)))
+    mesh = DeviceMesh.from_group(group, device.type)
+    agreed(0.0, group, device)
+    small = _step_seconds(mesh, 1, _SMALL, device) / _SMALL
+    plain = _step_seconds(None, 1, _SMALL, device) / _SMALL
+    large = _step_seconds(mesh, numel, count, device) / count
+    each = (large - small) / (_HELD * 4 * numel)
+    floor = UPDATE_PASSES / hardware.memory_bytes_per_second
+    known = numel == wanted and count >= _BEYOND_CACHES and each > 0
+    return dataclasses.replace(
+        hardware,
+        update_seconds_per_byte=each if known else max(each, floor),
+        update_seconds_per_parameter=small,
+        update_seconds_per_plain_parameter=plain,
+    )
+
+
+def _step_seconds(mesh: DeviceMesh | None, numel: int, count: int, device: torch.device) -> float:
+    """Median seconds of a step over ``count`` parameters of ``numel`` elements a rank.
+
+    ``mesh``: over which they are sharded; None: they are plain tensors.
+    """
+
+    def laid_out(local: Tensor) -> Tensor:
+        if mesh is None:
+            return local
+        return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+
+    parameters = []
+    for _ in range(count):
+        local = torch.zeros(numel, device=device)
+        parameter = nn.Parameter(laid_out(local))
+        parameter.grad = laid_out(torch.full_like(local, 1e-3))
+        parameters.append(parameter)
+    step = torch.optim.AdamW(parameters).step
+    times = [_seconds(step, device) for _ in range(7)]
+    return sorted(times[2:])[2]
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin

@@ -1,0 +1,68 @@
+"""Step times: what the operators and the optimizer of a step take while all ranks are at work.
+
+Ranks of one machine share its memory, its caches and its clock: an operator that is timed
+while the others sit idle is too fast. So all ranks time the optimizer's step together, and
+while rank 0 times the operators the others multiply matrices.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from osdp_compile.calibration.collective_times import agreed
+from osdp_compile.calibration.operator_times import with_kernel_seconds
+from osdp_compile.calibration.optimizer_times import with_update_seconds
+from passes.capture.captured_step import Captured
+from passes.types.context import Context
+from passes.types.hardware import Hardware
+
+_KERNELS_SECONDS = 1.5
+_BUSY_SIZE = 256
+
+
+def with_step_seconds(
+    captured: Captured | None,
+    ctx: Context,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    most_bytes: int,
+) -> Hardware:
+    """The context's profile with times of this step's operators and of the optimizer. Collective.
+
+    Args:
+        captured: the step, on rank 0; None on the others.
+        most_bytes: that measuring may take.
+
+    Returns the profile on rank 0; the others' are without operators.
+    """
+    hardware = ctx.hardware
+    if not hardware.update_seconds_per_byte:
+        hardware = with_update_seconds(hardware, group, device, most_bytes)
+    agreed(0.0, group, device)  # rank 0 does not begin before the others are there
+    if captured is None:
+        _work_until_told(group, device)
+        return hardware
+    try:
+        ctx = ctx.replace(hardware=hardware)
+        return with_kernel_seconds(captured, ctx, device, _KERNELS_SECONDS, most_bytes)
+    finally:
+        _told(group, device).wait()
+
+
+def _told(group: dist.ProcessGroup, device: torch.device) -> dist.Work:
+    """Rank 0 tells the others that it is done."""
+    source = dist.get_global_rank(group, 0)
+    work = dist.broadcast(torch.zeros(1, device=device), src=source, group=group, async_op=True)
+    assert work is not None  # this rank is in the group
+    return work
+
+
+def _work_until_told(group: dist.ProcessGroup, device: torch.device) -> None:
+    done = _told(group, device)
+    if device.type == "cpu":  # a GPU is nobody else's
+        a = torch.ones(_BUSY_SIZE, _BUSY_SIZE)
+        out = torch.empty_like(a)
+        while not done.is_completed():
+            torch.mm(a, a, out=out)
+    done.wait()

@@ -1,0 +1,56 @@
+"""The command line: ``osdp calibrate``, ``osdp plan`` and ``osdp sweep``.
+
+torchrun --nproc-per-node 8 -m osdp_compile calibrate --out profile.json
+osdp plan train:model_and_batch --world-size 64 --hardware h100-sxm --memory-limit 80GB
+osdp sweep train:model_and_batch --world-sizes 8,64,512 --hardware h100-sxm --bandwidths 0.5x,1x,2x
+
+torch is imported once a command runs: help and malformed arguments are answered without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+from osdp_compile.cli.arguments import add_calibrate, add_plan, add_sweep
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="osdp", description="Tools for torch.compile(model, backend='osdp')."
+    )
+    parser.add_argument("--version", action=_Version, help="show the versions and exit")
+    commands = parser.add_subparsers(dest="command", required=True)
+    add_calibrate(commands.add_parser("calibrate", help="measure this machine and its network"))
+    add_plan(commands.add_parser("plan", help="plan a model for a cluster that need not be here"))
+    add_sweep(commands.add_parser("sweep", help="plan over ranks, bandwidths, memory and lengths"))
+    given = parser.parse_args(arguments)
+    command = importlib.import_module(f"osdp_compile.cli.{given.command}")
+    return int(command.run(given))
+
+
+class _Version(argparse.Action):
+    """Print the versions."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, dest, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
+        print(version())
+        parser.exit()
+
+
+def version() -> str:
+    """The versions that a report of a problem needs."""
+    from importlib import metadata  # which takes longer than all the rest
+
+    try:
+        ours = metadata.version("osdp-compile")
+    except metadata.PackageNotFoundError:  # a checkout on the path
+        ours = "(not installed)"
+    torch = metadata.version("torch")
+    return f"osdp-compile {ours} (torch {torch}, Python {platform.python_version()})"

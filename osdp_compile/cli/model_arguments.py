@@ -1,0 +1,149 @@
+"""What commands that plan have in common: the model they are given, and how they say things."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from osdp_compile import progress
+from osdp_compile.cli.arguments import SEQUENCE_LENGTH
+from osdp_compile.errors import OsdpError
+from osdp_compile.integrations.hf_models import causal_lm
+from osdp_compile.options import Options
+from osdp_compile.planning.traced_step import TracedStep, trace
+from passes.types.hardware import Hardware
+
+#: The argument of MODULE:FUNCTION that gets the sequence length.
+_LENGTH = "sequence_length"
+#: A model, and what it is called with in training.
+Made = tuple[torch.nn.Module, Sequence[Any], dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """The profile, and what traces the model.
+
+    ``traced``: the training step of a batch size of a rank and a sequence length; None: that which
+    it has unless told otherwise. ``batch``, ``length``: these, where they are known.
+    """
+
+    hardware: Hardware
+    traced: Callable[[int | None, int | None], TracedStep]
+    batch: int | None
+    length: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Maker:
+    """What makes the model and its arguments; which of batch size and length it takes."""
+
+    make: Callable[[int, int], Made]
+    takes_batch: bool = True
+    takes_length: bool = True
+
+
+def given_model(given: argparse.Namespace, batches: bool, lengths: bool) -> Given:
+    """What :func:`add_model_arguments` takes, checked.
+
+    ``batches``, ``lengths``: whether the user asks for certain batch sizes and sequence lengths.
+
+    Raises:
+        ValueError: for what is malformed, or if the model does not take what is asked for.
+    """
+    optimizer = int(given.optimizer) if given.optimizer.isdigit() else given.optimizer
+    checked = Options.parse(
+        {
+            "hardware": given.hardware,
+            "optimizer": optimizer,
+            "param_dtype": given.param_dtype,
+            "reduce_dtype": given.reduce_dtype,
+        }
+    )
+    assert checked.hardware is not None
+    maker = _maker(given)
+    if batches and not maker.takes_batch:
+        raise ValueError(f"{given.model} takes no batch size: give it an argument for it")
+    if lengths and not maker.takes_length:
+        raise ValueError(
+            f"{given.model} takes no sequence length: give it an argument called sequence_length"
+        )
+
+    def traced(batch: int | None, length: int | None) -> TracedStep:
+        model, args, kwargs = maker.make(batch or 1, length or SEQUENCE_LENGTH)
+        return trace(model, args, kwargs, optimizer=optimizer, precision=checked.precision)
+
+    return Given(
+        checked.hardware,
+        traced,
+        batch=1 if maker.takes_batch else None,
+        length=SEQUENCE_LENGTH if maker.takes_length else None,
+    )
+
+
+def _maker(given: argparse.Namespace) -> _Maker:
+    if (given.model is None) == (given.hf_config is None):
+        raise ValueError("give MODULE:FUNCTION, or --hf-config, and not both")
+    if given.hf_config is not None:
+        dtype = getattr(torch, given.dtype)
+        return _Maker(lambda batch, length: causal_lm(given.hf_config, batch, length, dtype))
+    module_name, colon, name = given.model.partition(":")
+    if not (module_name and colon and name):
+        raise ValueError(f"{given.model!r} is not like MODULE:FUNCTION, as train:model_and_batch")
+    sys.path.insert(0, os.getcwd())  # as python -m does
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{given.model}: {error}") from error
+    takes = list(inspect.signature(function).parameters)
+    takes_length = _LENGTH in takes
+    takes_batch = len(takes) > takes_length
+
+    def make(batch: int, length: int) -> Made:
+        args = [batch] if takes_batch else []
+        kwargs = {_LENGTH: length} if takes_length else {}
+        with torch.device("meta"):
+            made = function(*args, **kwargs)
+        if not (isinstance(made, tuple) and len(made) in (2, 3)):
+            raise ValueError(f"{given.model} returned no (model, args) or (model, args, kwargs)")
+        model, model_args = made[:2]
+        return model, model_args, made[2] if len(made) == 3 else {}
+
+    return _Maker(make, takes_batch, takes_length)
+
+
+def said_in_a_line(command: str, run: Callable[[Console], None]) -> int:
+    """Run a command with a console for its tables; the exit status. Errors are one line."""
+    console = Console(soft_wrap=True, highlight=False)
+    if not console.is_terminal:  # nor are its 80 columns
+        console.width = max(console.width, 120)
+    try:
+        run(console)
+    except (OsdpError, ValueError, OSError, ImportError) as error:
+        Console(stderr=True).print(f"{command}: {error}", style="red", markup=False, soft_wrap=True)
+        return 1
+    return 0
+
+
+@contextmanager
+def working(command: str, first: str) -> Iterator[Callable[[str], None]]:
+    """Say on standard error what is being done: on a terminal a line that is gone at the end.
+
+    Elsewhere a line for each thing that is done. ``first``: the first of them.
+    """
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    with progress.stages(command, say):
+        progress.stage(first)
+        yield progress.stage

@@ -1,0 +1,154 @@
+"""``osdp plan``: a plan for a model and a cluster that need not be here, and what it gains."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from osdp_compile.cli.argument_types import prepare_file
+from osdp_compile.cli.model_arguments import (
+    given_model,
+    said_in_a_line,
+    working,
+)
+from osdp_compile.figures import new_figure
+from osdp_compile.options import Options
+from osdp_compile.planning.batch_search import Tried, best_batch
+from osdp_compile.planning.frontier import Frontier, frontier
+from osdp_compile.planning.offline import mesh_sizes
+from osdp_compile.planning.planner_inputs import slices_of as slices_by_name
+from osdp_compile.planning.traced_step import TracedStep
+from osdp_compile.reports.plan_table import plan_text
+from passes.types.plan import Decision, Plan
+from passes.types.units import format_bytes, format_seconds
+
+#: What people compare with, by what they call it; the last one on a mesh of two levels only.
+ALTERNATIVES = {
+    "DDP: replicate all": Decision.REPLICATE,
+    "ZeRO-2: shard all, keep": Decision.SHARD_KEEP,
+    "FSDP: shard all, gather again": Decision.SHARD_AGAIN,
+    "HSDP: the same within hosts": Decision.SHARD_HOST_AGAIN,
+}
+
+
+def run(given: argparse.Namespace) -> int:
+    """Plan and print; the exit status."""
+    return said_in_a_line("osdp plan", lambda console: _run(given, console))
+
+
+def _run(given: argparse.Namespace, console: Console) -> None:
+    batches, length = given.batch_sizes is not None, given.sequence_length
+    checked = given_model(given, batches or given.batch_size is not None, length is not None)
+    hardware = checked.hardware
+    slices = Options.parse({} if given.slices is None else {"slices": given.slices}).slices
+
+    def traced(batch: int | None, length: int | None) -> TracedStep:
+        step = checked.traced(batch, length)
+        return dataclasses.replace(step, slices=slices_by_name(slices, step.parameters))
+
+    ranks = mesh_sizes(given.world_size, given.mesh)
+    limit_bytes = given.memory_limit
+    # What is missing is said now, and not after planning.
+    if given.frontier is not None:
+        new_figure("--frontier", 1, 1)
+    for path in (given.out, given.frontier):
+        if path is not None and (failure := prepare_file(path)):
+            raise ValueError(failure)
+    with working("osdp plan", "tracing") as say:
+        if batches:
+            tried = best_batch(
+                lambda batch: traced(batch, length),
+                given.batch_sizes,
+                ranks,
+                hardware,
+                limit_bytes,
+                say,
+                given.search,
+            )
+            best = max(tried, key=lambda one: one.samples_per_second)
+            assert best.plan is not None
+            step, found = best.step, best.plan
+        else:
+            step = traced(given.batch_size, length)
+            say("planning")
+            found = step.plan(ranks, hardware, limit_bytes, given.search, say)
+    if batches:
+        console.print(_batch_table(tried))
+    print(plan_text(found), flush=True)
+    if given.out is not None:
+        found.save(given.out)
+        console.print(f"Saved. To use it: options={{'plan': '{given.out}'}}", markup=False)
+    with working("osdp plan", "pricing the alternatives"):
+        flat = step.context(ranks, hardware, None).levels is None
+        others = {
+            name: step.uniform(decision, ranks, hardware)
+            for name, decision in ALTERNATIVES.items()
+            if not (flat and decision.within_host)
+        }
+    console.print(_comparison(found, others, limit_bytes))
+    if given.frontier is not None:
+        with working("osdp plan --frontier", "looking at other limits") as say:
+            curve = frontier(step, ranks, hardware, say, search=given.search)
+        console.print(_frontier_table(curve))
+        curve.draw(given.frontier, others)
+        console.print(f"Drawn in {given.frontier}", markup=False)
+
+
+def _comparison(found: Plan, others: dict[str, Plan], limit_bytes: int | None) -> Table:
+    """The plan beside those that people use today."""
+    table = Table(title="beside one decision for all", title_justify="left")
+    table.add_column("plan")
+    for head in ("step", "waiting", "peak", "under the limit", "times as fast"):
+        table.add_column(head, justify="right")
+    ours = found.prediction
+    assert ours is not None
+    for name, plan in {"osdp": found, **others}.items():
+        said = plan.prediction
+        assert said is not None
+        fits = limit_bytes is None or said.peak_bytes <= limit_bytes
+        table.add_row(
+            name,
+            format_seconds(said.step_seconds),
+            format_seconds(said.exposed_seconds),
+            format_bytes(said.peak_bytes),
+            "yes" if fits else "[red]no[/red]",
+            "" if plan is found else f"{said.step_seconds / ours.step_seconds:.2f}",
+        )
+    return table
+
+
+def _batch_table(tried: Sequence[Tried]) -> Table:
+    table = Table(title="batch sizes of a rank", title_justify="left")
+    for head in ("batch", "step", "samples a second, all ranks", "peak"):
+        table.add_column(head, justify="right")
+    best = max(tried, key=lambda one: one.samples_per_second)
+    for one in tried:
+        said = None if one.plan is None else one.plan.prediction
+        table.add_row(
+            str(one.batch),
+            "does not fit" if said is None else format_seconds(said.step_seconds),
+            "" if said is None else f"{one.samples_per_second:,.1f}",
+            format_bytes(one.least_bytes if said is None else said.peak_bytes),
+            style="bold" if one is best else None,
+        )
+    return table
+
+
+def _frontier_table(curve: Frontier) -> Table:
+    table = Table(title="step time against memory", title_justify="left")
+    for head in ("limit", "peak", "step", "waiting"):
+        table.add_column(head, justify="right")
+    for limit_bytes, plan in curve.points:
+        said = plan.prediction
+        assert said is not None
+        table.add_row(
+            format_bytes(limit_bytes, round_up=True),
+            format_bytes(said.peak_bytes),
+            format_seconds(said.step_seconds),
+            format_seconds(said.exposed_seconds),
+        )
+    return table

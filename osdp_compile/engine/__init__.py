@@ -1,0 +1,1 @@
+"""Engine: from a Dynamo graph to compiled forward and backward functions."""

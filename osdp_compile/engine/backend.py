@@ -1,0 +1,178 @@
+"""The backend: what ``torch.compile(model, backend="osdp")`` calls with every graph.
+
+The first graph that needs gradients is planned on: the model is sharded in place and
+Dynamo is told to trace the frame again. That trace, and every later one, reads the
+parameters through markers and is lowered as the plan says. A model that was laid out by
+``osdp_compile.shard`` is read through markers at once: its first graph is lowered.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+import osdp_compile.private_names  # noqa: F401
+from osdp_compile import _torch
+from osdp_compile.engine.first_call import first_call, first_call_of_sharded
+from osdp_compile.engine.lower import Compiler, lower, session_of
+from osdp_compile.engine.uncaught import raise_briefly
+from osdp_compile.errors import OsdpError
+from osdp_compile.log_lines import ensure_visible
+from osdp_compile.model.find_modules import plain_parameters
+from osdp_compile.model.mixed_precision import cast_while_traced, end_casting, is_cast
+from osdp_compile.model.wrapped import check_not_wrapped
+from osdp_compile.options import Options, check_mode
+from osdp_compile.planning.frames import collected, is_collecting
+from osdp_compile.planning.planner_inputs import step_roots
+from osdp_compile.runtime.current_call import interrupted_call
+from osdp_compile.torch_versions import newer_than_tested
+from osdp_compile.tracking.pending_model import waiting
+from osdp_compile.tracking.session import check_kept
+from osdp_compile.tracking.uncovered import leave_alone, watch_optimizers
+from passes.pipeline import Observer
+from passes.types.units import format_limit
+
+log = logging.getLogger("osdp_compile")
+_said: set[str] = set()
+_warned: set[tuple[str, int]] = set()
+
+
+def osdp(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: dict[str, Any] | None = None,
+    mode: str | None = None,
+) -> Any:
+    """Compile one Dynamo graph; see :class:`osdp_compile.options.Options` for the options.
+
+    ``mode``: that of ``torch.compile``, which leaves ``"default"`` out.
+
+    Raises:
+        ValueError: for an unknown or malformed option, and for a mode other than the default.
+        OsdpError: if the model cannot be sharded, or no plan fits under the limit.
+    """
+    try:
+        check_mode(mode)
+        parsed = Options.parse(options)
+    except ValueError as error:
+        raise_briefly(error)
+    try:
+        return compile_graph(gm, example_inputs, parsed)
+    except OsdpError as error:
+        raise_briefly(error)
+    except ValueError as error:
+        _torch.raise_to_user(error)
+
+
+def compile_graph(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+    compile_inner: Compiler | None = None,
+    observe: Observer | None = None,
+) -> Any:
+    """What :func:`osdp` does once its options are read.
+
+    ``compile_inner``, ``observe``: see :func:`osdp_compile.engine.lower.lower`.
+    """
+    if is_collecting():
+        return collected(gm, inputs)
+    _warn_of_newer_torch()
+    alone = why_alone(options)
+    if alone is not None:
+        say_once(f"{alone}: compiling with Inductor, nothing is sharded")
+        warn_of_limit(options, alone)
+        leave_alone(inputs)
+        return _torch.compile_fx(gm, list(inputs))
+    check_not_wrapped(gm, inputs)
+    for root, laid_out in waiting(inputs):
+        if laid_out.read_in(root, options.precision):
+            _torch.restart_tracing()
+        first_call_of_sharded(gm, inputs, options, root, laid_out)
+    trained = [p for _, p in plain_parameters(gm, inputs) if p.requires_grad]
+    if trained and torch.is_grad_enabled():
+        modules = _modules(gm, inputs)
+        if not is_cast(modules, options.precision):
+            cast_while_traced(modules, options.precision)
+            _torch.restart_tracing()
+        try:
+            first_call(gm, inputs, options)
+        finally:
+            end_casting(modules)  # also where it fails
+        _torch.restart_tracing()
+    session = session_of(gm, inputs)
+    if session is None:
+        return _torch.compile_fx(gm, list(inputs))
+    check_kept(session, options)
+    return lower(gm, inputs, session, compile_inner, observe)
+
+
+def _modules(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[nn.Module]:
+    """Those that own the graph's parameters; none where :func:`first_call` will refuse it."""
+    try:
+        roots = step_roots(gm, inputs, interrupted_call(gm, inputs))
+        return [one for _, root in roots for one in root.modules()]
+    except OsdpError:
+        return []
+
+
+def why_alone(options: Options) -> str | None:
+    """Why there is nothing to shard over; None if there is.
+
+    Raises:
+        OsdpError: if the process was started as one of several ranks and has no process group.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        started = os.environ.get("WORLD_SIZE", "")
+        if started.isdigit() and int(started) > 1:
+            raise OsdpError(
+                f"there is no process group, and WORLD_SIZE={started} in the environment: each of "
+                "the ranks would train a model of its own. Call torch.distributed."
+                "init_process_group() before the model's first call; to train in this process "
+                "alone, unset WORLD_SIZE"
+            )
+        return "no process group (torch.distributed.init_process_group was not called)"
+    size = options.mesh.size() if options.mesh is not None else dist.get_world_size()
+    return "a world of one rank" if size == 1 else None
+
+
+def warn_of_limit(options: Options, alone: str) -> None:
+    """Say that a limit is not kept where nothing is planned, once for each limit."""
+    limit = options.memory_limit_bytes
+    if limit is not None and (alone, limit) not in _warned:
+        _warned.add((alone, limit))
+        ensure_visible(log)
+        log.warning(
+            "memory_limit=%s is not kept: %s, nothing is planned, the model takes what it takes",
+            format_limit(limit),
+            alone,
+        )
+
+
+def _warn_of_newer_torch() -> None:
+    """Rank 0 says once that nobody tested this version of torch."""
+    newer = newer_than_tested(torch.__version__)
+    other = dist.is_available() and dist.is_initialized() and dist.get_rank() != 0
+    if newer is not None and newer not in _said and not other:
+        _said.add(newer)
+        log.warning(newer)
+
+
+def say_once(message: str) -> None:
+    """Log a line the first time it comes up."""
+    if message not in _said:
+        _said.add(message)
+        ensure_visible(log)
+        log.info(message)
+
+
+# torch.compile imports this module when it is asked for the backend by name. Dynamo may never call
+# it, so what watches over that begins here.
+watch_optimizers(osdp)

@@ -1,0 +1,388 @@
+"""The first call: agree, measure, plan, shard in place."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from osdp_compile import _torch, progress
+from osdp_compile.calibration.profile_cache import hardware_of, keep
+from osdp_compile.calibration.step_times import with_step_seconds
+from osdp_compile.engine.deferred_init import write_as_into_whole_ones
+from osdp_compile.engine.no_sync import begin_if_waiting, check_if_waiting
+from osdp_compile.engine.strip_markers import only_reads, unmarked
+from osdp_compile.errors import PlanMismatch
+from osdp_compile.model.agreement import agree, fingerprint, from_rank_zero, on_every_rank
+from osdp_compile.model.find_modules import plain_parameters
+from osdp_compile.model.mixed_precision import end_casting
+from osdp_compile.model.shard_in_place import (
+    ModelParameter,
+    Reading,
+    buffers_of,
+    check_fits,
+    held_elsewhere,
+    keep_in_place,
+    shard_in_place,
+    synchronize,
+)
+from osdp_compile.optim.checks import check_works_on_rows
+from osdp_compile.optim.rebind import OptimizerIndex
+from osdp_compile.options import Options
+from osdp_compile.planning.frames import captured_frames, unseen_bytes_of
+from osdp_compile.planning.planner_inputs import (
+    accumulated_bytes_of,
+    captured_step,
+    described,
+    held_bytes_of,
+    owned_parameters,
+    slices_of,
+)
+from osdp_compile.planning.traced_step import planned_whole
+from osdp_compile.reports.plan_table import log_plan
+from osdp_compile.runtime.collectives import backend_of
+from osdp_compile.runtime.current_call import interrupted_call
+from osdp_compile.runtime.eager_markers import register_group
+from osdp_compile.runtime.meshes import flat_mesh, groups_along, level, levels_of, own_mesh
+from osdp_compile.runtime.p2p import by_messages, staged_kinds
+from osdp_compile.tracking.other_models import OtherModels, other_models, planned_under_share
+from osdp_compile.tracking.pending_model import LaidOut, end_waiting
+from osdp_compile.tracking.session import Session, base_parts, remember, session_for
+from osdp_compile.tracking.uncovered import compiled_models
+from passes.annotate.training_state import held_between_steps
+from passes.capture.captured_step import Captured, NothingSaved
+from passes.pipeline import Pass, default_passes, validate
+from passes.plan.planner import complete
+from passes.types.context import Context
+from passes.types.plan import Plan
+from passes.types.units import format_bytes, format_limit
+
+log = logging.getLogger("osdp_compile")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """The graph that is planned on, and the model that it is of.
+
+    ``captured``: gives the training step with whole parameters; called on every rank.
+    ``frames``: it is one of several graphs of the step, cut by graph breaks.
+    ``lay_out``: lays the model out as the context's plan says; gives its parameters as they are
+    then. ``reading``: how they are read then.
+    """
+
+    gm: fx.GraphModule
+    inputs: Sequence[Any]
+    roots: Sequence[tuple[str, nn.Module]]
+    entries: Sequence[ModelParameter]
+    mesh: DeviceMesh
+    captured: Callable[[Context, Sequence[Pass]], Captured]
+    lay_out: Callable[[Context, OptimizerIndex], Sequence[nn.Parameter]]
+    reading: Reading
+    frames: bool = False
+
+
+def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Session:
+    """Plan the model that owns the graph's parameters, and shard it in place.
+
+    Nothing is changed before the plan is known to fit.
+
+    Raises:
+        InfeasibleLimit, PlanMismatch, RanksDiffer, OsdpError.
+    """
+    device = plain_parameters(gm, inputs)[0][1].device
+    mesh = flat_mesh(options.mesh, device.type)
+    call = interrupted_call(gm, inputs)
+    roots, owned = on_every_rank(lambda: owned_parameters(gm, inputs, call), mesh.get_group())
+    entries = held_elsewhere(owned)
+    reading = Reading(options.precision)
+
+    def captured(context: Context, passes: Sequence[Pass]) -> Captured:
+        if call is not None:
+            found = captured_frames(call, roots, context, passes)
+            if found is not None:
+                return found
+        return captured_step(gm, inputs, entries, context, passes)
+
+    def lay_out(context: Context, optimizers: OptimizerIndex) -> Sequence[nn.Parameter]:
+        end_casting([module for _, root in roots for module in root.modules()])
+        _warn_of_whole(context, options)
+        # No list of them: ``shard_in_place`` frees what it has cut.
+        values = (entry.parameter.detach() for entry in entries)
+        synchronize(itertools.chain(values, buffers_of(roots)), mesh.get_group())
+        if not context.plan.shards:
+            renewing = optimizers if call is not None else None
+            return keep_in_place(entries, context, reading, renewing)
+        own = own_mesh(mesh, options.mesh, context.plan)
+        return shard_in_place(entries, own, context, optimizers, reading)
+
+    given = inputs if call is None else _torch.tree_leaves((call.args, call.kwargs))
+    step = _Step(
+        gm, given, roots, entries, mesh, captured, lay_out, reading, frames=call is not None
+    )
+    session = _session(step, options)
+    _log(session)
+    return session
+
+
+def first_call_of_sharded(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+    root: nn.Module,
+    laid_out: LaidOut,
+) -> None:
+    """Take a model that was laid out by ``osdp_compile.shard`` as it is.
+
+    A graph that needs no gradients, or only reads parameters, has no step to price: the session it
+    gets is replaced at the first one that has.
+
+    Raises:
+        PlanMismatch, RanksDiffer, OsdpError.
+    """
+    needs_gradients = torch.is_grad_enabled() and any(
+        isinstance(value, nn.Parameter) and value.requires_grad for value in inputs
+    )
+    trains = needs_gradients and not only_reads(gm)
+    if not trains and session_for(root) is not None:
+        return
+    mesh = laid_out.mesh
+    given, entries = on_every_rank(
+        lambda: (laid_out.options(options), laid_out.parameters(root)), mesh.get_group()
+    )
+
+    def captured(context: Context, passes: Sequence[Pass]) -> Captured:
+        return captured_step(*unmarked(gm, inputs, entries), context, passes)
+
+    def lay_out(context: Context, _: OptimizerIndex) -> Sequence[nn.Parameter]:
+        whole: list[torch.Tensor] = []
+        of_hosts: list[torch.Tensor] = []  # of which every host has the same
+        for entry in entries:
+            decision = context.plan.decision(entry.name)
+            local = cast(DTensor, entry.parameter).to_local().detach()
+            if decision.within_host:
+                of_hosts.append(local)
+            elif not decision.sharded:
+                whole.append(local)
+        synchronize([*whole, *buffers_of([("", root)])], mesh.get_group())
+        if of_hosts:
+            synchronize(of_hosts, next(iter(groups_along(laid_out.given_mesh).values())))
+        return [entry.parameter for entry in entries]
+
+    reading = laid_out.reading
+    step = _Step(gm, inputs, [("", root)], entries, mesh, captured, lay_out, reading)
+    session = _session(step, given, to_train=trains)
+    if trains:
+        end_waiting(root)
+        write_as_into_whole_ones()
+        _log(session)
+
+
+@progress.of_first_call
+def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
+    """Agree, measure, decide, lay out. Collective."""
+    passes = tuple(options.passes or default_passes())
+    validate(passes)
+    entries, mesh = step.entries, step.mesh
+    device = entries[0].parameter.device
+    group, along = mesh.get_group(), groups_along(options.mesh)
+    levels = [level(name, one) for name, one in along.items()]
+    check_if_waiting([entry.parameter for entry in entries], options)
+    by_exchange = by_messages(group, device)
+    lines = [*options.lines(), *fingerprint(step.gm, entries)]
+    agree([f"gathers and scatters by messages: {by_exchange}", *lines], group)
+
+    optimizers = OptimizerIndex(entry.parameter for entry in entries)
+    accumulated_bytes = 0
+    if options.accumulate is True:
+        accumulated_bytes = accumulated_bytes_of(entries, options.precision)
+    others = OtherModels()
+    if options.memory_limit_bytes is not None:
+        others = other_models(entries, group, _compiled)
+    held_bytes = held_bytes_of(step.roots, step.inputs, entries) + accumulated_bytes
+    held_bytes += others.held_bytes
+    spare_bytes = _spare_bytes(entries, held_bytes, options)
+    progress.stage("measuring the machine")
+    hardware = hardware_of(
+        group,
+        device,
+        spare_bytes,
+        options.hardware,
+        mesh.mesh_dim_names[0] if mesh.mesh_dim_names else None,
+        along,
+    )
+    context = Context(
+        plan=Plan((), world_size=mesh.size()),
+        hardware=hardware,
+        parameters=tuple(described(entry, optimizers, options.optimizer) for entry in entries),
+        world_size=mesh.size(),
+        rank=mesh.get_local_rank(),
+        group_name=group.group_name,
+        base_bytes=held_bytes,
+        accumulated_bytes=accumulated_bytes,
+        adds_gradients=options.accumulate == "reduced"
+        or (not options.accumulate and any(one.parameter.grad is not None for one in entries)),
+        other_models_bytes=others.held_bytes,
+        between_bytes=others.running_bytes,
+        limit_bytes=options.memory_limit_bytes,
+        by_exchange=by_exchange,
+        staged=staged_kinds(group, device),
+        param_dtype=options.precision.param_dtype,
+        reduce_dtype=options.precision.reduce_dtype,
+        levels=levels_of(levels, hardware, by_exchange),
+    )
+
+    captured: list[Captured] = []  # on rank 0; of several frames on all
+    if step.frames and not (options.plan is not None and options.plan.order):
+        # What cuts the step may be a collective of the model's own: all ranks run it.
+        progress.stage("tracing")
+        captured.append(step.captured(context, passes))
+        unseen_bytes = unseen_bytes_of(captured[0], context)
+        context = context.replace(base_bytes=context.base_bytes + unseen_bytes)
+    given: list[Plan] = []
+
+    def prepare() -> bool:
+        """Whether operators are to be measured: without a profile and a plan that has figures."""
+        if options.plan is not None:
+            check_fits(
+                options.plan,
+                entries,
+                context.world_size,
+                _name_of_given_plan(step),
+                context.ranks_of_a_host,
+            )
+            given.append(options.plan)
+            known = options.plan.order and options.plan.prediction is not None  # saved once
+            if known or not to_train:
+                return False
+        if not captured:
+            progress.stage("tracing")
+            captured.append(step.captured(context, passes))
+        return options.hardware is None and backend_of(group, device.type) != "fake"
+
+    def decide() -> Plan:
+        if not captured:
+            return given[0]
+        if given:
+            try:
+                return complete(given[0], captured[0], context, passes)
+            except NothingSaved as error:
+                raise PlanMismatch(f"the plan given in options does not fit: {error}") from None
+        progress.stage("planning")
+        asked = context.replace(slices=slices_of(options.slices, context.parameters))
+
+        def under(limit_bytes: int | None) -> Plan:
+            own = asked.replace(limit_bytes=limit_bytes)
+            return planned_whole(captured[0], own, passes, options.search)
+
+        if options.memory_limit_bytes is None:
+            return under(None)
+        whole_bytes = sum(one.full_bytes for one in context.parameters)
+        return planned_under_share(under, others, options.memory_limit_bytes, whole_bytes)
+
+    measures = from_rank_zero(prepare, group)
+    if measures:
+        progress.stage("measuring operators")
+        first = captured[0] if captured else None
+        hardware = with_step_seconds(first, context, group, device, spare_bytes)
+    hardware = from_rank_zero(lambda: hardware, group)
+    context = context.replace(hardware=hardware, levels=levels_of(levels, hardware, by_exchange))
+    if measures:  # also if the limit is refused: the one that the error names is of this profile
+        keep(hardware, group, device, along)
+    plan = from_rank_zero(decide, group)
+    for one in (group, *along.values()):
+        register_group(one)
+    context = context.replace(plan=plan)
+    if options.plan is None and (options.search == "thorough" or others.pending_bytes):
+        # Scheduled for a lower limit: with more room it would be otherwise than predicted.
+        context = context.replace(limit_bytes=plan.memory_limit_bytes)
+    if plan.shards:
+        for optimizer in optimizers.optimizers:
+            check_works_on_rows(optimizer)
+    progress.stage("sharding")
+    renewed = step.lay_out(context, optimizers)
+    held = held_between_steps(context, plan)
+    context = context.replace(base_bytes=context.base_bytes + sum(held.values()))
+    session = Session(plan, mesh, context, options, passes, step.reading, step.frames)
+    names = [entry.name for entry in entries]
+    remember(session, [root for _, root in step.roots], list(zip(names, renewed, strict=True)))
+    _watch(session, renewed, others.watched_bytes + others.pending_bytes)
+    begin_if_waiting(session)
+    return session
+
+
+def _name_of_given_plan(step: _Step) -> str:
+    """The plan in the options, for messages: of several frames it is for all of them."""
+    if not step.frames:
+        return "plan given in options"
+    models = " and ".join(type(root).__name__ for _, root in step.roots)
+    return f"plan given in options, which is for all of {models},"
+
+
+def _warn_of_whole(ctx: Context, options: Options) -> None:
+    """Say so where the model as it was built is above the limit that its steps keep."""
+    limit_bytes = options.memory_limit_bytes
+    whole_bytes = sum(one.full_bytes for one in ctx.parameters)
+    if limit_bytes is not None and whole_bytes > limit_bytes:
+        log.warning(
+            "the whole model takes %s until it is sharded at this first call, above "
+            "memory_limit=%s: build it on the meta device, and lay it out with osdp_compile.shard",
+            format_bytes(whole_bytes),
+            format_limit(limit_bytes),
+        )
+
+
+def _watch(session: Session, parameters: Sequence[nn.Parameter], counted_bytes: int) -> None:
+    """Begin to watch what the model adds to the memory of its process.
+
+    ``counted_bytes``: what its plan counts of other models with plans, now or later.
+    """
+    ctx, plan = session.context, session.plan
+    trained = [
+        (parameter, one.shard_bytes(ctx.cut(plan.decision(one.name)).ranks))
+        for one, parameter in zip(ctx.parameters, parameters, strict=True)
+        if one.requires_grad
+    ]
+    parts = base_parts(session)
+    own = [parts["parameters"], parts["optimizer"], parts["inputs"]]
+    room = ctx.adds_gradients or ctx.accumulated_bytes > 0
+    session.watch.laid_out(trained, sum(own), room, counted_bytes)
+
+
+def _log(session: Session) -> None:
+    """Rank 0 says what was decided."""
+    if session.context.rank != 0:
+        return
+    log_plan(session.plan, log)
+    along = groups_along(session.options.mesh)
+    if along and session.context.levels is None:
+        log.info(
+            "the hardware profile %r has no rates along %s: no collective goes leg by leg",
+            session.context.hardware.name,
+            " and ".join(map(repr, along)),
+        )
+
+
+def _spare_bytes(entries: Sequence[ModelParameter], held_bytes: int, options: Options) -> int:
+    """What measuring may take beside the whole model without passing the peak of training.
+
+    Without a limit that is not known yet, but gradients and optimizer state come on top of the
+    model, and rarely take less than it.
+    """
+    whole_bytes = sum(e.parameter.numel() * e.parameter.element_size() for e in entries)
+    if options.memory_limit_bytes is None:
+        return whole_bytes
+    return options.memory_limit_bytes - whole_bytes - held_bytes
+
+
+def _compiled() -> Iterator[nn.Module]:
+    """The models that ``torch.compile`` was given with our backend, or functions that call them."""
+    from osdp_compile.engine.backend import osdp  # it imports this file
+
+    return compiled_models(osdp)

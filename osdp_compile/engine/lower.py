@@ -1,0 +1,365 @@
+"""Lower: from a Dynamo graph with markers to compiled forward and backward functions."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from functorch.compile import min_cut_rematerialization_partition
+from torch import fx, nn
+from torch.distributed.tensor import DTensor
+
+import osdp_compile.runtime.p2p  # noqa: F401  (what the graphs call)
+from osdp_compile import _torch, progress
+from osdp_compile.engine.double_backward import refusing_double_backward
+from osdp_compile.engine.inductor_fusion import in_place
+from osdp_compile.errors import OsdpError
+from osdp_compile.model import gradient_leaves
+from osdp_compile.model.find_modules import marked_name, placeholders, static_inputs
+from osdp_compile.tracking.larger_inputs import GrowingPeak, of_symbolic_size, symbols_of
+from osdp_compile.tracking.memory_watch import GraphInput, watched
+from osdp_compile.tracking.session import Session, base_parts, find
+from osdp_compile.tracking.step_timer import OTHER_FRAMES, CompiledStep, timed
+from passes.capture.captured_step import mark_inputs
+from passes.graph.fx_utils import bytes_of
+from passes.graph.metadata import GATHERED, MEMORY, PACKABLE, SAVES, WIRING
+from passes.graph.printer import graph_text
+from passes.graph.verifier import check
+from passes.ops.markers import UNSHARD
+from passes.ops.slicing import parameter_of
+from passes.pipeline import Observer, Pass, Stage, run
+from passes.recompute.recompute_activations import recompute
+from passes.recompute.rng_states import settle_rng_states
+from passes.simulate.lent import mark_lent, returned_bytes
+from passes.simulate.simulator import simulate
+from passes.simulate.timeline import timeline_of
+from passes.split.save_slices import split_saved
+from passes.types.context import Context, Phase
+from passes.types.plan import OF_INPUT
+from passes.types.units import format_bytes
+
+log = logging.getLogger("osdp_compile")
+
+Compiler = Callable[..., Any]
+
+
+def _name_in_session(parameter: nn.Parameter) -> str | None:
+    found = find(parameter)
+    return None if found is None else found[0]
+
+
+def session_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Session | None:
+    """The session that laid out the graph's parameters; None if none did.
+
+    Raises:
+        OsdpError: if two models with different plans meet in one graph, or a DTensor
+            parameter is in no plan, or one was replaced.
+    """
+    session: Session | None = None
+    for node, value in zip(placeholders(gm), inputs, strict=True):
+        if not isinstance(value, nn.Parameter):
+            continue
+        name = None if isinstance(value, DTensor) else marked_name(node)
+        if name is None and not isinstance(value, DTensor):
+            continue
+        found = find(value)
+        if found is None and name is not None:
+            raise OsdpError(
+                f"parameter {name!r} was replaced after the model was laid out: write into the "
+                "parameter instead (load_state_dict without assign=True, copy_)"
+            )
+        if found is None:
+            raise OsdpError(
+                "a DTensor parameter of this model was not laid out by osdp: do not wrap the "
+                "model in FSDP or replace its parameters (model.to, load_state_dict(assign=True)) "
+                "after the first call"
+            )
+        if session is not None and found[1] is not session:
+            raise OsdpError(
+                "two models that were planned apart meet in one compiled function: call both for "
+                "the first time inside that function (or shard a module that holds both), so that "
+                "one plan covers them"
+            )
+        session = found[1]
+    return session
+
+
+def lower(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    session: Session,
+    compile_inner: Compiler | None = None,
+    observe: Observer | None = None,
+) -> Any:
+    """Compile a graph of a sharded model.
+
+    ``compile_inner``: what compiles each lowered graph (default: Inductor).
+    ``observe``: sees the graph after every pass.
+    """
+    static = static_inputs(gm, inputs, _name_in_session)
+    parameters = frozenset(p.name for p in session.context.parameters)
+    watch = _observer(session, observe)
+    own = tuple(sorted(name for name in static.values() if name in parameters))
+    step = CompiledStep((_torch.current_frame(), own))
+    symbols = symbols_of(inputs)
+    # What follows lives as long as the graph: no real input is in it.
+    growing = of_symbolic_size([inputs[i] for i, name in static.items() if name == "batch"])
+    called_with = _called_with(inputs, static)
+    difference = session.watch.lowers(step.frame, called_with, session.frames)
+    session.observed.interrupted()
+
+    def partition(
+        joint: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        _mark(joint, static, parameters, Phase.FORWARD)
+        joint = run(session.passes, Stage.JOINT, joint, session.context, watch)
+        forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+        settle_rng_states(forward, backward, kwargs["num_fwd_outputs"])
+        _recompute(forward, backward, session)
+        _mark_kept(forward, backward)
+        step.parameters = frozenset(
+            str(node.args[1])
+            for node in forward.graph.find_nodes(op="call_function", target=UNSHARD)
+        )
+        _warn_of_rows_at_once(forward, step.parameters, session)
+        split_saved(forward, backward, session.context)
+        mark_lent(forward.graph, backward.graph)
+        step.returned_bytes = returned_bytes(forward.graph, backward.graph)
+        return forward, backward
+
+    def inner(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        phase = Phase.BACKWARD if kwargs.get("is_backward") else Phase.FORWARD
+        if kwargs.get("is_inference"):
+            phase = Phase.INFERENCE
+        _mark(graph, static, parameters, phase)
+        ctx = session.context.replace(phase=phase)
+        others_bytes = _held_by_other_frames(graph, session, step, phase)
+        ctx = ctx.replace(base_bytes=ctx.base_bytes + others_bytes)
+        if phase is Phase.INFERENCE:
+            graph = run(session.passes, Stage.JOINT, graph, ctx, watch)
+        graph = run(session.passes, Stage.PARTS, graph, ctx, watch)
+        _look_at(graph, ctx, session, step, others_bytes, difference)
+        if symbols and phase in step.timelines:
+            alive = {one.name for one in step.timelines[phase].peak_buffers}
+            step.growing[phase] = GrowingPeak(graph.graph, alive, growing, symbols)
+        for key in (MEMORY, PACKABLE, WIRING):
+            graph.meta.pop(key, None)  # Inductor's key of its cache is of all that a graph holds
+        with in_place():
+            return (compile_inner or _torch.compile_fx_inner)(graph, example_inputs, **kwargs)
+
+    shown: AbstractContextManager[None] = contextlib.nullcontext()
+    if compile_inner is None:  # Inductor takes its time
+        shown = progress.compiling(_torch.recompile_reason(), first=not session.observed.graphs)
+    with shown, _torch.without_autograd_cache():
+        compiled: Any = _torch.compile_fx(
+            gm,
+            list(inputs),
+            inner_compile=inner,
+            config_patches={
+                **_torch.KEEP_ORDER,
+                "custom_partitioner_fn": _torch.Partitioner(partition),
+            },
+        )
+    if Phase.FORWARD in step.timelines:
+        compiled = timed(compiled, session.observed, step.frame)
+        limit_bytes = session.options.memory_limit_bytes
+        if limit_bytes is not None:
+            compiled = watched(compiled, session.watch, step, limit_bytes)
+        compiled = refusing_double_backward(compiled)
+    return compiled
+
+
+def _called_with(inputs: Sequence[Any], static: dict[int, str]) -> tuple[GraphInput, ...]:
+    """The tensors that a graph is called with, its parameters and buffers left out."""
+    return tuple(
+        GraphInput(
+            tuple(size if isinstance(size, int) else -1 for size in value.shape),
+            value.requires_grad,
+        )
+        for index, value in enumerate(inputs)
+        if static[index] == "batch" and isinstance(value, torch.Tensor)
+    )
+
+
+def _recompute(forward: fx.GraphModule, backward: fx.GraphModule, session: Session) -> None:
+    """Have the backward compute again what the plan says, and say so where it cannot."""
+    plan = session.plan
+    kept = frozenset(p.name for p in plan.parameters if p.decision.keeps)
+    missing = recompute(forward, backward, plan, kept)
+    if session.options.debug:
+        check(forward, "recompute")
+        check(backward, "recompute")
+    gathered = {
+        node.args[1]
+        for node in forward.graph.find_nodes(op="call_function", target=UNSHARD)
+        if plan.decision(node.args[1]).sharded
+    }
+    order = plan.order.get("forward", ())
+    planned = {parameter_of(name) for one in order if one.gathers for name in one.names}
+    # A frame behind a graph break saves none of them: it is not the one that was planned on.
+    own = len(missing) < len(plan.recompute) and not session.frames
+    if missing and (own or gathered == planned):
+        log.warning(
+            "of %d tensors that the plan recomputes, this graph does not save %d, the first of "
+            "them %r: it is not the graph that was planned on, and may take more memory than was "
+            "predicted. Make the first call with the shapes of later ones, or plan again",
+            len(plan.recompute),
+            len(missing),
+            missing[0],
+        )
+
+
+def _held_by_other_frames(
+    gm: fx.GraphModule, session: Session, step: CompiledStep, phase: Phase
+) -> int:
+    """Bytes that frames of the step under way keep for their backwards, or have for gradients.
+
+    Those that a frame's backward is given are held by autograd until it ends.
+
+    Of a step that is one graph there are none. Frames that are still to come have had their
+    backwards when this one's begins.
+    """
+    if not session.frames or phase is Phase.INFERENCE:
+        return 0
+    before = session.observed.before(step.frame)
+    held_bytes = sum(one.kept_bytes for one in before)
+    if phase is Phase.BACKWARD:
+        earlier = step.parameters.union(*(one.parameters for one in before))
+        ctx = session.context
+        held_bytes += sum(
+            one.shard_bytes(ctx.cut(session.plan.decision(one.name)).ranks)
+            for one in ctx.parameters
+            if one.requires_grad and one.name not in earlier
+        )
+        held_bytes += sum(
+            bytes_of(node.meta["val"])
+            for node in gm.graph.find_nodes(op="placeholder")
+            if node.name.startswith("tangents")
+        )
+    return held_bytes
+
+
+def _warn_of_rows_at_once(forward: fx.GraphModule, read: frozenset[str], session: Session) -> None:
+    """Say of which parameters that a graph reads rows cannot be sliced: it is for any number."""
+    inputs = forward.graph.find_nodes(op="placeholder")
+    if not any(isinstance(node.meta["val"], torch.SymInt) for node in inputs):
+        return
+    by_rows = [p for p in session.plan.parameters if p.slices > 1 and p.along == OF_INPUT]
+    names = [p.name for p in by_rows if p.name in read]
+    if names:
+        log.warning(
+            "the plan runs what reads %s by slices of its rows (tokens), and this graph is for any "
+            "number of them: it multiplies all at once, and may take more memory than was "
+            "predicted. torch.compile(..., dynamic=False) slices, with a graph for each length",
+            ", ".join(names),
+        )
+
+
+def _look_at(
+    gm: fx.GraphModule,
+    ctx: Context,
+    session: Session,
+    step: CompiledStep,
+    others_bytes: int,
+    difference: str,
+) -> None:
+    """Simulate a lowered graph as it will run: keep its timeline, compare it with the limit.
+
+    ``others_bytes``: of other frames. ``difference``: from the graph that was planned on.
+    """
+    base = base_parts(session)
+    if others_bytes:
+        base[OTHER_FRAMES] = others_bytes
+    if gradient_leaves.is_active(session.reading.key):
+        # The graph has the gradients of one backward itself, of the two that there is room for.
+        own_bytes = ctx.accumulated_bytes // 2
+        ctx = ctx.replace(base_bytes=ctx.base_bytes - own_bytes)
+        base["accumulated"] = own_bytes
+    if ctx.phase is Phase.INFERENCE:
+        peak_bytes = ctx.base_bytes + simulate(gm.graph).peak_bytes
+        _warn_above_limit(session, step, ctx.phase, peak_bytes, difference)
+        return
+    if ctx.phase is Phase.BACKWARD:
+        base["returned"] = step.returned_bytes
+    simulation = simulate(gm.graph)
+    if ctx.phase is Phase.FORWARD:
+        step.kept_bytes = simulation.memory.kept_bytes
+    timeline = timeline_of(gm.graph, simulation, phase=ctx.phase.value, base=base)
+    session.observed.compiled(step, ctx.phase, timeline)
+    session.watch.runs(timeline.peak_bytes - timeline.base_bytes + others_bytes)
+    _warn_above_limit(session, step, ctx.phase, timeline.peak_bytes, difference)
+
+
+def _mark_kept(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    """Tell gathered weights that the backward is given from activations, by their names."""
+    gathered = {
+        node.name: node.args[1]
+        for node in forward.graph.find_nodes(op="call_function", target=UNSHARD)
+    }
+    for node in backward.graph.find_nodes(op="placeholder"):
+        name = node.meta.get(SAVES, node.name)
+        if name in gathered:
+            node.meta[GATHERED] = gathered[name]
+
+
+def _warn_above_limit(
+    session: Session, step: CompiledStep, phase: Phase, peak_bytes: int, difference: str
+) -> None:
+    """Say once of a step that its graphs will not keep the limit, and why."""
+    limit_bytes = session.options.memory_limit_bytes
+    if limit_bytes is None or peak_bytes <= limit_bytes or step.is_above:
+        return
+    step.is_above = True
+    cause = difference
+    if not cause and session.options.plan is not None:
+        cause = "so much takes the plan that was given. Plan anew under this limit, or raise it"
+    elif not cause:
+        said = session.plan.prediction
+        cause = (
+            "its plan predicts "
+            f"{format_bytes(said.peak_bytes) if said is not None else 'nothing'}. Lower the limit "
+            "to leave room"
+        )
+    session.watch.above(phase.value, peak_bytes, limit_bytes, cause)
+
+
+def _mark(
+    gm: fx.GraphModule, static: dict[int, str], parameters: frozenset[str], phase: Phase
+) -> None:
+    names = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        index = _torch.aot_input_index(node)
+        names.append(static.get(index) if index is not None else None)
+    mark_inputs(gm, names, parameters, phase)
+
+
+def _observer(session: Session, observe: Observer | None) -> Observer:
+    debug = session.options.debug
+    folder = debug if isinstance(debug, Path) else None
+    counts: dict[str, int] = {}
+
+    def watch(one: Pass, gm: fx.GraphModule, ctx: Context) -> None:
+        if debug:
+            check(gm, one.name)
+        if folder is not None and ctx.rank == 0:
+            write(folder, one, gm, ctx, counts)
+        if observe is not None:
+            observe(one, gm, ctx)
+
+    return watch
+
+
+def write(
+    folder: Path, one: Pass, gm: fx.GraphModule, ctx: Context, counts: dict[str, int]
+) -> None:
+    """Write the graph after a pass: ``00-forward-shard.txt``, numbered in the order they came."""
+    folder.mkdir(parents=True, exist_ok=True)
+    number = counts.setdefault("files", 0)
+    counts["files"] += 1
+    phase = "joint" if one.stage is Stage.JOINT else ctx.phase.value
+    (folder / f"{number:02d}-{phase}-{one.name}.txt").write_text(graph_text(gm, ctx))

@@ -1,0 +1,82 @@
+"""Unmarked: a graph of a sharded model as if it had been traced with whole parameters.
+
+Capture, and so the pricing of a plan, begins with whole parameters: it puts in markers of
+its own, where autograd's graph needs them. A model that was laid out before its first call
+is traced with markers from the start::
+
+    local = weight.to_local(); full = unshard(local, ...); linear(x, full)    ->  linear(x, weight)
+
+What is read in another type is cast there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from osdp_compile import _torch
+from osdp_compile.model.find_modules import placeholders
+from osdp_compile.model.shard_in_place import ModelParameter
+from osdp_compile.model.subgraphs import called_region
+from passes.ops.markers import UNSHARD
+
+_MARKERS = (UNSHARD, UNSHARD.overloadpacket)
+
+
+def only_reads(gm: fx.GraphModule) -> bool:
+    """Whether a graph reads parameters and computes nothing.
+
+    Where Dynamo cannot trace a frame it traces what the frame calls: so each read by itself.
+    """
+    reads = ("to_local", *_MARKERS)
+    return all(n.op in ("placeholder", "output") or n.target in reads for n in gm.graph.nodes)
+
+
+def unmarked(
+    gm: fx.GraphModule, inputs: Sequence[Any], entries: Sequence[ModelParameter]
+) -> tuple[fx.GraphModule, list[Any], list[ModelParameter]]:
+    """A copy of a Dynamo graph, its inputs and a model's parameters, whole and without memory.
+
+    ``entries``: of the sharded model; what of the graph's inputs is none of them stays as it is.
+    """
+    whole = {id(entry.parameter): _torch.whole_stand_in(entry.parameter) for entry in entries}
+    given = [whole.get(id(value), value) for value in inputs]
+    copied = _copied(gm, given)
+    for node, copy in zip(placeholders(gm), placeholders(copied), strict=True):
+        _torch.copy_source(node, copy)
+    held = [dataclasses.replace(e, parameter=whole[id(e.parameter)]) for e in entries]
+    return copied, given, held
+
+
+def _copied(gm: fx.GraphModule, given: Sequence[Any]) -> fx.GraphModule:
+    """A copy of a graph without markers, and of the graphs of its regions.
+
+    ``given``: for each placeholder the parameter that it is, or anything else.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    copied = fx.GraphModule(gm, graph)
+    of: dict[Any, Any] = dict(zip(placeholders(copied), given, strict=True))
+    for node, value in of.items():
+        if isinstance(value, nn.Parameter):
+            node.meta["example_value"] = value
+    for node in list(graph.nodes):
+        region = called_region(node)
+        if region is not None:
+            body, given_inside, _ = region
+            inside = [of.get(argument) for argument in given_inside]
+            copied.set_submodule(str(node.args[0].target), _copied(body, inside))
+        elif node.op == "call_function" and node.target in _MARKERS:
+            parameter = node.args[0]
+            while parameter.op != "placeholder":
+                parameter = parameter.all_input_nodes[0]
+            if "dtype" in node.kwargs:
+                with graph.inserting_before(node):
+                    parameter = graph.call_method("to", (parameter, node.kwargs["dtype"]))
+            node.replace_all_uses_with(parameter)
+    graph.eliminate_dead_code()  # never a placeholder
+    copied.recompile()
+    return copied

@@ -1,0 +1,1 @@
+"""Integrations: Hugging Face and pytest."""

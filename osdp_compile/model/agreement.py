@@ -1,0 +1,142 @@
+"""Agreement: what all ranks must find alike before anything is changed.
+
+A rank that fails here alone would leave the others in a collective for ever, so failures
+are exchanged first and raised everywhere. A fake group has one rank, which agrees with itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import fx
+
+from osdp_compile import _torch
+from osdp_compile.errors import InfeasibleLimit, OsdpError, PlanMismatch, RanksDiffer
+from osdp_compile.model.shard_in_place import ModelParameter
+from osdp_compile.model.subgraphs import graphs_of
+from osdp_compile.runtime.collectives import backend_of
+
+T = TypeVar("T")
+
+
+def fingerprint(gm: fx.GraphModule | None, entries: Sequence[ModelParameter]) -> list[str]:
+    """What must be the same on every rank, line by line; batch sizes may differ.
+
+    ``gm``: None before the model is called.
+    """
+    lines = [
+        f"parameter {e.name}: {tuple(e.parameter.shape)} {e.parameter.dtype} "
+        f"requires_grad={e.parameter.requires_grad} has_grad={e.parameter.grad is not None} "
+        f"device={e.parameter.device.type}"
+        for e in entries
+    ]
+    if gm is None:
+        return lines
+    for graph in graphs_of(gm):
+        for node in graph.nodes:
+            if node.op in ("call_function", "call_method", "call_module"):
+                target = node.target if isinstance(node.target, str) else _qualified(node.target)
+                lines.append(f"operation {target}")
+    return lines
+
+
+def agree(lines: list[str], group: dist.ProcessGroup) -> None:
+    """Make sure every rank traced the same model under the same options. Collective.
+
+    Raises:
+        RanksDiffer: on every rank, naming the first difference.
+    """
+    digests = _from_all(hashlib.sha256("\n".join(lines).encode()).hexdigest(), group)
+    if len(set(digests)) == 1:
+        return
+    texts = _from_all(lines, group)
+    other = next(i for i, d in enumerate(digests) if d != digests[0])
+    first, second = texts[0], texts[other]
+    for index in range(max(len(first), len(second))):
+        ours = first[index] if index < len(first) else "nothing"
+        theirs = second[index] if index < len(second) else "nothing"
+        if ours != theirs:
+            raise RanksDiffer(
+                f"ranks differ in their models or options, first here: rank 0 has {ours!r}, "
+                f"rank {other} has {theirs!r}. Build the same model, give the same options and "
+                "call it the same way on every rank."
+            )
+    raise AssertionError("digests differ and texts do not")
+
+
+def on_every_rank(make: Callable[[], T], group: dist.ProcessGroup) -> T:
+    """What ``make`` returns on this rank, if it raises an OsdpError on none. Collective.
+
+    Raises:
+        OsdpError: on every rank, naming the first one that refuses.
+    """
+    refused: OsdpError | None = None
+    made: T | None = None
+    try:
+        made = make()
+    except OsdpError as error:
+        refused = error
+    texts = _from_all(None if refused is None else str(refused), group)
+    if refused is not None and len(set(texts)) == 1:
+        raise refused
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise OsdpError(f"rank {rank}: {text}") from refused
+    return made  # type: ignore[return-value]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Restart:
+    """Rank 0 traces the frame again, with these floats as constants."""
+
+    constant_floats: list[str]
+
+
+def from_rank_zero(make: Callable[[], T], group: dist.ProcessGroup) -> T:
+    """What ``make`` returns on rank 0, on every rank. Collective.
+
+    Its error too, so that no rank is left waiting. Where AOTAutograd has Dynamo trace the frame
+    again on rank 0 (with ``dynamic=True`` for a float that must be a constant), every rank does.
+    """
+    if _is_fake(group):
+        return make()
+    sent: list[tuple[T | None, OsdpError | _Restart | None]] = [(None, None)]
+    failure: Exception | None = None
+    if dist.get_rank(group) == 0:
+        try:
+            sent = [(make(), None)]
+        except _torch.RestartTracing as restart:
+            failure = restart
+            sent = [(None, _Restart(_torch.constant_floats()))]
+        except Exception as error:
+            failure = error
+            told = OsdpError(f"rank 0: {type(error).__name__}: {error}")
+            sent = [(None, error if isinstance(error, InfeasibleLimit | PlanMismatch) else told)]
+    dist.broadcast_object_list(sent, src=dist.get_global_rank(group, 0), group=group)
+    if failure is not None:
+        raise failure
+    made, refused = sent[0]
+    if isinstance(refused, _Restart):
+        _torch.restart_with_constants(refused.constant_floats)
+    if refused is not None:
+        raise refused
+    return made  # type: ignore[return-value]
+
+
+def _from_all(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    values: list[Any] = [value] * dist.get_world_size(group)
+    if not _is_fake(group):
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _is_fake(group: dist.ProcessGroup) -> bool:
+    return backend_of(group, "cpu") == "fake"
+
+
+def _qualified(function: Any) -> str:
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', function)}"

@@ -1,0 +1,477 @@
+"""The model's parameters, before and after they are laid out as a plan says.
+
+Sharding is in place: every parameter is replaced by a ``DTensor`` parameter of the same
+name (``Shard(0)`` or ``Replicate()``), and every module that owns one gets a subclass of
+its class in which reading the attribute gives the full parameter through a marker, inside a
+forward (:mod:`osdp_compile.runtime.inside_forward`). Elsewhere, and everywhere between
+``osdp_compile.shard`` and the first compiled call, it gives the parameter that the module has.
+
+All are DTensors on one mesh, for ``clip_grad_norm_`` takes no others: over all ranks, or, if
+anything is sharded within hosts, on the mesh of two levels. Where a plan shards nothing, all
+parameters stay the plain tensors that they are, as in DDP: an optimizer's step dispatches a dozen
+operators for each, and for a DTensor that takes longer than a small one's arithmetic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from osdp_compile import _torch
+from osdp_compile.errors import OsdpError, PlanMismatch
+from osdp_compile.live_objects import living
+from osdp_compile.model import gradient_leaves, state_dict
+from osdp_compile.model.mixed_precision import (
+    OWN_PRECISION,
+    Precision,
+    cast_what_it_is_called_with,
+    subclass,
+)
+from osdp_compile.optim.checks import replaced
+from osdp_compile.optim.rebind import OptimizerIndex
+from osdp_compile.runtime import eager_markers
+from osdp_compile.runtime.inside_forward import is_inside_forward
+from passes.types.context import Context
+from passes.types.plan import Decision, Plan
+from passes.types.shard_layout import Cut
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelParameter:
+    """A parameter and every place that holds it (several if weights are tied)."""
+
+    name: str
+    parameter: nn.Parameter
+    places: tuple[tuple[nn.Module, str], ...]
+
+
+class Reading:
+    """How modules read the parameters of one model: inside a forward through eager_markers.
+
+    ``in_place``: some of them are whole tensors for a while, and these are read as they are.
+    ``precision``: in which types they are read and their gradients travel.
+    ``key``: of no other model.
+    """
+
+    _keys = itertools.count()
+
+    def __init__(self, precision: Precision = OWN_PRECISION) -> None:
+        self.in_place = False
+        self.precision = precision
+        self.key = next(self._keys)
+
+    def is_cast(self) -> bool:
+        """Whether uncompiled code, too, reads them in these types."""
+        return not self.in_place
+
+
+def model_parameters(roots: Sequence[tuple[str, nn.Module]]) -> list[ModelParameter]:
+    """All parameters of the root modules, in the order of ``named_parameters``.
+
+    ``roots``: (prefix, module); the prefix is ``""`` where there is one root.
+
+    Raises:
+        OsdpError: for a lazy parameter that has no shape yet.
+    """
+    found: dict[int, tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
+    for prefix, root in roots:
+        for path, module in root.named_modules():
+            for attribute, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                name = ".".join(part for part in (prefix, path, attribute) if part)
+                if isinstance(parameter, nn.parameter.UninitializedParameter):
+                    raise OsdpError(
+                        f"parameter {name!r} is lazy and has no shape yet: run the model once "
+                        "before compiling it with backend='osdp' or sharding it"
+                    )
+                entry = found.setdefault(id(parameter), (name, parameter, []))
+                entry[2].append((module, attribute))
+    return [ModelParameter(name, p, tuple(places)) for name, p, places in found.values()]
+
+
+def held_elsewhere(parameters: Sequence[ModelParameter]) -> list[ModelParameter]:
+    """The same, with the places outside of their roots that hold them too.
+
+    A head may be tied to an embedding in a module that is compiled by itself, behind a graph break
+    say: were the head left with what the parameter was, it would no longer be tied.
+    """
+    places: dict[int, dict[tuple[int, str], tuple[nn.Module, str]]] = {}
+    for entry in parameters:
+        known = {(id(module), attribute): (module, attribute) for module, attribute in entry.places}
+        places[id(entry.parameter)] = known
+    for module in living(nn.Module):
+        for attribute, parameter in module.__dict__.get("_parameters", {}).items():
+            if id(parameter) in places:
+                places[id(parameter)].setdefault((id(module), attribute), (module, attribute))
+    return [
+        dataclasses.replace(entry, places=tuple(places[id(entry.parameter)].values()))
+        for entry in parameters
+    ]
+
+
+def check_shardable(parameters: Sequence[ModelParameter]) -> None:
+    """Refuse what replacing the parameter object would silently break.
+
+    Raises:
+        OsdpError: naming the first parameter with a gradient hook, or that is a DTensor already.
+    """
+    for entry in parameters:
+        parameter = entry.parameter
+        if isinstance(parameter, DTensor):
+            raise OsdpError(
+                f"parameter {entry.name!r} is a DTensor already: backend='osdp' lays out plain "
+                "parameters itself; do not wrap the model in FSDP, distribute or shard it first"
+            )
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if parameter._backward_hooks or hooks:
+            raise OsdpError(
+                f"parameter {entry.name!r} has a gradient hook, which would be lost: register it "
+                "on the model's parameter after the first call"
+            )
+
+
+def check_fits(
+    plan: Plan,
+    parameters: Sequence[ModelParameter],
+    world_size: int,
+    what: str = "plan",
+    ranks_of_a_host: int | None = None,
+) -> None:
+    """Refuse a plan for another model or another number of ranks.
+
+    Raises:
+        PlanMismatch: naming the first difference.
+    """
+    rows = [
+        (e.name, tuple(e.parameter.shape), str(e.parameter.dtype).removeprefix("torch."))
+        for e in parameters
+    ]
+    difference = plan.mismatch(rows, world_size, ranks_of_a_host)
+    if difference is not None:
+        raise PlanMismatch(f"the {what} does not fit: {difference}")
+
+
+def synchronize(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Give every rank of a group its first one's values of some tensors, in place, as DDP does."""
+    source = dist.get_global_rank(group, 0)
+    with torch.no_grad():
+        for tensor in tensors:
+            if tensor.is_contiguous():
+                dist.broadcast(tensor, src=source, group=group)
+            else:
+                whole = tensor.contiguous()
+                dist.broadcast(whole, src=source, group=group)
+                tensor.copy_(whole)
+
+
+def _local_rows(full: Tensor, cut: Cut) -> Tensor:
+    """This rank's rows of a tensor, copied so that the whole can be freed."""
+    start, stop = cut.rows(full.shape[0])
+    return full[start:stop].clone(memory_format=torch.contiguous_format)
+
+
+def placements_of(decision: Decision, mesh: DeviceMesh) -> list[Shard | Replicate]:
+    """How a parameter lies along each dimension of the mesh."""
+    if decision.within_host:
+        return [Replicate(), Shard(0)]
+    return [Shard(0) if decision.sharded else Replicate()] * mesh.ndim
+
+
+def lay_out(full: Tensor, mesh: DeviceMesh, decision: Decision, cut: Cut) -> DTensor:
+    """A DTensor of which this rank holds its rows (sharded) or everything.
+
+    No communication: every rank must hold the same ``full``.
+    """
+    placements = placements_of(decision, mesh)
+    if not decision.sharded:
+        return DTensor.from_local(full, mesh, placements, run_check=False)
+    stride = torch.empty(full.shape, device="meta").stride()
+    return DTensor.from_local(
+        _local_rows(full, cut), mesh, placements, run_check=False, shape=full.shape, stride=stride
+    )
+
+
+def _reader(
+    name: str,
+    attribute: str,
+    shape: tuple[int, ...],
+    sharded: bool,
+    marks: tuple[str | int, ...],
+    reading: Reading,
+    plain: bool,
+    dtypes: dict[str, torch.dtype],
+) -> property:
+    """The property through which a module reads one of its parameters.
+
+    ``plain``: it is no DTensor. ``dtypes``: of its marker.
+    """
+
+    key = reading.key
+
+    def read(module: nn.Module) -> Any:
+        parameter: Any = module._parameters[attribute]
+        if not torch.compiler.is_compiling():
+            in_place = reading.in_place and not isinstance(parameter, DTensor)
+            if in_place or not is_inside_forward():
+                return parameter
+        local = parameter
+        if not plain:
+            if not isinstance(parameter, DTensor):
+                raise_replaced(name)
+            if parameter.device.type == "meta":
+                raise_on_meta(f"parameter {name!r}")
+            local = parameter.to_local()
+        full = eager_markers.read(local, name, shape, sharded, *marks, **dtypes)
+        if torch.is_grad_enabled() and gradient_leaves.is_active(key, name):
+            return gradient_leaves.to_leaf(key, name, full.detach())
+        return full
+
+    # Called by a frame that Dynamo leaves out (an nn.Sequential around a graph break), it would be
+    # a frame of its own, whose arguments are dynamic sizes.
+    _torch.skip_code(read.__code__)
+    return property(read)
+
+
+# Dynamo calls these two while it traces, instead of tracing them, so that their errors end the
+# compilation; it would take others for the model's own and run the model uncompiled.
+@torch.compiler.assume_constant_result
+def raise_replaced(name: str) -> NoReturn:
+    """Refuse a model with a parameter that is no longer the one that was laid out."""
+    _torch.raise_to_user(
+        OsdpError(
+            f"parameter {name!r} was replaced by a plain tensor after the model was sharded: write "
+            "into the parameter instead (load_state_dict without assign=True, copy_). Inside "
+            "osdp_compile.full_parameters call the model itself, not what torch.compile returned"
+        )
+    )
+
+
+@torch.compiler.assume_constant_result
+def raise_on_meta(what: str) -> NoReturn:
+    """Refuse a parameter or buffer without memory."""
+    _torch.raise_to_user(
+        OsdpError(
+            f"{what} is still on the meta device: call model.to_empty(device=...) and initialise "
+            "the model before the first compiled call"
+        )
+    )
+
+
+def _flat_weights(module: Any) -> list[Tensor]:
+    """What nn.RNNBase keeps as a list of parameters, read through the markers instead."""
+    return [getattr(module, name) for name in module._flat_weights_names]
+
+
+def _swap_class(
+    module: nn.Module,
+    readers: dict[str, property],
+    parts: dict[str, Callable[[Tensor], DTensor]],
+) -> None:
+    """Give a module's class readers; ``parts``: what cuts those of its parameters that are cut."""
+    members: dict[str, Any] = dict(readers)
+    if parts:
+        members.update(state_dict.members(type(module), parts))
+    if isinstance(module, nn.RNNBase):
+        members["_flat_weights"] = property(_flat_weights, lambda module, value: None)
+    subclass(module, members)
+
+
+def shard_in_place(
+    parameters: Sequence[ModelParameter],
+    mesh: DeviceMesh,
+    ctx: Context,
+    optimizers: OptimizerIndex,
+    reading: Reading,
+) -> list[nn.Parameter]:
+    """Replace every parameter by a DTensor parameter laid out as the plan says.
+
+    ``mesh``: over all ranks, with the two dimensions of ``ctx.levels`` if the plan shards within
+    hosts; its groups must be known to the eager_markers. ``ctx``: with the plan.
+
+    Optimizers that hold the old parameters get the new ones, and their state is laid
+    out likewise. Every rank must hold the same values (see :func:`synchronize`); what is on the
+    meta device stays there. The old parameters of what is sharded lose their values.
+
+    Returns the new parameters, in the order of ``parameters``.
+    """
+    renewed: list[nn.Parameter] = []
+    for entry in parameters:
+        old = entry.parameter
+        decision = ctx.plan.decision(entry.name)
+        cut = ctx.cut(decision)
+        laid_out = lay_out(old.detach(), mesh, decision, cut)
+        new = nn.Parameter(laid_out, requires_grad=old.requires_grad)
+        new.__dict__.update(old.__dict__)  # people hang attributes on parameters
+        if old.grad is not None:
+            local = laid_out.to_local().detach()
+            new.grad = gradient_like(laid_out, _mean_gradient(entry, local, decision, cut))
+            old.grad = None
+        for module, attribute in entry.places:
+            module._parameters[attribute] = new
+        optimizers.rebind(old, new, partial(lay_out, mesh=mesh, decision=decision, cut=cut))
+        _hand_on_gradients(entry, new, decision, cut)
+        replaced(old, entry.name)
+        if decision.sharded and old.device.type != "meta" and not _torch.is_saved(old):
+            _free(old)
+        renewed.append(new)
+    read_through_markers(parameters, ctx, reading, mesh)
+    return renewed
+
+
+def _free(whole: nn.Parameter) -> None:
+    """Free a parameter that was cut: its graph and its list of inputs still hold the object.
+
+    Only so is no more than one parameter both whole and cut at a time. Whoever reads the old
+    object from now on gets no stale values: floating-point ones are not a number. (What autograd
+    saved of it, as of a penalty that was computed before the first call, stays.)
+    """
+    single = torch.empty((), dtype=whole.dtype, device=whole.device)
+    if whole.is_floating_point() and whole.element_size() > 1:  # not all of the small have it
+        single.fill_(float("nan"))
+    whole.data = single.expand(whole.shape)
+
+
+def gradient_like(parameter: DTensor, local: Tensor) -> DTensor:
+    """This rank's part of a parameter's gradient, laid out as the parameter."""
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def keep_in_place(
+    parameters: Sequence[ModelParameter],
+    ctx: Context,
+    reading: Reading,
+    renewing: OptimizerIndex | None = None,
+) -> list[nn.Parameter]:
+    """Leave all parameters plain tensors, for a plan that shards nothing; read them as it says.
+
+    ``renewing``: what ran of the step already may have read them as they were. Then they become
+    other parameters of the same memory, in these optimizers too, and get the gradients of that.
+
+    Returns them, in their order.
+    """
+    kept: list[nn.Parameter] = []
+    for entry in parameters:
+        parameter, decision = entry.parameter, ctx.plan.decision(entry.name)
+        cut = ctx.cut(decision)
+        mean = None
+        if parameter.grad is not None:
+            mean = _mean_gradient(entry, parameter.detach(), decision, cut)
+        if renewing is not None:
+            old = parameter
+            parameter = nn.Parameter(old.detach(), requires_grad=old.requires_grad)
+            parameter.__dict__.update(old.__dict__)
+            for module, attribute in entry.places:
+                module._parameters[attribute] = parameter
+            renewing.rebind(old, parameter, lambda value: value)
+            _hand_on_gradients(entry, parameter, decision, cut)
+            replaced(old, entry.name)
+        parameter.grad = mean
+        kept.append(parameter)
+    read_through_markers(parameters, ctx, reading, None)
+    return kept
+
+
+def _hand_on_gradients(
+    entry: ModelParameter, new: nn.Parameter, decision: Decision, cut: Cut
+) -> None:
+    """Give a new parameter, reduced, the gradients of what read the old one before.
+
+    In the step of the first call eager code may have read it before anything was compiled.
+    """
+    name, held = entry.name, new.detach()
+    local = held.to_local() if isinstance(held, DTensor) else held
+
+    def hand_on(old: Tensor) -> None:
+        gradient, old.grad = old.grad, None
+        mean: Tensor = torch.ops.osdp.reduce_grad(
+            gradient, local, name, decision.sharded, *cut.marks
+        )
+        add_gradient(new, mean)
+
+    if entry.parameter.requires_grad:
+        entry.parameter.register_post_accumulate_grad_hook(hand_on)
+
+
+def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Add this rank's part of a gradient to what there is."""
+    if parameter.grad is not None:
+        there = parameter.grad
+        (there.to_local() if isinstance(there, DTensor) else there).add_(gradient)
+    elif isinstance(parameter, DTensor):
+        parameter.grad = gradient_like(parameter, gradient)
+    else:
+        parameter.grad = gradient
+
+
+def _mean_gradient(entry: ModelParameter, local: Tensor, decision: Decision, cut: Cut) -> Tensor:
+    """Of the gradients that the ranks have by now, laid out as ``local``."""
+    mean: Tensor = torch.ops.osdp.reduce_grad(
+        entry.parameter.grad, local, entry.name, decision.sharded, *cut.marks
+    )
+    return mean
+
+
+def read_through_markers(
+    parameters: Sequence[ModelParameter],
+    ctx: Context,
+    reading: Reading,
+    mesh: DeviceMesh | None,
+) -> None:
+    """Give every module that owns some of the parameters its readers.
+
+    ``mesh``: on which they are DTensors; None: they are none.
+    """
+    owners: dict[int, nn.Module] = {}
+    readers: dict[int, dict[str, property]] = {}
+    parts: dict[int, dict[str, Callable[[Tensor], DTensor]]] = {}
+    for entry in parameters:
+        shape = tuple(entry.parameter.shape)
+        decision = ctx.plan.decision(entry.name)
+        cut = ctx.cut(decision)
+        for module, attribute in entry.places:
+            owners[id(module)] = module
+            readers.setdefault(id(module), {})[attribute] = _reader(
+                entry.name,
+                attribute,
+                shape,
+                decision.sharded,
+                cut.marks,
+                reading,
+                mesh is None,
+                reading.precision.marks(entry.parameter),
+            )
+            if mesh is not None:
+                part = partial(lay_out, mesh=mesh, decision=decision, cut=cut)
+                parts.setdefault(id(module), {})[attribute] = part
+    for key, module in owners.items():
+        _swap_class(module, readers[key], parts.get(key, {}))
+        if reading.precision.param_dtype is not None:
+            dtype = reading.precision.param_dtype
+            cast_what_it_is_called_with(module, dtype, reading.is_cast)
+
+
+def buffers_of(roots: Sequence[tuple[str, nn.Module]]) -> Iterator[Tensor]:
+    """The root modules' buffers, each once."""
+    seen: set[int] = set()
+    for _, root in roots:
+        for buffer in root.buffers():
+            if id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield buffer

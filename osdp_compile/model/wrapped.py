@@ -1,0 +1,61 @@
+"""Models that something else shards or reduces already: refused, before anything is planned.
+
+Each of these would communicate besides: gradients would be averaged twice, or sharded parameters
+sharded again, by two that know nothing of each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import fx, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from osdp_compile import _torch
+from osdp_compile.errors import OsdpError
+from osdp_compile.model.find_modules import placeholders
+from osdp_compile.runtime.current_call import modules_being_called
+
+
+def check_not_wrapped(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Refuse a graph of a model in DistributedDataParallel or FSDP.
+
+    Raises:
+        OsdpError: saying what to leave out.
+    """
+    ways = [_torch.evaluate_prefixes(node) for node in placeholders(gm)]
+    read = [value for way in ways for _, value in way[-1:]]  # where DDP splits, inputs are fake
+    reduced = {id(parameter) for parameter in _torch.reduced_by_ddp()}
+    if any(id(value) in reduced for value in (*inputs, *read)):
+        raise OsdpError(
+            "the model is wrapped in DistributedDataParallel, which reduces gradients itself: give "
+            "torch.compile(..., backend='osdp') the module that it wraps (model.module), and call "
+            "what that returns. accelerate and transformers.Trainer wrap what they prepare: use "
+            "osdp_compile.integrations.hf_trainer.OsdpTrainer; with accelerate, "
+            "prepare_model(model, evaluation_mode=True), which brings autocast only, and then "
+            "torch.compile"
+        )
+    owners = [value for way in ways for _, value in way if isinstance(value, nn.Module)]
+    # Hooks break graphs, so the first one may have nothing of what was wrapped.
+    check_not_in_fsdp(dict.fromkeys([*owners, *modules_being_called()]))
+
+
+def check_not_in_fsdp(models: Iterable[nn.Module]) -> None:
+    """Refuse models that are in FSDP, or of which a part is.
+
+    Raises:
+        OsdpError: saying what to leave out.
+    """
+    if any(_is_in_fsdp(module) for model in models for module in model.modules()):
+        raise OsdpError(
+            "the model is in FSDP, which shards it itself: delete the calls of fully_shard, or "
+            "FullyShardedDataParallel around it; backend='osdp' shards the model by its plan. For "
+            "what their arguments said there are options={'mesh': ..., 'param_dtype': ..., "
+            "'reduce_dtype': ...}"
+        )
+
+
+def _is_in_fsdp(module: nn.Module) -> bool:
+    wrapped = isinstance(module, FSDPModule | FullyShardedDataParallel)
+    return wrapped or _torch.is_marked_by_fsdp(module)

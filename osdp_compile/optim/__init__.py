@@ -1,0 +1,1 @@
+"""Optim: optimizers on laid-out parameters."""

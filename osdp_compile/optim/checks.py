@@ -1,0 +1,79 @@
+"""Checks of optimizers: what would fail without saying why, or do nothing, is refused.
+
+An optimizer may be built before the first call or after it, from parameters that were taken when
+they were whole. So what steps is looked at, once, right before it does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from osdp_compile import _torch
+from osdp_compile.errors import OsdpError
+from osdp_compile.optim.adafactor import step_on_rows
+
+#: Whose steps do with a parameter what torch's DTensors refuse, and how it says so is no help.
+_NOT_ON_ROWS = ("LBFGS", "Rprop", "SparseAdam")
+#: Element by element, in place, and without a strategy for DTensors in torch.
+_ON_ROWS_AS_THEY_ARE = ("_fused_sgd_", "_fused_adagrad_")
+
+#: Parameters that were replaced when a model was sharded, and their names.
+_replaced: Any = WeakTensorKeyDictionary()
+#: Optimizers that were looked at, with how many parameters they had.
+_looked_at: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+_watching: list[Any] = []
+
+
+def check_works_on_rows(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer for parameters that are DTensors.
+
+    Raises:
+        OsdpError: naming it.
+    """
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.optim") and kind.__name__ in _NOT_ON_ROWS:
+        raise OsdpError(
+            f"torch.optim.{kind.__name__} does not work on the rows that a rank has of a sharded "
+            "parameter: use another one, as AdamW, or shard nothing, options={'plan': "
+            "Plan.uniform(model.named_parameters(), 'replicate', world_size=...)}"
+        )
+
+
+def replaced(old: nn.Parameter, name: str) -> None:
+    """Remember a parameter that is no longer the model's; and look at what steps from now on."""
+    _replaced[old] = name
+    if not _watching:
+        _watching.append(register_optimizer_step_pre_hook(_before_step))
+        for operator in _ON_ROWS_AS_THEY_ARE:
+            _torch.handle_dtensor_operator(getattr(torch.ops.aten, operator).default, _on_rows)
+        _torch.handle_adafactor(step_on_rows)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if _looked_at.get(optimizer) == len(held):
+        return
+    for parameter in held:
+        name = _replaced.get(parameter)
+        if name is not None:
+            raise OsdpError(
+                f"the optimizer holds parameter {name!r} as it was before the model was sharded, "
+                "which no longer gets gradients: build it from model.parameters(), before the "
+                "first call or after it"
+            )
+    if any(isinstance(parameter, DTensor) for parameter in held):
+        check_works_on_rows(optimizer)
+    _looked_at[optimizer] = len(held)
+
+
+def _on_rows(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator that does with each element the same, on this rank's of each tensor."""
+    local = _torch.tree_map_only(DTensor, lambda one: one.to_local(), (args, kwargs))
+    return operator(*local[0], **local[1])

@@ -1,0 +1,105 @@
+"""Capture: the training step's forward and backward graphs, before the model is sharded.
+
+The Dynamo graph goes through the same door as for compiling (AOTAutograd, Inductor's
+joint-graph passes, the partitioner), so that what is planned on is what will run; then
+the compilation is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from functorch.compile import min_cut_rematerialization_partition
+from torch import fx
+
+from osdp_compile import _torch
+from passes.capture.captured_step import Captured, add_markers, mark_inputs
+from passes.graph.fx_utils import output_node
+from passes.pipeline import Pass, Stage, run
+from passes.recompute.rng_states import settle_rng_states
+from passes.simulate.lent import mark_lent
+from passes.types.context import Context, Phase
+from passes.types.plan import Decision, Plan
+
+
+class NeedsNoGradients(Exception):
+    """Nothing that a graph gives needs gradients: AOTAutograd does not cut it."""
+
+
+class _Done(Exception):
+    def __init__(self, captured: Captured) -> None:
+        super().__init__("captured")
+        self.captured = captured
+
+
+def capture(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    names: Mapping[int, str],
+    static: Mapping[int, str],
+    ctx: Context,
+    passes: Sequence[Pass],
+) -> Captured:
+    """The partitioned step of a Dynamo graph with whole parameters, markers put in.
+
+    Args:
+        names: index of each parameter among the graph's inputs, and its name.
+        static: what each input is (:func:`~osdp_compile.model.find_modules.static_inputs`).
+
+    Raises:
+        NeedsNoGradients: if nothing that the graph gives needs any.
+    """
+    everything_again = ctx.replace(
+        plan=Plan.uniform(_named(ctx), Decision.SHARD_AGAIN, world_size=1)
+    )
+    known = frozenset(names.values())
+
+    def partition(
+        joint: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        shards: dict[fx.Node, str] = {}
+        by_index: dict[int, fx.Node] = {}
+        for node in joint.graph.find_nodes(op="placeholder"):
+            index = _torch.aot_input_index(node)
+            if index is not None and index in names and node.name.startswith("primals"):
+                shards[node] = names[index]
+                by_index[index] = node
+        gradients: dict[int, fx.Node] = {}
+        described = output_node(joint.graph).meta.get("desc") or []
+        for position, description in enumerate(described):
+            index = _torch.gradient_input_index(description)
+            if index is not None and index in by_index:
+                gradients[position] = by_index[index]
+        add_markers(joint, shards, gradients, ctx)
+        joint = run(passes, Stage.JOINT, joint, everything_again)
+        forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+        settle_rng_states(forward, backward, kwargs["num_fwd_outputs"])
+        for part, phase in ((forward, Phase.FORWARD), (backward, Phase.BACKWARD)):
+            found = [_torch.aot_input_index(n) for n in part.graph.find_nodes(op="placeholder")]
+            mark_inputs(
+                part, [static.get(i) if i is not None else None for i in found], known, phase
+            )
+        mark_lent(forward.graph, backward.graph)
+        raise _Done(Captured(forward, backward))
+
+    try:
+        with _torch.without_autograd_cache():
+            _torch.compile_fx(
+                gm,
+                list(inputs),
+                config_patches={"custom_partitioner_fn": _torch.Partitioner(partition)},
+                inner_compile=_compiles_nothing,
+            )
+    except _Done as done:
+        return done.captured
+    raise NeedsNoGradients
+
+
+def _compiles_nothing(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """In the place of Inductor, for a graph that is not partitioned."""
+    raise NeedsNoGradients
+
+
+def _named(ctx: Context) -> list[tuple[str, Any]]:
+    return [(p.name, p) for p in ctx.parameters]

@@ -1,0 +1,117 @@
+"""The frontier: the predicted step time of the best plan under every memory limit."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from osdp_compile.figures import byte_unit_of, new_figure, time_unit_of
+from osdp_compile.options import Search
+from osdp_compile.planning.traced_step import TracedStep, predicted
+from passes.types.hardware import Hardware
+from passes.types.plan import Plan
+from passes.types.units import format_bytes
+
+_POINTS = 10
+#: A plan that takes no longer than so many times the fastest ends the search for others.
+_AS_FAST = 1.005
+
+
+@dataclasses.dataclass(frozen=True)
+class Frontier:
+    """Plans by memory limit in bytes, ascending."""
+
+    points: tuple[tuple[int, Plan], ...]
+
+    def draw(self, path: Path, others: Mapping[str, Plan]) -> None:
+        """Step time against memory, as a picture; ``others``: marked beside it, by name.
+
+        Raises:
+            ImportError: if matplotlib is not installed.
+        """
+        figure = new_figure("--frontier", 8, 5)
+        axes = figure.add_subplot()
+        every = [*(plan for _, plan in self.points), *others.values()]
+        byte, byte_name = byte_unit_of(max(predicted(plan).peak_bytes for plan in every))
+        second, second_name = time_unit_of(max(predicted(plan).step_seconds for plan in every))
+        axes.step(
+            [limit * byte for limit, _ in self.points],
+            [predicted(plan).step_seconds * second for _, plan in self.points],
+            where="post",
+            marker="o",
+            label="osdp",
+        )
+        for name, plan in others.items():
+            said = predicted(plan)
+            axes.scatter(said.peak_bytes * byte, said.step_seconds * second, marker="s", label=name)
+        axes.set_xlabel(f"memory limit of osdp, peak of the others, {byte_name}")
+        axes.set_ylabel(f"predicted step, {second_name}")
+        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
+        axes.legend()
+        figure.savefig(path, dpi=120)
+
+
+def frontier(
+    step: TracedStep,
+    ranks: Mapping[str, int],
+    hardware: Hardware,
+    say: Callable[[str], None] = lambda text: None,
+    points: int = _POINTS,
+    search: Search = "quick",
+) -> Frontier:
+    """Plans for limits as in :func:`each_by_itself`, and each counts wherever it fits.
+
+    Where the search under a higher limit finds none that is as fast, the one found under a lower
+    limit stands, so that more memory is never slower. It stays a plan for its own limit: with more
+    room its collectives would be scheduled otherwise than was predicted.
+    """
+    found: list[tuple[int, Plan]] = []
+    for limit, plan in each_by_itself(step, ranks, hardware, say, points, search, True):
+        before = found[-1][1] if found else plan
+        slower = predicted(before).step_seconds < predicted(plan).step_seconds
+        found.append((limit, before if slower else plan))
+    return Frontier(tuple(found))
+
+
+def each_by_itself(
+    step: TracedStep,
+    ranks: Mapping[str, int],
+    hardware: Hardware,
+    say: Callable[[str], None] = lambda text: None,
+    points: int = _POINTS,
+    search: Search = "quick",
+    until_fast: bool = False,
+) -> list[tuple[int, Plan]]:
+    """Plan for limits from the least that works to what is taken without one, evenly spaced.
+
+    ``until_fast``: from the first limit on under which a step is as fast as without one, within
+    0.5 %, its plan stands for all higher limits. A thorough search goes through the rungs that all
+    of them need once.
+    """
+    if search == "thorough":
+        ladder = step.ladder(ranks, hardware, say)
+        most, least = predicted(ladder.free).peak_bytes, ladder.least.peak_bytes
+        return [(limit, ladder.plan(limit)) for limit in _spaced(least, most, points)]
+    started = time.perf_counter()
+    say("without a limit, and the least limit")
+    free = step.plan(ranks, hardware)
+    most = predicted(free).peak_bytes
+    limits = _spaced(step.least_bytes(ranks, hardware), most, points)[:-1]
+    found: list[tuple[int, Plan]] = []
+    began = time.perf_counter()
+    for number, limit in enumerate(limits, 1):
+        each = (time.perf_counter() - began) / len(found) if found else began - started
+        left = max(1, round(each * (len(limits) - len(found))))
+        say(f"limit {number} of {len(limits)}, {format_bytes(limit)}, about {left} s left")
+        found.append((limit, step.plan(ranks, hardware, limit)))
+        seconds = predicted(found[-1][1]).step_seconds
+        if until_fast and seconds <= _AS_FAST * predicted(free).step_seconds:
+            found += [(higher, found[-1][1]) for higher in limits[number:]]
+            break
+    return [*found, (most, free)]
+
+
+def _spaced(least: int, most: int, points: int) -> list[int]:
+    return [least + (most - least) * index // (points - 1) for index in range(points)]

@@ -1,0 +1,134 @@
+"""Offline: plans for a model and a cluster that need not be here.
+
+The model is traced on stand-ins without memory (it may be on the meta device), no process
+group is started, and what the cluster can do is read from a hardware profile::
+
+    plan = osdp_compile.plan(model, (tokens, targets), world_size=64, hardware="h100-sxm",
+                             memory_limit="80GB")
+    plan.save("plan.json")        # later, on the cluster: options={"plan": "plan.json"}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from osdp_compile.options import Accumulate, Options, Search
+from osdp_compile.planning.planner_inputs import slices_of
+from osdp_compile.planning.traced_step import trace
+from passes.pipeline import Pass
+from passes.types.hardware import Hardware
+from passes.types.plan import Plan
+
+
+def plan(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    world_size: int | None = None,
+    mesh: Mapping[str, int] | DeviceMesh | None = None,
+    hardware: Hardware | str | Path,
+    memory_limit: int | str | None = None,
+    optimizer: int | str = "adamw",
+    slices: int | Mapping[str, int | tuple[int, int]] | None = None,
+    search: Search = "quick",
+    param_dtype: torch.dtype | str | None = None,
+    reduce_dtype: torch.dtype | str | None = None,
+    accumulate: Accumulate = False,
+    passes: Sequence[Pass] | None = None,
+) -> Plan:
+    """The plan that ``torch.compile(model, backend="osdp")`` would make on such a cluster.
+
+    Nothing of the model is changed, run or allocated; it may be on the meta device.
+
+    Args:
+        args, kwargs: what the model is called with in training, as one rank has it (their
+            shapes count, not their values).
+        world_size: how many ranks there are; or
+        mesh: their number along each dimension, the outer first, as ``{"host": 8, "gpu": 8}``
+            (collectives go leg by leg where the profile has rates along both names).
+        hardware: a profile, the path of one, or the name of a preset.
+        memory_limit: of one rank, in bytes or as ``"80GB"``; None: no limit.
+        optimizer: bytes of its state for each element, or a name.
+        slices: 1 to run every operator as a whole, or numbers of slices by parameter, as
+            ``{"blocks.*.up.weight": 4}``, or ``(4, 1)`` where one of the four is kept for the
+            backward and the others are gathered again; None: the planner's choice.
+        search: ``"thorough"`` searches under less memory too, and never gives a slower step for
+            more of it; it takes minutes where ``"quick"`` takes seconds.
+        param_dtype, reduce_dtype: in which parameters are gathered and computed with, and in which
+            gradients travel, as ``torch.bfloat16``; None: in their own.
+        accumulate: ``"reduced"``: with room for the gradients of earlier backwards, which a
+            backward adds its own to; True: for whole gradients (:func:`osdp_compile.no_sync`).
+
+    Raises:
+        ValueError: for a malformed argument, naming it.
+        InfeasibleLimit: if no plan fits; it says the least limit that would work.
+        OsdpError: if the model cannot be sharded, or has nothing to train.
+    """
+    checked = Options.parse(
+        {
+            "hardware": hardware,
+            "memory_limit": memory_limit,
+            "optimizer": optimizer,
+            "slices": slices,
+            "search": search,
+            "param_dtype": param_dtype,
+            "reduce_dtype": reduce_dtype,
+            "accumulate": accumulate,
+            "passes": None if passes is None else list(passes),
+        }
+    )
+    assert checked.hardware is not None
+    ranks = mesh_sizes(world_size, mesh)
+    step = trace(
+        model,
+        args,
+        kwargs,
+        optimizer=optimizer,
+        passes=checked.passes,
+        precision=checked.precision,
+        accumulate=checked.accumulate,
+    )
+    step = dataclasses.replace(step, slices=slices_of(checked.slices, step.parameters))
+    return step.plan(ranks, checked.hardware, checked.memory_limit_bytes, checked.search)
+
+
+def mesh_sizes(
+    world_size: int | None, mesh: Mapping[str, int] | DeviceMesh | None
+) -> dict[str, int]:
+    """Ranks by dimension of a mesh, the outer first, from what a user gave.
+
+    Raises:
+        ValueError: unless one of the two is given, and well formed.
+    """
+    if isinstance(mesh, DeviceMesh):
+        names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+        mesh = dict(zip(names, mesh.shape, strict=True))
+    if (world_size is None) == (mesh is None):
+        raise ValueError("give world_size, or mesh as {'host': 8, 'gpu': 8}, and not both")
+    if mesh is None:
+        assert world_size is not None
+        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+            raise ValueError(f"world_size={world_size!r} is not a number of ranks")
+        return _several({"ranks": world_size})
+    sizes = dict(mesh)
+    if not 1 <= len(sizes) <= 2:
+        raise ValueError(f"mesh={sizes!r} has {len(sizes)} dimensions: one or two are supported")
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"mesh={sizes!r}: {name!r} is not a number of ranks")
+    return _several(sizes)
+
+
+def _several(sizes: dict[str, int]) -> dict[str, int]:
+    if math.prod(sizes.values()) == 1:
+        raise ValueError("one rank has nothing to shard over: give two or more")
+    return sizes

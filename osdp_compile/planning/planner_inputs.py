@@ -1,0 +1,151 @@
+"""Describe: what the planner is told of a model, from the Dynamo graph that reads it."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from osdp_compile.model.find_modules import find_roots, static_inputs
+from osdp_compile.model.mixed_precision import Precision
+from osdp_compile.model.shard_in_place import (
+    ModelParameter,
+    buffers_of,
+    check_shardable,
+    model_parameters,
+)
+from osdp_compile.optim.rebind import OptimizerIndex
+from osdp_compile.optim.state_sizes import state_bytes_per_element
+from osdp_compile.planning.capture import capture
+from osdp_compile.runtime.current_call import Call, with_whole_models
+from passes.capture.captured_step import Captured
+from passes.pipeline import Pass
+from passes.types.context import Context, Parameter
+
+_UNSEEN_BYTES = 1 << 16
+
+
+def owned_parameters(
+    gm: fx.GraphModule, inputs: Sequence[Any], call: Call | None = None
+) -> tuple[list[tuple[str, nn.Module]], list[ModelParameter]]:
+    """The modules that own the graph's parameters, and all parameters of theirs.
+
+    ``call``: of whose step the graph is a part: then the modules are whole models.
+
+    Raises:
+        OsdpError: naming a parameter that cannot be sharded.
+    """
+    roots = step_roots(gm, inputs, call)
+    entries = model_parameters(roots)
+    check_shardable(entries)
+    return roots, entries
+
+
+def step_roots(
+    gm: fx.GraphModule, inputs: Sequence[Any], call: Call | None
+) -> list[tuple[str, nn.Module]]:
+    """The modules that own the graph's parameters; of a call, the whole models.
+
+    Raises:
+        OsdpError: naming a parameter that no module has.
+    """
+    roots = find_roots(gm, inputs)
+    return roots if call is None else with_whole_models(roots, call)
+
+
+def captured_step(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    entries: Sequence[ModelParameter],
+    context: Context,
+    passes: Sequence[Pass],
+) -> Captured:
+    """The graph's training step with whole parameters. See :mod:`osdp_compile.planning.capture`."""
+    by_id = {id(entry.parameter): entry.name for entry in entries}
+    names = {i: by_id[id(value)] for i, value in enumerate(inputs) if id(value) in by_id}
+    static = {**static_inputs(gm, inputs), **names}
+    return capture(gm, inputs, names, static, context, passes)
+
+
+def described(
+    entry: ModelParameter, optimizers: OptimizerIndex | None, optimizer: int | str | None
+) -> Parameter:
+    """A parameter as the passes see it.
+
+    ``optimizers``: those there are, asked where ``optimizer`` is None. ``optimizer``: a name, or
+    bytes of state for each element.
+    """
+    parameter = entry.parameter
+    return Parameter(
+        name=entry.name,
+        shape=tuple(parameter.shape),
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        numel=parameter.numel(),
+        element_bytes=parameter.element_size(),
+        requires_grad=parameter.requires_grad,
+        optimizer_bytes=_optimizer_bytes(parameter, optimizers, optimizer),
+    )
+
+
+def _optimizer_bytes(
+    parameter: nn.Parameter, optimizers: OptimizerIndex | None, optimizer: int | str | None
+) -> int:
+    """Bytes of optimizer state the whole parameter has or will get."""
+    if not parameter.requires_grad:
+        return 0
+    if isinstance(optimizer, int):
+        return optimizer * parameter.numel()
+    holding = optimizers.holding(parameter) if optimizers is not None and optimizer is None else []
+    if optimizers is not None and holding:
+        return sum(optimizers.state_bytes(parameter, one) for one in holding)
+    per_element = state_bytes_per_element(optimizer or "adamw", parameter.element_size())
+    return per_element * parameter.numel()
+
+
+def slices_of(
+    patterns: Mapping[str, int | tuple[int, int]] | None, parameters: Sequence[Parameter]
+) -> tuple[tuple[str, int, int], ...] | None:
+    """In how many slices each parameter's operators must run, and how many of these are kept.
+
+    None: the planner decides.
+
+    ``patterns``: as the option ``slices`` gives them. Of several that match the last counts.
+
+    Raises:
+        ValueError: naming a pattern that no parameter matches.
+    """
+    if patterns is None:
+        return None
+    found: dict[str, tuple[int, int]] = {}
+    for pattern, given in patterns.items():
+        names = fnmatch.filter([one.name for one in parameters], pattern)
+        if not names:
+            raise ValueError(f"option 'slices': no parameter's name matches {pattern!r}")
+        found.update(dict.fromkeys(names, (given, 0) if isinstance(given, int) else given))
+    return tuple((name, *given) for name, given in sorted(found.items()))
+
+
+def accumulated_bytes_of(entries: Sequence[ModelParameter], precision: Precision) -> int:
+    """What :func:`osdp_compile.no_sync` takes: whole gradients twice.
+
+    What has added up, and a backward's, which are all there before the first of them is added.
+    """
+    trained = (entry.parameter for entry in entries if entry.parameter.requires_grad)
+    return 2 * sum(one.numel() * precision.gradient_dtype(one).itemsize for one in trained)
+
+
+def held_bytes_of(
+    roots: Sequence[tuple[str, nn.Module]], inputs: Sequence[Any], entries: Sequence[ModelParameter]
+) -> int:
+    """Bytes held all along besides parameters and optimizer state: buffers and the batch.
+
+    And some for what no graph shows: Adam's step counters, and small tensors that a
+    collective's thread lets go of a moment late.
+    """
+    own = {id(entry.parameter) for entry in entries}
+    held = {id(t): t for t in inputs if isinstance(t, torch.Tensor) and id(t) not in own}
+    held.update((id(buffer), buffer) for buffer in buffers_of(roots))
+    return sum(t.numel() * t.element_size() for t in held.values()) + _UNSEEN_BYTES

@@ -1,0 +1,396 @@
+"""A training step traced for planning: of a model that need not be here, for any cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from osdp_compile import _torch, progress
+from osdp_compile.errors import InfeasibleLimit, OsdpError
+from osdp_compile.model.find_modules import plain_parameters
+from osdp_compile.model.mixed_precision import OWN_PRECISION, Precision, traced_cast
+from osdp_compile.model.shard_in_place import ModelParameter, check_shardable, model_parameters
+from osdp_compile.options import Accumulate, Search
+from osdp_compile.planning.fake_model import stand_ins
+from osdp_compile.planning.frames import captured_frames, collected, is_collecting, unseen_bytes_of
+from osdp_compile.planning.planner_inputs import (
+    accumulated_bytes_of,
+    captured_step,
+    described,
+    held_bytes_of,
+    owned_parameters,
+)
+from osdp_compile.runtime.current_call import Call, interrupted_call
+from osdp_compile.runtime.meshes import levels_of
+from passes.capture.captured_step import Captured
+from passes.capture.fold_layers import Folded, fold
+from passes.overlap.bucket_collectives import bucket_bytes_for
+from passes.pipeline import Pass, default_passes, validate
+from passes.plan.monotone_search import Ladder
+from passes.plan.planner import Infeasible, complete, make_plan
+from passes.types.context import Context, Level, Parameter
+from passes.types.hardware import Hardware, generic
+from passes.types.plan import Decision, Plan, Prediction
+
+log = logging.getLogger("osdp_compile")
+
+#: Above so many nodes of forward and backward a step is folded, if it can be.
+_MOST_NODES = 2500
+#: How often the plan of a folded step is tried on the whole one.
+_WHOLE_TRIES = 3
+#: What the planner asks the price of.
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+NOTHING_TO_PLAN = (
+    "nothing that the model computes from these arguments needs gradients: there is nothing "
+    "to plan (are all parameters frozen, or is the model called under no_grad?)"
+)
+#: The name that a graph has for a process group which does not exist.
+_GROUP = "osdp_offline"
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedStep:
+    """A model's training step, traced once, to be planned for any cluster.
+
+    ``held_bytes``: buffers, the batch, what no graph shows, and ``accumulated_bytes``, for whole
+    gradients that add up. ``adds_gradients``, ``slices``: as the planner's context has it.
+    """
+
+    captured: Captured
+    parameters: tuple[Parameter, ...]
+    held_bytes: int
+    passes: tuple[Pass, ...]
+    slices: tuple[tuple[str, int, int], ...] | None = None
+    accumulated_bytes: int = 0
+    adds_gradients: bool = False
+
+    @functools.cached_property
+    def folded(self) -> Folded | None:
+        """Of a large step a few of its layers, for all."""
+        return folded_if_large(self.captured, self.parameters)
+
+    def context(
+        self, ranks: Mapping[str, int], hardware: Hardware, limit_bytes: int | None
+    ) -> Context:
+        """What the passes are told; ``ranks``: by dimension of the mesh, one or two.
+
+        Raises:
+            OsdpError: if the profile does not know what collectives cost.
+        """
+        lacking = [kind for kind in _KINDS if kind not in hardware.collectives]
+        if lacking:
+            raise OsdpError(
+                f"the hardware profile {hardware.name!r} has no rates for {', '.join(lacking)}: "
+                "measure it with several ranks, torchrun ... -m osdp_compile calibrate"
+            )
+        world_size = math.prod(ranks.values())
+        hardware = hardware.over(ranks)
+        by_exchange = hardware.collectives["all_gather"].carried_out == "messages"
+        levels = [Level(name, size, f"{_GROUP}_{name}") for name, size in ranks.items()]
+        return Context(
+            plan=Plan((), world_size=world_size),
+            hardware=hardware,
+            parameters=self.parameters,
+            world_size=world_size,
+            rank=0,
+            group_name=_GROUP,
+            base_bytes=self.held_bytes,
+            accumulated_bytes=self.accumulated_bytes,
+            adds_gradients=self.adds_gradients,
+            limit_bytes=limit_bytes,
+            by_exchange=by_exchange,
+            slices=self.slices,
+            levels=levels_of(levels, hardware, by_exchange),
+        )
+
+    def plan(
+        self,
+        ranks: Mapping[str, int],
+        hardware: Hardware,
+        limit_bytes: int | None = None,
+        search: Search = "quick",
+        say: Callable[[str], None] = lambda text: None,
+    ) -> Plan:
+        """The fastest plan under the limit; ``say``: is told of every search of a thorough one.
+
+        Raises:
+            InfeasibleLimit: if there is none.
+        """
+        ctx = self.context(ranks, hardware, limit_bytes)
+        step = chosen(self.captured, self.folded, ctx)
+        return planned(step, ctx, self.passes, search, say)
+
+    def ladder(
+        self,
+        ranks: Mapping[str, int],
+        hardware: Hardware,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> Ladder:
+        """To search thoroughly under several limits, under each rung once."""
+        ctx = self.context(ranks, hardware, None)
+        step = chosen(self.captured, self.folded, ctx)
+        return Ladder(step, ctx, self.passes, say, progress.detail)
+
+    def least_bytes(self, ranks: Mapping[str, int], hardware: Hardware) -> int:
+        """The least limit that works: what the error about one that no plan fits says."""
+        return self.ladder(ranks, hardware).least.peak_bytes
+
+    def uniform(
+        self,
+        decision: Decision,
+        ranks: Mapping[str, int],
+        hardware: Hardware,
+        limit_bytes: int | None = None,
+    ) -> Plan:
+        """One decision for all parameters, with its best schedule and its prediction.
+
+        ``limit_bytes``: overlap is given up for it; None: as much overlap as there can be.
+        """
+        ctx = self.context(ranks, hardware, limit_bytes)
+        plan = Plan.uniform(
+            [(one.name, one) for one in self.parameters],
+            decision,
+            world_size=ctx.world_size,
+            bucket_bytes=bucket_bytes_for(ctx),
+            ranks_of_a_host=ctx.ranks_of_a_host,
+        ).replace(memory_limit_bytes=limit_bytes)
+        return self._completed(plan, ctx)
+
+    def priced(self, plan: Plan, ranks: Mapping[str, int], hardware: Hardware) -> Prediction:
+        """What the simulator says of a plan on this hardware, made for it or not."""
+        ctx = self.context(ranks, hardware, plan.memory_limit_bytes)
+        return predicted(self._completed(plan, ctx))
+
+    def _completed(self, plan: Plan, ctx: Context) -> Plan:
+        step = chosen(self.captured, self.folded, ctx)
+        if plan.recompute:  # of tensors in all layers
+            step = self.captured
+        return complete(plan, step, ctx, self.passes)
+
+
+def predicted(plan: Plan) -> Prediction:
+    """The prediction of a plan that was made or completed here."""
+    assert plan.prediction is not None
+    return plan.prediction
+
+
+def planned(
+    step: Captured | Folded,
+    ctx: Context,
+    passes: Sequence[Pass],
+    search: Search = "quick",
+    say: Callable[[str], None] = log.info,
+) -> Plan:
+    """The fastest plan under the context's limit.
+
+    Of a thorough search it is for a limit of its own, which may be lower
+    (``passes/plan/monotone_search.py``).
+
+    ``step``: if it is folded, the plan leaves the order of its collectives open
+    (:func:`planned_whole` does not).
+
+    Raises:
+        InfeasibleLimit: if there is none.
+    """
+    try:
+        if search == "thorough" and ctx.limit_bytes is not None:
+            return Ladder(step, ctx, passes, say, progress.detail).plan(ctx.limit_bytes)
+        return make_plan(step, ctx, passes, progress.detail)
+    except Infeasible as error:
+        raise InfeasibleLimit(str(error), error.least_bytes) from None
+
+
+def planned_whole(
+    captured: Captured, ctx: Context, passes: Sequence[Pass], search: Search = "quick"
+) -> Plan:
+    """The fastest plan under the context's limit, with the order of its collectives.
+
+    What was planned on a few layers is looked at on all; if it takes more there than it may, less
+    is asked for, and at last the step is planned as a whole.
+
+    Raises:
+        InfeasibleLimit: if there is none.
+    """
+    step = chosen(captured, folded_if_large(captured, ctx.parameters), ctx)
+    if step is captured:
+        return planned(step, ctx, passes, search)
+    asked = ctx
+    for _ in range(_WHOLE_TRIES):
+        try:
+            plan = planned(step, asked, passes, search)
+            own = ctx
+            if search == "thorough":
+                own = ctx.replace(limit_bytes=plan.memory_limit_bytes)
+            plan = complete(plan, captured, own, passes)
+        except InfeasibleLimit:
+            break  # the whole step's least limit is what an error says
+        if ctx.limit_bytes is None or asked.limit_bytes is None:
+            return plan
+        above_bytes = predicted(plan).peak_bytes - ctx.limit_bytes
+        if above_bytes <= 0:
+            return plan
+        asked = asked.replace(limit_bytes=asked.limit_bytes - above_bytes)
+    return planned(captured, ctx, passes, search)
+
+
+def folded_if_large(captured: Captured, parameters: Sequence[Parameter]) -> Folded | None:
+    """The step without its inner layers, if it is large and they are alike."""
+    nodes = len(captured.forward.graph.nodes) + len(captured.backward.graph.nodes)
+    if nodes <= _MOST_NODES or captured.is_joined:
+        return None
+    folded = fold(captured, parameters)
+    if folded is None:
+        log.debug("a step of %d nodes has no layers that are alike: planned as a whole", nodes)
+    return folded
+
+
+def chosen(captured: Captured, folded: Folded | None, ctx: Context) -> Captured | Folded:
+    """What is planned on: not a folded step where a bucket would take more than one layer.
+
+    Nor where some operators must run in slices.
+    """
+    if folded is None or ctx.slices or bucket_bytes_for(ctx) > folded.layer_bytes(ctx):
+        return captured
+    return folded
+
+
+class _SeveralFrames(OsdpError):
+    """Leads out of Dynamo: the graph is not the whole step."""
+
+
+class _Found(OsdpError):
+    """Carries a traced step out of Dynamo."""
+
+    def __init__(self, step: TracedStep) -> None:
+        super().__init__("traced")
+        self.step = step
+
+
+def trace(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    optimizer: int | str = "adamw",
+    passes: Sequence[Pass] | None = None,
+    precision: Precision = OWN_PRECISION,
+    accumulate: Accumulate = False,
+) -> TracedStep:
+    """Trace a training step on stand-ins, with all graphs that need gradients, as the backend.
+
+    Raises:
+        OsdpError: if a parameter cannot be sharded, or nothing of what is computed needs gradients.
+    """
+    chosen = tuple(passes or default_passes())
+    validate(chosen)
+    check_shardable(model_parameters([("", model)]))  # a stand-in has no hooks
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        if is_collecting():
+            return collected(gm, inputs)
+        if not any(parameter.requires_grad for _, parameter in plain_parameters(gm, inputs)):
+            return gm
+        if interrupted_call(gm, inputs) is not None:
+            _torch.raise_to_user(_SeveralFrames("the step is several graphs"))
+        try:
+            found = _traced(gm, inputs, optimizer, chosen, precision, accumulate)
+        except OsdpError as error:
+            _torch.raise_to_user(error)
+        _torch.raise_to_user(_Found(found))
+
+    compiled = torch.compile(model, backend=backend, dynamic=False)
+    inputs = (tuple(args), dict(kwargs or {}))
+    with stand_ins([model], inputs, _device_of(model)) as (given, named):
+        try:
+            with torch.enable_grad(), traced_cast(model, precision):
+                compiled(*given, **named)
+        except _Found as found:
+            return found.step
+        except _SeveralFrames:
+            pass
+        else:
+            raise OsdpError(NOTHING_TO_PLAN)
+    call = Call(compiled, *inputs, modules=(model,), is_whole=False)
+    with traced_cast(model, precision):
+        return _traced_frames(model, call, optimizer, chosen, precision, accumulate)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the model is traced: where it is, and on the CPU if it is on the meta device.
+
+    A build of torch without CUDA cannot trace for it.
+    """
+    devices = (p.device for p in model.parameters() if p.device.type != "meta")
+    return next(devices, torch.device("cpu"))
+
+
+def _traced_frames(
+    model: nn.Module,
+    call: Call,
+    optimizer: int | str,
+    passes: tuple[Pass, ...],
+    precision: Precision,
+    accumulate: Accumulate,
+) -> TracedStep:
+    """The step of a model that graph breaks cut."""
+    roots = [("", model)]
+    entries = model_parameters(roots)
+    ctx = _context(entries, optimizer, precision)
+    captured = captured_frames(call, roots, ctx, passes, _device_of(model))
+    if captured is None:
+        raise OsdpError(NOTHING_TO_PLAN)
+    held_bytes = held_bytes_of(roots, _torch.tree_leaves((call.args, call.kwargs)), entries)
+    held_bytes += unseen_bytes_of(captured, ctx)
+    return _step(captured, ctx, entries, held_bytes, passes, precision, accumulate)
+
+
+def _traced(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    optimizer: int | str,
+    passes: tuple[Pass, ...],
+    precision: Precision,
+    accumulate: Accumulate,
+) -> TracedStep:
+    roots, entries = owned_parameters(gm, inputs)
+    ctx = _context(entries, optimizer, precision)
+    captured = captured_step(gm, inputs, entries, ctx, passes)
+    held_bytes = held_bytes_of(roots, inputs, entries)
+    return _step(captured, ctx, entries, held_bytes, passes, precision, accumulate)
+
+
+def _context(
+    entries: Sequence[ModelParameter], optimizer: int | str, precision: Precision
+) -> Context:
+    """Of it only the parameters, their types and the group's name enter the graphs."""
+    parameters = tuple(described(entry, None, optimizer) for entry in entries)
+    return Context(Plan((), world_size=1), generic(), parameters, 1, 0, _GROUP).replace(
+        param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype
+    )
+
+
+def _step(
+    captured: Captured,
+    ctx: Context,
+    entries: Sequence[ModelParameter],
+    held_bytes: int,
+    passes: tuple[Pass, ...],
+    precision: Precision,
+    accumulate: Accumulate,
+) -> TracedStep:
+    accumulated_bytes = accumulated_bytes_of(entries, precision) if accumulate is True else 0
+    return TracedStep(
+        captured=captured,
+        parameters=ctx.parameters,
+        held_bytes=held_bytes + accumulated_bytes,
+        passes=passes,
+        accumulated_bytes=accumulated_bytes,
+        adds_gradients=accumulate == "reduced",
+    )

@@ -1,0 +1,1 @@
+"""Reports: plans, predictions and measurements for people."""

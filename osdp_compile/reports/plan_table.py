@@ -1,0 +1,216 @@
+"""Reports for people: the plan as a table, on one screen however deep the model."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from osdp_compile.log_lines import ensure_visible
+from passes.ops.slicing import parameter_of
+from passes.types.plan import Decision, ParameterPlan, Plan
+from passes.types.units import format_bytes, format_limit, format_seconds
+
+
+def plan_table(plan: Plan) -> Table:
+    """The plan: parameter, shape, decision, bytes saved, why.
+
+    Parameters that differ only in a layer's number and share everything else stand in one
+    row: ``blocks.{0..11}.up.weight``; its bytes are their sum, its seconds their range.
+    """
+    limit = plan.memory_limit_bytes
+    title = f"osdp plan for {plan.world_size} ranks, " + (
+        f"limit {format_limit(limit)}" if limit is not None else "no memory limit"
+    )
+    table = Table(title=title, title_justify="left", header_style="bold")
+    table.add_column("parameter", overflow="fold")
+    table.add_column("shape")
+    table.add_column("decision")
+    table.add_column("saves", justify="right")
+    table.add_column("why", overflow="fold")
+    for rows in _grouped(plan.parameters):
+        first = rows[0]
+        saved = sum(row.saved_bytes for row in rows)
+        table.add_row(
+            Text(_joined([row.name for row in rows])),  # a name may hold brackets
+            "x".join(map(str, first.shape)) or "scalar",
+            _decided(first),
+            format_bytes(saved) if saved else "",
+            Text(_ranged([row.reason for row in rows])),
+        )
+    return table
+
+
+#: What is more than its words one after the other.
+_DECIDED = {
+    Decision.SHARD_HOST_KEEP: "shard within host, keep",
+    Decision.SHARD_HOST_AGAIN: "shard within host, again",
+}
+
+
+def _decided(row: ParameterPlan) -> str:
+    """A decision for people."""
+    decided = _DECIDED.get(row.decision, row.decision.value.replace("_", ", "))
+    if row.slices == 1:
+        return decided
+    kept = f", {row.kept_slices} of them kept" if row.kept_slices else ""
+    return f"{decided}, in {row.slices} slices{kept}"
+
+
+def prediction_lines(plan: Plan) -> list[str]:
+    """What the simulator says of the step; none if nothing was predicted.
+
+    Two lines; one more if activations are recomputed, and one if some collectives over all ranks
+    go leg by leg along the levels of a mesh.
+    """
+    said = plan.prediction
+    if said is None:
+        return []
+    filling = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in said.peak.items())
+    lines = [
+        f"predicted step {format_seconds(said.step_seconds)}, of it "
+        f"{format_seconds(said.exposed_seconds)} waiting for communication",
+        f"predicted peak {format_bytes(said.peak_bytes)} ({filling})",
+    ]
+    if plan.recompute:
+        lines.append(
+            f"recomputed in the backward: {len(plan.recompute)} tensors, "
+            f"{format_bytes(said.recomputed_bytes)}, {format_seconds(said.recomputed_seconds)}: "
+            + ", ".join(map(_joined, _keys_grouped(plan.recompute)))
+        )
+    legs = [
+        one.leg
+        for order in plan.order.values()
+        for one in order
+        if not ((name := parameter_of(one.names[0])) in plan and plan.decision(name).within_host)
+    ]
+    if 1 in legs:
+        lines.append(f"{legs.count(1)} of {legs.count(0)} collectives over all ranks go leg by leg")
+    return lines
+
+
+def plan_text(plan: Plan, width: int | None = None) -> str:
+    """The table and the prediction as plain text.
+
+    ``width``: in columns (None: the terminal's, or 120 where there is none).
+    """
+    return plain_text(plan_table(plan), *map(Text, prediction_lines(plan)), width=width)
+
+
+def plain_text(*parts: RenderableType, width: int | None = None) -> str:
+    """What rich would print, one below the other, without colours.
+
+    ``width``: in columns (None: the terminal's, or 120 where there is none).
+    """
+    columns = width or shutil.get_terminal_size(fallback=(120, 24)).columns
+    console = Console(file=io.StringIO(), width=columns, color_system=None)
+    for part in parts:
+        console.print(part)
+    output = console.file
+    assert isinstance(output, io.StringIO)
+    return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
+
+
+def log_plan(plan: Plan, log: logging.Logger) -> None:
+    """Log the plan once, at INFO.
+
+    Who has configured logging gets it as a record; who has not sees it on standard error:
+    the logger is then given a handler of its own.
+    """
+    ensure_visible(log)
+    log.info("%s", plan_text(plan))
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=[.:])")
+_Row = TypeVar("_Row", ParameterPlan, str)
+
+
+def _grouped(rows: Sequence[ParameterPlan]) -> Iterable[list[ParameterPlan]]:
+    """Rows that are alike but for a layer's number, in the order of the first of each."""
+    groups: dict[tuple[object, ...], list[ParameterPlan]] = {}
+    for row in rows:
+        pattern = _NUMBER.sub("*", row.name)
+        key = pattern, row.shape, row.decision, row.slices, row.kept_slices, _kind(row.reason)
+        groups.setdefault(key, []).append(row)
+    for group in groups.values():
+        yield from _grids(group)
+
+
+def _keys_grouped(keys: Sequence[str]) -> Iterable[list[str]]:
+    """What is recomputed, alike but for a layer's number."""
+    groups: dict[str, list[str]] = {}
+    for key in keys:
+        groups.setdefault(_NUMBER.sub("*", key), []).append(key)
+    for group in groups.values():
+        yield from _grids(group)
+
+
+def _grids(rows: list[_Row]) -> Iterable[list[_Row]]:
+    """Rows whose names hold every combination of their numbers, so that ranges tell the truth."""
+    numbers = [_NUMBER.findall(row if isinstance(row, str) else row.name) for row in rows]
+    spans = [len(set(column)) for column in zip(*numbers, strict=True)]
+    if math.prod(spans) == len(rows):
+        yield rows
+        return
+    varies = next(index for index, span in enumerate(spans) if span > 1)
+    parts: dict[str, list[_Row]] = {}
+    for row, own in zip(rows, numbers, strict=True):
+        parts.setdefault(own[varies], []).append(row)
+    for part in parts.values():
+        yield from _grids(part)
+
+
+_SECONDS = re.compile(r"[\d.]+ (?:s|ms|us)\b")
+_IN_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+
+
+def _kind(reason: str) -> str:
+    """A reason without its figures: layers alike differ in microseconds."""
+    return _SECONDS.sub("", reason)
+
+
+def _ranged(reasons: Sequence[str]) -> str:
+    """Reasons of one kind as one, each figure from its least to its most: ``2.1 to 2.7 ms``."""
+    columns = zip(*(_SECONDS.findall(reason) for reason in reasons), strict=True)
+    parts = (_range(sorted(set(column), key=_seconds)) for column in columns)
+    return _SECONDS.sub(lambda _: next(parts), reasons[0])
+
+
+def _seconds(figure: str) -> float:
+    number, unit = figure.split()
+    return float(number) * _IN_SECONDS[unit]
+
+
+def _range(figures: list[str]) -> str:
+    least, most = figures[0], figures[-1]
+    if least == most:
+        return least
+    if least.split()[1] == most.split()[1]:
+        least = least.split()[0]
+    return f"{least} to {most}"
+
+
+def _joined(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    numbers = [_NUMBER.findall(name) for name in names]
+    columns = list(zip(*numbers, strict=True))
+    parts = iter(_span(sorted(set(map(int, column)))) for column in columns)
+    return _NUMBER.sub(lambda _: next(parts), names[0])
+
+
+def _span(numbers: list[int]) -> str:
+    """``{0..3}``, or ``{0,2,5}`` where there are gaps, or the number if it is one."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    if numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{{{numbers[0]}..{numbers[-1]}}}"
+    return "{" + ",".join(map(str, numbers)) + "}"

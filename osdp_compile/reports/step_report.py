@@ -1,0 +1,327 @@
+"""Is the prediction right? What was predicted of a model's training step beside what it took."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from osdp_compile.errors import OsdpError
+from osdp_compile.reports.cpu_memory import leaves_out
+from osdp_compile.reports.memory_plot import draw_memory
+from osdp_compile.reports.plan_table import plain_text
+from osdp_compile.tracking.session import Session, base_parts, session_for
+from passes.simulate.chrome_trace import StepTimeline, optimizer_timeline
+from passes.simulate.timeline import Buffer, Event, Timeline
+from passes.types.context import Phase
+from passes.types.units import format_bytes, format_limit, format_seconds
+
+#: Fewer measured steps than this say nothing.
+LEAST_STEPS = 3
+#: How many buffers and exposed collectives are printed; the report holds all.
+SHOWN_BUFFERS = 10
+SHOWN_EXPOSED = 8
+#: Of the step: what is exposed for less is not worth a row.
+_LEAST_EXPOSED = 0.002
+_SAVED = "saved by other graphs"
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Predicted and measured, of one training step on this rank. Prints as tables.
+
+    ``timeline``: the simulated step: forward, backward and optimizer.
+    ``measured_step_seconds``: the median of ``measured_steps`` steps, from the start of one
+    forward to the next; None for too few.
+    ``measured_peak_bytes``: on CUDA the allocator's peak; else what was given; None for nothing.
+    ``entered_late``: the peak that was given was measured without the model's own parameters, and
+    is not in the report. ``on_cuda``: where the model is.
+    ``trained_graphs``: how many a step runs, one after the other; more than one if it has graph
+    breaks. Of each, the timeline is that of its last compilation.
+    """
+
+    world_size: int
+    memory_limit_bytes: int | None
+    timeline: StepTimeline
+    measured_step_seconds: float | None
+    measured_steps: int
+    measured_peak_bytes: int | None
+    on_cuda: bool
+    trained_graphs: int
+    entered_late: bool = False
+
+    @property
+    def predicted_step_seconds(self) -> float:
+        return self.timeline.step_seconds
+
+    @property
+    def predicted_exposed_seconds(self) -> float:
+        """Of the step, how long compute waits for communication."""
+        return self.timeline.exposed_seconds
+
+    @property
+    def exposed(self) -> tuple[tuple[str, Event], ...]:
+        """The collectives that the computing waits for, with their phase, the longest first."""
+        found = [
+            (phase.phase, event)
+            for phase in self.timeline.phases
+            for event in phase.events
+            if event.exposed_seconds > 0
+        ]
+        return tuple(sorted(found, key=lambda one: -one[1].exposed_seconds))
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        return self.timeline.peak.peak_bytes
+
+    @property
+    def peak_phase(self) -> str:
+        """In which part of the step the predicted peak is."""
+        return self.timeline.peak.phase
+
+    @property
+    def peak_buffers(self) -> tuple[Buffer, ...]:
+        """Everything that is alive at the predicted peak, largest first."""
+        return self.timeline.peak.peak_buffers
+
+    @property
+    def peak_bytes_by_kind(self) -> dict[str, int]:
+        """What fills the predicted peak, largest first; the values add up to it."""
+        kinds: dict[str, int] = {}
+        for buffer in self.peak_buffers:
+            kinds[buffer.kind] = kinds.get(buffer.kind, 0) + buffer.size_bytes
+        return dict(sorted(kinds.items(), key=lambda kind: -kind[1]))
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write the simulated step as a trace that Perfetto and Chrome read."""
+        self.timeline.save(path)
+
+    def save_memory_picture(self, path: str | Path) -> None:
+        """Draw the predicted memory over the step; the name's ending says in which format.
+
+        Raises:
+            ImportError: without matplotlib, an extra of this package.
+        """
+        draw_memory(self.timeline, path, self.memory_limit_bytes, self.measured_peak_bytes)
+
+    def __rich__(self) -> RenderableType:
+        parts: list[RenderableType] = [_side_by_side(self), Text("\n".join(_notes(self)))]
+        if self.predicted_exposed_seconds > _LEAST_EXPOSED * self.predicted_step_seconds:
+            parts.append(_exposed(self))
+        parts.append(_by_kind(self))
+        if not all(buffer.is_part for buffer in self.peak_buffers):
+            parts.append(_largest(self))
+        return Group(*parts)
+
+    def __str__(self) -> str:
+        return plain_text(self)
+
+
+def report(model: nn.Module, *, peak_bytes: int | None = None) -> Report:
+    """Predicted and measured, side by side, of a model that is being trained.
+
+    Args:
+        model: the module, or what ``torch.compile`` returned for it.
+        peak_bytes: the measured peak, which only you can know on the CPU:
+            ``PeakMemory().peak_bytes``. On CUDA it is asked of the allocator.
+
+    Raises:
+        OsdpError: if the model has no plan, or its backward has not been compiled yet.
+
+    Example::
+
+        for batch in batches:
+            train_step(batch)
+        print(osdp_compile.report(model))
+    """
+    session = session_for(model)
+    if session is None:
+        raise OsdpError(
+            "this model has no plan yet: call what torch.compile(model, backend='osdp') returned, "
+            "with gradients and with two ranks or more, and run its backward"
+        )
+    observed = session.observed
+    graphs = observed.graphs
+    missing = [
+        phase.value
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+        if not graphs or any(phase not in graph.timelines for graph in graphs)
+    ]
+    if missing:
+        raise OsdpError(
+            f"the {' and '.join(missing)} of this model has not been compiled yet: run one "
+            "training step, forward and backward"
+        )
+    device = next(model.parameters()).device
+    if peak_bytes is None and device.type == "cuda":
+        peak_bytes = torch.cuda.max_memory_allocated(device)
+    entered_late = peak_bytes is not None and leaves_out(peak_bytes, _own_parts(model))
+    enough = observed.steps >= LEAST_STEPS
+    return Report(
+        world_size=session.plan.world_size,
+        memory_limit_bytes=session.options.memory_limit_bytes,
+        timeline=_step_timeline(session),
+        measured_step_seconds=observed.step_seconds if enough else None,
+        measured_steps=observed.steps,
+        measured_peak_bytes=None if entered_late else peak_bytes,
+        on_cuda=device.type == "cuda",
+        trained_graphs=len(graphs),
+        entered_late=entered_late,
+    )
+
+
+def _own_parts(model: nn.Module) -> Iterator[torch.Tensor]:
+    """What this rank holds of a model's parameters."""
+    for parameter in model.parameters():
+        detached = parameter.detach()
+        yield detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def _step_timeline(session: Session) -> StepTimeline:
+    """All forwards, their backwards in reverse, and the optimizer's step."""
+    graphs = session.observed.graphs
+    phases: list[Timeline] = []
+    saved_bytes: list[int] = []  # by each forward, for its backward
+    for graph in graphs:
+        forward = graph.timelines[Phase.FORWARD]
+        phases.append(forward.beside({_SAVED: sum(saved_bytes)}))
+        saved_bytes.append(forward.kept_bytes)
+    gradient_bytes = 0
+    for graph in reversed(graphs):
+        saved_bytes.pop()
+        backward = graph.timelines[Phase.BACKWARD]
+        phases.append(backward.beside({_SAVED: sum(saved_bytes), "gradients": gradient_bytes}))
+        gradient_bytes += backward.kept_bytes
+    base = base_parts(session)
+    phases.append(optimizer_timeline(session.context, session.plan, base, gradient_bytes))
+    return StepTimeline(tuple(phases), session.plan.world_size)
+
+
+def _side_by_side(said: Report) -> Table:
+    limit = said.memory_limit_bytes
+    table = Table(
+        title=f"training step on each of {said.world_size} ranks, "
+        + (f"limit {format_limit(limit)}" if limit is not None else "no memory limit"),
+        title_justify="left",
+        header_style="bold",
+    )
+    table.add_column("")
+    for column in ("predicted", "measured", "predicted / measured"):
+        table.add_column(column, justify="right")
+    step, peak = said.measured_step_seconds, said.measured_peak_bytes
+    table.add_row(
+        "step",
+        format_seconds(said.predicted_step_seconds),
+        format_seconds(step) if step is not None else "not measured yet",
+        _ratio(said.predicted_step_seconds, step),
+    )
+    exposed = format_seconds(said.predicted_exposed_seconds)
+    table.add_row("  waiting for communication", exposed, "", "")
+    table.add_row(
+        "peak memory",
+        format_bytes(said.predicted_peak_bytes),
+        format_bytes(peak) if peak is not None else "not measured",
+        _ratio(said.predicted_peak_bytes, peak),
+    )
+    return table
+
+
+def _ratio(predicted: float, measured: float | None) -> str:
+    return f"{predicted / measured:.2f}" if measured else ""
+
+
+def _exposed(said: Report) -> Table:
+    table = Table(title="communication that is not hidden, predicted", title_justify="left")
+    table.add_column("collective", overflow="fold")
+    table.add_column("phase")
+    table.add_column("exposed", justify="right")
+    table.add_column("of", justify="right")
+    table.add_column("why", overflow="fold")
+    for phase, event in said.exposed[:SHOWN_EXPOSED]:
+        table.add_row(
+            Text(_shortened(event.label)),
+            phase,
+            format_seconds(event.exposed_seconds),
+            format_seconds(event.seconds),
+            event.reason,
+        )
+    rest = said.exposed[SHOWN_EXPOSED:]
+    if rest:
+        seconds = sum(event.exposed_seconds for _, event in rest)
+        table.add_row(f"{len(rest)} more", "", format_seconds(seconds), "", "")
+    return table
+
+
+def _by_kind(said: Report) -> Table:
+    table = Table(title=f"the predicted peak, in the {said.peak_phase}", title_justify="left")
+    table.add_column("what fills it")
+    table.add_column("bytes", justify="right")
+    table.add_column("share", justify="right")
+    for kind, size_bytes in said.peak_bytes_by_kind.items():
+        share = f"{size_bytes / said.predicted_peak_bytes:.0%}"
+        table.add_row(kind, format_bytes(size_bytes), share)
+    return table
+
+
+def _largest(said: Report) -> Table:
+    tensors = [buffer for buffer in said.peak_buffers if not buffer.is_part]
+    table = Table(title="largest tensors of the step that are alive then", title_justify="left")
+    table.add_column("tensor", overflow="fold")
+    table.add_column("kind")
+    table.add_column("bytes", justify="right")
+    table.add_column("what it is", overflow="fold")
+    for buffer in tensors[:SHOWN_BUFFERS]:
+        size = format_bytes(buffer.size_bytes)
+        table.add_row(Text(buffer.name), buffer.kind, size, Text(_shortened(buffer.label)))
+    if len(tensors) > SHOWN_BUFFERS:
+        rest = tensors[SHOWN_BUFFERS:]
+        size = format_bytes(sum(buffer.size_bytes for buffer in rest))
+        table.add_row(f"{len(rest)} more", "", size, "")
+    return table
+
+
+def _shortened(label: str, shown: int = 2) -> str:
+    """What a bucket serves may be a hundred parameters: the first of them, and how many more."""
+    names = label.split("+")
+    if len(names) <= shown + 1:
+        return label
+    return f"{'+'.join(names[:shown])} and {len(names) - shown} more"
+
+
+def _notes(said: Report) -> list[str]:
+    """What the figures rest on, and how to get those that are missing."""
+    notes = []
+    if said.measured_step_seconds is None:
+        notes.append(
+            f"step: {said.measured_steps} measured so far, at least {LEAST_STEPS} are needed (the "
+            "first after a compilation does not count)"
+        )
+    else:
+        notes.append(
+            f"step: median of {said.measured_steps}, from one forward's start to the next one's"
+        )
+    if said.on_cuda:
+        notes.append("peak: the allocator's, since torch.cuda.reset_peak_memory_stats()")
+    elif said.entered_late:
+        notes.append(
+            "peak: osdp_compile.PeakMemory() was entered when the model was there already, and did "
+            "not count it. Build and train the model inside it"
+        )
+    elif said.measured_peak_bytes is None:
+        notes.append(
+            "peak: to measure it, build and train the model inside osdp_compile.PeakMemory() and "
+            "give its peak_bytes: report(model, peak_bytes=...)"
+        )
+    if said.trained_graphs > 1:
+        notes.append(
+            f"the step runs as {said.trained_graphs} compiled graphs (graph breaks), one after the "
+            "other: the plan saw the first only, and nothing hides from one graph to the next"
+        )
+    return notes

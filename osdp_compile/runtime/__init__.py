@@ -1,0 +1,1 @@
+"""Runtime: what runs on every rank while a model trains."""

@@ -1,0 +1,140 @@
+"""The eager implementation of the markers, for code outside a compiled graph.
+
+After a graph break, in an uncompiled evaluation, or in the backward of either, a
+parameter is gathered and a gradient reduced right where it is read: correct, and not
+overlapped with anything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import passes.ops.markers
+import passes.ops.packing  # noqa: F401  (these two define the operators)
+from osdp_compile import _torch
+from osdp_compile.runtime.collectives import all_gather_single, reduce_scatter_single
+
+# Weak: a group that something still holds at the end of the process is not torn down by
+# ``destroy_process_group``, and its threads may abort the process while Python shuts down.
+_groups: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
+
+
+def register_group(group: dist.ProcessGroup) -> str:
+    """Make a process group known to the eager markers; returns the name that graphs use."""
+    name: str = group.group_name
+    _groups[name] = group
+    return name
+
+
+def group_of(name: str) -> dist.ProcessGroup:
+    """The process group that graphs name so."""
+    if name not in _groups:
+        raise RuntimeError(
+            f"process group {name!r} of a sharded parameter is gone: the model was sharded under "
+            "a process group that was destroyed since; build the model again"
+        )
+    return _groups[name]
+
+
+@torch.library.impl("osdp::unshard", "CompositeExplicitAutograd")
+def _unshard(
+    shard: Tensor,
+    name: str,
+    shape: list[int],
+    sharded: bool,
+    group_name: str,
+    between: str = "",
+    hosts: int = 1,
+    *,
+    dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> Tensor:
+    if not sharded:
+        return shard.to(dtype or shard.dtype, copy=True)
+    shard = shard.to(dtype or shard.dtype)
+    group = group_of(group_name)
+    ranks = group.size()
+    rows = -(-shape[0] // ranks)
+    if shard.shape[0] != rows:
+        shard = torch.ops.osdp.pad_rows(shard, rows)
+    full = shard.new_empty([rows * ranks, *shape[1:]])
+    all_gather_single(full, shard.contiguous(), group=group)
+    if rows * ranks == shape[0]:
+        return full
+    return torch.ops.osdp.unpack(full, ranks, 0, shape, hosts=hosts)
+
+
+@torch.library.impl("osdp::reduce_grad", "CompositeExplicitAutograd")
+def _reduce_grad(
+    grad: Tensor,
+    shard: Tensor,
+    name: str,
+    sharded: bool,
+    group_name: str,
+    between: str = "",
+    hosts: int = 1,
+    *,
+    reduce_dtype: torch.dtype | None = None,
+) -> Tensor:
+    grad = grad.to(reduce_dtype or grad.dtype)
+    group = group_of(group_name)
+    ranks, replicas = group.size(), group_of(between) if between else None
+    mean = (grad / (ranks * (replicas.size() if replicas else 1))).contiguous()
+    if not sharded:
+        dist.all_reduce(mean, group=group)
+        return mean.to(shard.dtype)
+    rows = -(-grad.shape[0] // ranks)
+    reduced = mean.new_empty([rows, *grad.shape[1:]])
+    if rows * ranks != grad.shape[0]:
+        mean = torch.ops.osdp.pack_columns([mean], ranks, hosts=hosts)
+    reduce_scatter_single(reduced, mean.view(rows * ranks, *grad.shape[1:]), group=group)
+    if replicas is not None:
+        dist.all_reduce(reduced, group=replicas)
+    own = reduced[: shard.shape[0]].clone() if shard.shape[0] != rows else reduced
+    return own.to(shard.dtype)
+
+
+class _Replicated(torch.autograd.Function):
+    """A replicated parameter read in eager mode: itself; its gradient is all-reduced."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, name: str, group_name: str) -> Tensor:
+        ctx.name, ctx.group_name = name, group_name
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        reduced = torch.ops.osdp.reduce_grad(grad, grad, ctx.name, False, ctx.group_name)
+        return reduced, None, None
+
+
+def read(
+    local: Tensor,
+    name: str,
+    shape: tuple[int, ...],
+    sharded: bool,
+    *marks: str | int,
+    **dtypes: torch.dtype,
+) -> Tensor:
+    """The full parameter, from this rank's part of it. Differentiable; a marker in a trace.
+
+    Args:
+        local: this rank's rows ``[rows/N, ...]`` if sharded, else the whole parameter.
+        shape: the whole parameter's.
+        marks: of its :class:`passes.types.shard_layout.Cut`.
+        dtypes: of its :class:`osdp_compile.model.mixed_precision.Precision`.
+    """
+    if sharded or dtypes or torch.compiler.is_compiling():
+        return torch.ops.osdp.unshard(local, name, shape, sharded, *marks, **dtypes)
+    if not torch.is_grad_enabled():
+        return local
+    return _Replicated.apply(local, name, *marks)
+
+
+# Called by a frame that Dynamo could not trace (an nn.LSTM's), this is not the model's code.
+_torch.skip_code(read.__code__)

@@ -1,0 +1,109 @@
+"""Meshes: the ranks as one flat group, and as hosts of ranks where the mesh has two dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from osdp_compile import _torch
+from passes.types.context import Level
+from passes.types.hardware import Hardware
+from passes.types.plan import Plan
+
+
+def flat_mesh(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
+    """The one-dimensional mesh over all ranks of a mesh. Collective.
+
+    ``mesh``: what the user's options say, checked by :func:`check_mesh` (None: all ranks).
+    """
+    if mesh is None:
+        return init_device_mesh(device_type, (dist.get_world_size(),))
+    return mesh if mesh.ndim == 1 else _torch.flattened(mesh)
+
+
+def mesh_of_shards(mesh: DeviceMesh, along: Mapping[str, dist.ProcessGroup]) -> DeviceMesh:
+    """A mesh of two dimensions for DTensors whose rows both of them cut: one never flattened.
+
+    Where a mesh was flattened, torch 2.13 gathers ``[Shard(0), Shard(0)]`` in one go, as if rows
+    were cut for all ranks at once: wrong where they do not come out even.
+
+    ``along``: its groups (:func:`groups_along`).
+    """
+    return DeviceMesh.from_group(
+        list(along.values()), mesh.device_type, mesh.mesh, mesh_dim_names=tuple(along)
+    )
+
+
+def own_mesh(flat: DeviceMesh, given: DeviceMesh | None, plan: Plan) -> DeviceMesh:
+    """The mesh that a model's DTensors are on: of two levels if the plan shards within hosts.
+
+    ``flat``, ``given``: over all ranks, and what the user's options say.
+    """
+    if plan.within_hosts and given is not None:
+        return mesh_of_shards(given, groups_along(given))
+    return flat
+
+
+def groups_along(mesh: DeviceMesh | None) -> dict[str, dist.ProcessGroup]:
+    """This rank's groups along two dimensions, the outer first, by name; empty if flat.
+
+    A mesh with one rank along either dimension is flat, whatever its shape.
+    """
+    if mesh is None or mesh.ndim == 1 or 1 in mesh.shape:
+        return {}
+    assert mesh.mesh_dim_names is not None
+    return {name: mesh.get_group(name) for name in mesh.mesh_dim_names}
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Refuse a mesh over which the ranks cannot be laid out.
+
+    Raises:
+        ValueError: saying what to give.
+    """
+    names = mesh.mesh_dim_names
+    if mesh.ndim > 2:
+        pick = f"mesh[{names[0]!r}]" if names else "a mesh with one dimension"
+        two = f"mesh[{names[0]!r}, {names[1]!r}]" if names else "one with two"
+        raise ValueError(
+            f"the mesh has {mesh.ndim} dimensions, one or two are supported: give {pick}, or {two} "
+            "(hosts, ranks of a host)"
+        )
+    if mesh.ndim == 2:
+        if not names:
+            raise ValueError(
+                "the mesh has two dimensions without names: make it with mesh_dim_names, such as "
+                "('host', 'gpu')"
+            )
+        ranks = mesh.mesh.flatten().tolist()
+        if ranks != sorted(ranks):
+            raise ValueError(
+                f"the mesh's ranks {ranks} are not in ascending order along {names[0]!r} and then "
+                f"{names[1]!r}"
+            )
+
+
+def level(name: str, group: dist.ProcessGroup) -> Level:
+    """A dimension as the passes see it."""
+    return Level(name, group.size(), group.group_name)
+
+
+def levels_of(
+    levels: Sequence[Level], hardware: Hardware, by_exchange: bool
+) -> tuple[Level, Level] | None:
+    """The levels of a mesh, if the profile prices whatever the passes may emit along both.
+
+    ``levels``: the dimensions, the outer first; a mesh with one dimension, or one rank along
+    either, has no levels. ``by_exchange``: of the passes' context.
+    """
+    if len(levels) != 2 or any(one.size == 1 for one in levels):
+        return None
+    needed = {"all_gather", "all_reduce", "all_to_all"}
+    if not by_exchange:
+        needed.add("reduce_scatter")
+    if any(needed - set(hardware.dimensions.get(one.name, ())) for one in levels):
+        return None
+    outer, inner = levels
+    return outer, inner

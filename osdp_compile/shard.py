@@ -1,0 +1,155 @@
+"""Shard: a model laid out as a plan says before it is called, and before it has any memory.
+
+::
+
+    with torch.device("meta"):
+        model = GPT(config)
+    plan = osdp_compile.plan(model, args, world_size=64, hardware="h100-sxm", memory_limit="80GB")
+    osdp_compile.shard(model, plan)
+    model.to_empty(device="cuda")           # allocates this rank's rows only
+    model.init_weights()
+    model = torch.compile(model, backend="osdp")
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from osdp_compile.engine.backend import say_once, why_alone
+from osdp_compile.engine.deferred_init import write_as_into_whole_ones
+from osdp_compile.errors import OsdpError
+from osdp_compile.model.agreement import agree, fingerprint, from_rank_zero, on_every_rank
+from osdp_compile.model.shard_in_place import (
+    ModelParameter,
+    Reading,
+    check_fits,
+    check_shardable,
+    model_parameters,
+    shard_in_place,
+    synchronize,
+)
+from osdp_compile.optim.rebind import OptimizerIndex
+from osdp_compile.options import Options
+from osdp_compile.runtime.collectives import backend_of
+from osdp_compile.runtime.eager_markers import register_group
+from osdp_compile.runtime.meshes import flat_mesh, groups_along, level, own_mesh
+from osdp_compile.tracking.pending_model import LaidOut, wait_for_first_call
+from osdp_compile.tracking.session import plan_of
+from passes.types.context import Context
+from passes.types.hardware import generic
+from passes.types.plan import Plan
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) -> M:
+    """Lay a model out as a plan says, now and not at its first call. Collective.
+
+    Every parameter becomes a ``DTensor`` parameter under its old name: ``Shard(0)``, of which this
+    rank holds its rows, or ``Replicate()`` (along both dimensions of a mesh of two levels, if the
+    plan shards within hosts). Optimizers that hold the parameters get the new ones.
+    What is on the meta device stays there, so that ``model.to_empty(device=...)`` allocates this
+    rank's part only. What has values gets rank 0's.
+
+    ``torch.compile(model, backend="osdp")`` then uses this plan and does not search for another.
+    Until its first call ``module.weight`` is the DTensor itself, for code that initialises it
+    (:mod:`osdp_compile.engine.deferred_init`: ranks with one seed hold together what one process
+    would), and the model cannot be called uncompiled. At the first compiled call buffers and
+    replicated parameters get rank 0's values; rows are each rank's own.
+
+    Without a process group, or with one rank, nothing is sharded, as with the backend.
+
+    Args:
+        model: a module, or what ``torch.compile`` returned for it.
+        plan: as :func:`osdp_compile.plan` or ``plan_of`` returned it, or made by hand; or the path
+            of one that was saved. The same on every rank.
+        mesh: as the backend's option: over the data-parallel ranks, with one dimension or two
+            (default: all ranks). It is needed where the model is on the meta device and will not
+            train on the process group's accelerator; and with two dimensions where the plan
+            shards within hosts.
+
+    Returns the model.
+
+    Raises:
+        ValueError: for a malformed argument.
+        RanksDiffer: on every rank, where ranks give different plans or models.
+        PlanMismatch: on every rank, naming the first difference between the plan and the model.
+        OsdpError: on every rank, if a parameter cannot be sharded, or is already.
+    """
+    options = Options.parse({"plan": plan, "mesh": mesh})
+    if options.plan is None:
+        raise ValueError("plan=None: give an osdp_compile.Plan, or the path of one saved")
+    alone = why_alone(options)
+    if alone is not None:
+        say_once(f"{alone}: nothing is sharded")
+        return model
+    root: nn.Module = getattr(model, "_orig_mod", model)
+    flat = flat_mesh(options.mesh, _device_type(root))
+    group = flat.get_group()
+    entries = on_every_rank(lambda: _shardable(root, flat), group)
+    agree([*options.lines(), *fingerprint(None, entries)], group)
+    along = groups_along(options.mesh)
+    levels = [level(name, one) for name, one in along.items()]
+
+    def fitting() -> Plan:
+        assert options.plan is not None
+        ranks_of_a_host = levels[1].size if levels else None
+        check_fits(options.plan, entries, flat.size(), ranks_of_a_host=ranks_of_a_host)
+        return options.plan
+
+    chosen = from_rank_zero(fitting, group)
+    own = own_mesh(flat, options.mesh, chosen)
+    values = (entry.parameter.detach() for entry in entries if not entry.parameter.is_meta)
+    synchronize(values, group)
+    reading = Reading()
+    optimizers = OptimizerIndex(entry.parameter for entry in entries)
+    # Of a context only the plan and where this rank is say how a model lies.
+    context = Context(
+        plan=chosen,
+        hardware=generic(),
+        parameters=(),
+        world_size=flat.size(),
+        rank=flat.get_local_rank(),
+        group_name=register_group(group),
+        levels=(levels[0], levels[1]) if levels else None,
+    )
+    for one in along.values():
+        register_group(one)
+    shard_in_place(entries, own, context, optimizers, reading)
+    wait_for_first_call(root, LaidOut(context, flat, options.mesh, own, reading))
+    write_as_into_whole_ones()
+    return model
+
+
+def _device_type(root: nn.Module) -> str:
+    """Where the model is; on the meta device: where it will be, by the process group."""
+    for parameter in root.parameters():
+        if parameter.device.type != "meta":
+            return parameter.device.type
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or dist.group.WORLD is None:
+        return "cpu"
+    # A group that was made for CPUs carries gloo for accelerators too.
+    carried = backend_of(dist.group.WORLD, accelerator.type)
+    return "cpu" if carried in ("", "gloo") else accelerator.type
+
+
+def _shardable(root: nn.Module, mesh: DeviceMesh) -> list[ModelParameter]:
+    if plan_of(root) is not None:
+        raise OsdpError("the model is sharded already: osdp_compile.shard is for one that is not")
+    entries = model_parameters([("", root)])
+    check_shardable(entries)
+    for entry in entries:
+        device = entry.parameter.device
+        if device.type not in ("meta", mesh.device_type):
+            raise OsdpError(
+                f"parameter {entry.name!r} is on {device}, and the mesh over ranks of "
+                f"{mesh.device_type}"
+            )
+    return entries

@@ -1,0 +1,1 @@
+"""Tracking: models between their calls: sessions, steps, memory, what no graph covers."""

@@ -1,0 +1,181 @@
+"""Other models of the process: what they hold while one is planned, and its share of the limit.
+
+One limit is for all that a rank holds. What is counted for models beside the one that is planned,
+as they lie on this rank:
+
+=========================  =================================================================
+planned already            parameters, gradients and optimizer state by their plans, and what
+                           calls saved whose backward is still to come
+compiled, not yet called   the least that they will hold: all sharded, or whole as they are
+                           until their first call, whichever is more
+=========================  =================================================================
+
+Models that are not compiled with this backend are not counted, as are other tensors of the user's:
+a plan does not depend on what happens to be alive.
+
+What is left is shared with those not yet called in proportion to their parameters, unless the
+model needs more: then it gets the least that it needs. So the first one leaves room for the others,
+for what they gather and compute as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from osdp_compile import _torch
+from osdp_compile.errors import InfeasibleLimit
+from osdp_compile.model.shard_in_place import ModelParameter
+from osdp_compile.optim.rebind import OptimizerIndex
+from osdp_compile.runtime.collectives import backend_of
+from osdp_compile.tracking.memory_watch import watches
+from osdp_compile.tracking.session import find
+from passes.types.plan import Plan
+from passes.types.units import format_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherModels:
+    """Bytes on the rank that has most of each.
+
+    ``watched_bytes``: of models that were planned. ``pending_bytes``: the least of those that were
+    compiled and not called yet; ``pending_parameter_bytes``: their parameters, whole.
+    ``running_bytes``: the most that a
+    planned one takes besides while it runs.
+    """
+
+    watched_bytes: int = 0
+    pending_bytes: int = 0
+    pending_parameter_bytes: int = 0
+    running_bytes: int = 0
+
+    @property
+    def held_bytes(self) -> int:
+        return self.watched_bytes + self.pending_bytes
+
+    def share_bytes(self, limit_bytes: int, own_parameter_bytes: int) -> int:
+        """The part of the limit to plan under, what the others hold included."""
+        if not self.pending_parameter_bytes:
+            return limit_bytes
+        left_bytes = max(0, limit_bytes - self.held_bytes)
+        all_bytes = own_parameter_bytes + self.pending_parameter_bytes
+        return self.held_bytes + left_bytes * own_parameter_bytes // all_bytes
+
+
+def other_models(
+    entries: Sequence[ModelParameter],
+    group: dist.ProcessGroup,
+    compiled: Callable[[], Iterable[nn.Module]],
+) -> OtherModels:
+    """What models beside this one hold. Collective: of each figure the highest of all ranks.
+
+    ``compiled``: finds the living models that this backend compiles.
+    """
+    if backend_of(group, "cpu") == "fake":  # graphs are made here, for ranks that are elsewhere
+        return OtherModels()
+    gc.collect()  # a model that was dropped is no model
+    device = entries[0].parameter.device
+    seen = {None, *(_storage(entry.parameter) for entry in entries)}
+    pending: list[nn.Parameter] = []
+    for root in compiled():
+        own = list(root.parameters())
+        if not any(one.requires_grad for one in own):
+            continue  # it is never planned
+        for parameter in own:
+            storage = _storage(parameter)
+            # One that a session has is counted by its watch.
+            if storage in seen or parameter.device.type != device.type or find(parameter):
+                continue
+            seen.add(storage)
+            pending.append(parameter)
+    optimizers = OptimizerIndex(pending)
+    ranks = group.size()
+    least_bytes = sum(_least_bytes(one, optimizers, ranks) for one in pending)
+    whole_bytes = sum(map(_local_bytes, pending))
+    figures = torch.tensor(
+        [
+            sum(watch.held_bytes for watch in watches()),
+            max(whole_bytes, least_bytes),
+            whole_bytes,
+            max((watch.transient_bytes for watch in watches()), default=0),
+        ],
+        dtype=torch.int64,
+        device=device,
+    )
+    dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=group)
+    return OtherModels(*figures.tolist())
+
+
+def planned_under_share(
+    plan: Callable[[int], Plan], others: OtherModels, limit_bytes: int, own_parameter_bytes: int
+) -> Plan:
+    """The plan under the model's share of the limit, or under the least limit that it needs.
+
+    ``plan``: gives one under a limit, what the others hold included.
+
+    Raises:
+        InfeasibleLimit: if it needs more than the limit.
+    """
+    share_bytes = others.share_bytes(limit_bytes, own_parameter_bytes)
+    try:
+        return plan(share_bytes)
+    except InfeasibleLimit as error:
+        refused = error
+    if share_bytes < refused.least_bytes < limit_bytes:
+        with contextlib.suppress(InfeasibleLimit):
+            return plan(refused.least_bytes)
+    try:
+        return plan(limit_bytes)  # the error names the limit that was given
+    except InfeasibleLimit as error:
+        if not others.held_bytes:
+            raise
+        raise InfeasibleLimit(
+            f"{error} {format_bytes(others.held_bytes)} of it are for other models of this "
+            "process. A lower memory_limit at their first calls makes them take less, and one "
+            "plan covers all models that one compiled function calls.",
+            error.least_bytes,
+        ) from None
+
+
+def _storage(tensor: Tensor) -> int | None:
+    """Which memory a tensor is in; None: it has none of its own to count."""
+    local = _local(tensor)
+    if isinstance(local, _torch.FakeTensor):
+        return None
+    try:
+        return local.untyped_storage().data_ptr() or None
+    except (NotImplementedError, RuntimeError):  # a subclass that holds its values elsewhere
+        return None
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def _local_bytes(tensor: Tensor) -> int:
+    """What it takes on this rank: of a view all that it is a view of."""
+    return _local(tensor).untyped_storage().nbytes()
+
+
+def _training_bytes(parameter: nn.Parameter, optimizers: OptimizerIndex) -> int:
+    """Gradient and optimizer state of a parameter that is trained, as it lies on this rank."""
+    holding = optimizers.holding(parameter)
+    if not holding or not parameter.numel():
+        return 0
+    local = _local(parameter)
+    share = local.numel() / parameter.numel()
+    state = sum(optimizers.state_bytes(parameter, one) for one in holding)
+    return local.numel() * local.element_size() + round(state * share)
+
+
+def _least_bytes(parameter: nn.Parameter, optimizers: OptimizerIndex, ranks: int) -> int:
+    """The same with the parameter itself, once it is sharded over all ranks."""
+    own = parameter.numel() * parameter.element_size()
+    return -(-(own + _training_bytes(parameter, optimizers)) // ranks)

@@ -1,0 +1,167 @@
+"""Models that were laid out by ``osdp_compile.shard`` and wait for their first compiled call.
+
+What is remembered is kept by module: ``model.to_empty`` gives parameters other contents, which
+torch refuses while a weak reference leads to one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from osdp_compile.errors import OsdpError
+from osdp_compile.model.mixed_precision import Precision
+from osdp_compile.model.shard_in_place import (
+    ModelParameter,
+    Reading,
+    check_fits,
+    model_parameters,
+    placements_of,
+    raise_on_meta,
+    raise_replaced,
+    read_through_markers,
+)
+from osdp_compile.options import Options
+from passes.types.context import Context
+from passes.types.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LaidOut:
+    """How a model was laid out.
+
+    ``mesh``: flat. ``given_mesh``: what the user gave, of one or two dimensions; None: all ranks.
+    ``own_mesh``: of the DTensors. ``context``: in which it was laid out.
+    """
+
+    context: Context
+    mesh: DeviceMesh
+    given_mesh: DeviceMesh | None
+    own_mesh: DeviceMesh
+    reading: Reading
+
+    @property
+    def plan(self) -> Plan:
+        return self.context.plan
+
+    def options(self, options: Options) -> Options:
+        """The backend's options, completed by what was given to ``shard``.
+
+        Raises:
+            OsdpError: if they say otherwise.
+        """
+        if options.mesh is not None and options.mesh != (self.given_mesh or self.mesh):
+            raise OsdpError(
+                f"the model was sharded over {self.given_mesh or self.mesh} and options={{'mesh'}} "
+                f"is {options.mesh}: leave the option out"
+            )
+        if options.plan is not None and options.plan != self.plan:
+            raise OsdpError(
+                "the model was sharded by a plan already, and options={'plan'} is another one: "
+                "leave the option out, or give that plan to osdp_compile.shard"
+            )
+        if options.slices is not None:
+            raise OsdpError(
+                "the model was sharded by a plan already, which says what runs in slices: leave "
+                "out options={'slices'}, or use Plan.split on the plan before"
+            )
+        if options.search != "quick":
+            raise OsdpError(
+                "the model was sharded by a plan already, none is searched for: leave out "
+                "options={'search'}, or search for the plan that osdp_compile.shard is given so"
+            )
+        return dataclasses.replace(options, mesh=self.given_mesh).with_plan(self.plan)
+
+    def read_in(self, root: nn.Module, precision: Precision) -> bool:
+        """From now on the model's parameters are read in these types; whether that is new."""
+        if self.reading.precision == precision:
+            return False
+        self.reading.precision = precision
+        entries = self.parameters(root)
+        read_through_markers(entries, self.context, self.reading, self.own_mesh)
+        return True
+
+    def parameters(self, root: nn.Module) -> list[ModelParameter]:
+        """The model's parameters, ready for training.
+
+        Raises:
+            OsdpError: naming one that is not, or that is not as it was laid out.
+            PlanMismatch: if the model has other parameters by now.
+        """
+        found = model_parameters([("", root)])
+        check_fits(
+            self.plan,
+            found,
+            self.mesh.size(),
+            "plan that the model was sharded by",
+            self.plan.ranks_of_a_host,
+        )
+        for entry in found:
+            _check(entry, self)
+        for name, buffer in root.named_buffers():
+            if buffer.is_meta:
+                raise_on_meta(f"buffer {name!r}")
+        return found
+
+
+def _check(entry: ModelParameter, laid_out: LaidOut) -> None:
+    name, parameter = entry.name, cast(DTensor, entry.parameter)
+    if not isinstance(parameter, DTensor):
+        raise_replaced(name)
+    if parameter.device.type == "meta":
+        raise_on_meta(f"parameter {name!r}")
+    mesh = laid_out.own_mesh
+    placements = tuple(placements_of(laid_out.plan.decision(name), mesh))
+    if parameter.device_mesh != mesh or parameter.placements != placements:
+        raise OsdpError(
+            f"parameter {name!r} was laid out anew after the model was sharded: as "
+            f"{parameter.placements} over {parameter.device_mesh}, not as {placements} over {mesh}"
+        )
+    if parameter.device.type != mesh.device_type:
+        raise OsdpError(
+            f"parameter {name!r} is on {parameter.device}, and the model was sharded over ranks of "
+            f"{mesh.device_type}: give osdp_compile.shard a mesh, "
+            f"init_device_mesh({parameter.device.type!r}, {mesh.shape})"
+        )
+
+
+_of_root: WeakKeyDictionary[nn.Module, LaidOut] = WeakKeyDictionary()
+
+
+def wait_for_first_call(root: nn.Module, laid_out: LaidOut) -> None:
+    """Remember how a model was laid out until it is called."""
+    _of_root[root] = laid_out
+
+
+def end_waiting(root: nn.Module) -> None:
+    """The model is trained: from now on its session alone knows it."""
+    del _of_root[root]
+
+
+def any_waits() -> bool:
+    """Whether there is any model that was laid out and not trained yet."""
+    return bool(_of_root)
+
+
+def is_waiting(mesh: DeviceMesh) -> bool:
+    """Whether a model that was laid out over such a mesh was not trained yet.
+
+    Not over this very one: torch gives a DTensor another mesh that is equal.
+    """
+    return any(laid_out.own_mesh == mesh for laid_out in list(_of_root.values()))
+
+
+def waiting(parameters: Iterable[Any]) -> list[tuple[nn.Module, LaidOut]]:
+    """The models, with how each was laid out, that own some of these and were not called yet."""
+    wanted = {id(parameter) for parameter in parameters}
+    return [
+        (root, laid_out)
+        for root, laid_out in list(_of_root.items())
+        if any(id(parameter) in wanted for parameter in root.parameters())
+    ]

@@ -1,0 +1,148 @@
+"""Uncovered: trained parameters that no compiled graph reads, found before they step.
+
+The backend hears of a model when Dynamo gives it a graph. Dynamo may give it none: it skips frames
+(of an ``nn.LSTM``, say), ``torch._dynamo.disable`` takes functions out, errors may be suppressed,
+and ``torch.compiler.set_stance("force_eager")`` and the recompile limit end compiling. Parameters
+that are read there only are in no plan, and nothing averages their gradients: every rank would
+train a model of its own. So before an optimizer's first step every gradient must be accounted for.
+"""
+
+from __future__ import annotations
+
+import gc
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from osdp_compile import _torch
+from osdp_compile.errors import OsdpError
+from osdp_compile.live_objects import living
+from osdp_compile.model.wrapped import check_not_in_fsdp
+from osdp_compile.runtime.current_call import referred_to
+from osdp_compile.tracking.session import find
+from osdp_compile.tracking.unaveraged import check_averaged
+
+#: Optimizers that were looked at, with how many parameters had gradients.
+_looked_at: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+#: Parameters whose mesh has one rank: nobody else trains them.
+_alone: Any = WeakTensorKeyDictionary()
+_watching: list[Any] = []
+
+
+def watch_optimizers(backend: Callable[..., Any]) -> None:
+    """From now on look at what steps, for models that are compiled with a backend."""
+    if not _watching:
+        _watching.append(
+            register_optimizer_step_pre_hook(
+                lambda optimizer, args, kwargs: check_covered(optimizer, backend)
+            )
+        )
+
+
+def leave_alone(inputs: Sequence[Any]) -> None:
+    """Of a graph that is trained on one rank: its parameters need no average."""
+    for value in inputs:
+        if isinstance(value, nn.Parameter):
+            _alone[value] = True
+
+
+def check_covered(optimizer: torch.optim.Optimizer, backend: Callable[..., Any]) -> None:
+    """Refuse a step by gradients that were averaged nowhere.
+
+    Raises:
+        OsdpError: naming a parameter of a model that is compiled with the backend, or one that
+            steps with parameters of such a model.
+    """
+    stepping = [
+        one for group in optimizer.param_groups for one in group["params"] if one.grad is not None
+    ]
+    if _looked_at.get(optimizer) == len(stepping):
+        return
+    # A step of length zero, as torch.distributed.checkpoint takes it to make an optimizer's state.
+    if all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups):
+        return
+    if _ranks() > 1:
+        unknown = [one for one in stepping if not _accounted_for(one)]
+        if unknown:  # of FSDP, if Dynamo compiled nothing between its hooks
+            check_not_in_fsdp(_of_compiled_models(unknown, backend))
+        apart = [one for one in unknown if not isinstance(one, DTensor)]
+        if apart:
+            _check_apart(apart, stepping, backend)
+        if optimizer not in _looked_at:
+            check_averaged(stepping)
+    _looked_at[optimizer] = len(stepping)
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _accounted_for(parameter: nn.Parameter) -> bool:
+    return find(parameter) is not None or parameter in _alone
+
+
+def _of_compiled_models(
+    parameters: Sequence[nn.Parameter], backend: Callable[..., Any]
+) -> list[nn.Module]:
+    """The models compiled with a backend that hold some of these."""
+    wanted = {id(one) for one in parameters}
+    return [
+        model
+        for model in compiled_models(backend)
+        if any(id(one) in wanted for one in model.parameters())
+    ]
+
+
+def _check_apart(
+    apart: Sequence[nn.Parameter], stepping: Sequence[nn.Parameter], backend: Callable[..., Any]
+) -> None:
+    gc.collect()  # a model whose compiled form is gone trains as it likes
+    wrapped = living(nn.parallel.DistributedDataParallel)
+    reduced = {id(parameter) for one in wrapped for parameter in one.parameters()}
+    apart = [one for one in apart if id(one) not in reduced]
+    names = {
+        id(parameter): name
+        for model in compiled_models(backend)
+        for name, parameter in model.named_parameters()
+    }
+    own = [one for one in apart if id(one) in names]
+    if not own and any(find(one) is not None for one in stepping):
+        own = list(apart)  # it trains with a model of ours
+        for model in living(nn.Module):
+            found = {id(one): name for name, one in model.__dict__.get("_parameters", {}).items()}
+            names.update({key: name for key, name in found.items() if key not in names})
+    if not own:
+        return
+    name = names.get(id(own[0]), f"of shape {tuple(own[0].shape)}")
+    more = f" (and {len(own) - 1} more)" if len(own) > 1 else ""
+    raise OsdpError(
+        f"parameter {name!r}{more} is trained, and no graph that was compiled with backend='osdp' "
+        "reads it: nothing averages its gradient, and every rank would step by its own. "
+        'TORCH_LOGS="graph_breaks,recompiles" tells why Dynamo left out the code that reads it: '
+        "nn.LSTM, GRU and RNN need torch._dynamo.config.allow_rnn = True; torch._dynamo.disable, "
+        'suppress_errors, set_stance("force_eager") and the recompile limit leave code out, too. '
+        "Have it compiled, call the module that holds it inside a compiled one, or average its "
+        "gradients yourself and give it an optimizer of its own"
+    )
+
+
+def compiled_models(backend: Callable[..., Any]) -> Iterator[nn.Module]:
+    """The living modules that are compiled with a backend, or that such a function refers to."""
+    for module in list(living(nn.Module)):
+        inner = module.__dict__.get("_compiled_call_impl")
+        if inner is not None and _torch.backend_of_compiled(inner) is backend:
+            yield module
+        elif _torch.backend_of_compiled(module) is backend:
+            yield getattr(module, "_orig_mod", module)
+    for function in list(living(types.FunctionType)):
+        if _torch.backend_of_compiled(function) is backend:
+            for _, module in referred_to(_torch.original_function(function)):
+                yield module

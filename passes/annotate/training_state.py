@@ -1,0 +1,78 @@
+"""Training state: bytes of parameters, gradients and optimizer state; the optimizer's step."""
+
+from __future__ import annotations
+
+from passes.types.context import Context
+from passes.types.plan import Plan
+
+#: Gradients of earlier backwards, which a backward adds its own to.
+EARLIER_GRADIENTS = "earlier gradients"
+#: What other models of the process hold.
+OTHER_MODELS = "other models"
+
+
+def state_bytes(ctx: Context, plan: Plan) -> dict[str, int]:
+    """Bytes one rank holds between steps, by kind (``parameters``, ``optimizer``, ``gradients``).
+
+    Gradients are here as they are before the optimizer's step; rank 0's share is counted,
+    the largest.
+    """
+    total = {"parameters": 0, "gradients": 0, "optimizer": 0}
+    for parameter in ctx.parameters:
+        local = parameter.shard_bytes(ctx.cut(plan.decision(parameter.name)).ranks)
+        total["parameters"] += local
+        if parameter.requires_grad:
+            total["gradients"] += local
+            share = local / parameter.full_bytes if parameter.full_bytes else 1.0
+            total["optimizer"] += round(parameter.optimizer_bytes * share)
+    return total
+
+
+def held_between_steps(ctx: Context, plan: Plan) -> dict[str, int]:
+    """Bytes that one rank holds during both graphs beside ``ctx.base_bytes``, by kind."""
+    state = state_bytes(ctx, plan)
+    held = {"parameters": state["parameters"], "optimizer": state["optimizer"]}
+    if ctx.adds_gradients:
+        held[EARLIER_GRADIENTS] = state["gradients"]
+    return held
+
+
+def optimizer_temporary_bytes(ctx: Context, plan: Plan) -> int:
+    """Bytes an optimizer's step allocates and frees: two tensors of the largest local parameter.
+
+    Adam's single-tensor step in torch makes ``sqrt(v) / c`` and ``+ eps`` out of place.
+    """
+    return 2 * max(
+        (
+            p.shard_bytes(ctx.cut(plan.decision(p.name)).ranks)
+            for p in ctx.parameters
+            if p.requires_grad
+        ),
+        default=0,
+    )
+
+
+def gradient_bytes(ctx: Context, plan: Plan, kept_bytes: int) -> int:
+    """Bytes of the gradients that an optimizer's step finds.
+
+    ``kept_bytes``: what the backward leaves. That is more than the parameters' own size where a
+    small gradient is a view of the bucket that it came in, and another was copied out of it.
+    """
+    return max(state_bytes(ctx, plan)["gradients"], kept_bytes)
+
+
+def optimizer_seconds(ctx: Context, plan: Plan) -> float:
+    """Seconds of an optimizer's step on what one rank holds.
+
+    Of a plan that shards nothing on plain tensors, as the backend leaves them; after
+    ``osdp_compile.shard`` they are DTensors all the same.
+    """
+    trained = sum(parameter.requires_grad for parameter in ctx.parameters)
+    held_bytes = sum(state_bytes(ctx, plan).values())
+    return ctx.hardware.update_seconds(held_bytes, trained, plain=not plan.shards)
+
+
+def base_kinds(ctx: Context) -> dict[str, int]:
+    """The planner's ``ctx.base_bytes`` by kind."""
+    named = {"accumulated": ctx.accumulated_bytes, OTHER_MODELS: ctx.other_models_bytes}
+    return {"inputs": ctx.base_bytes - sum(named.values()), **named}

@@ -1,0 +1,1 @@
+"""Candidates: what the planner may choose from."""

@@ -1,0 +1,492 @@
+"""Fold: of many layers that are alike, leave all but a few out of a captured step.
+
+What a plan costs on the whole step follows from the few, so that a model of a hundred layers is
+planned as fast as one of six. Left in are the first layers and the last, where a step begins and
+ends; what lies between is held by two tensors, the activations and gathered weights that the
+layers left out save for the backward, and their gradients; and the seconds of each are those from
+one layer to the next (:func:`seconds_of`).
+
+A layer's number is the number in its parameters' names (of several lists of modules, that of the
+list with the most bytes). A forward node is in the last layer of those whose parameters it depends
+on, a backward node in the first; 0 where it depends on none. A step is folded if the nodes of all
+inner layers are alike, one by one, and each layer reads from its neighbours only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import re
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import fx
+
+from passes.annotate.annotate_costs import cost_of, stands_alone
+from passes.annotate.flops import flops_of
+from passes.capture.captured_step import Captured
+from passes.graph.fx_utils import (
+    bytes_of,
+    copy_module,
+    fake_mode_of,
+    group_of,
+    is_collective,
+    module_of,
+    once,
+    output_node,
+    root_of,
+)
+from passes.graph.metadata import (
+    ANCHOR,
+    COLLECTIVE,
+    GATHERED,
+    GRADIENT_OF,
+    KEY,
+    LAYER,
+    PARAMETER,
+    RECOMPUTED,
+    SAVED,
+    STATIC,
+)
+from passes.ops.markers import LEFT_OUT, UNSHARD
+from passes.ops.slicing import parameter_of
+from passes.recompute.recompute_activations import keys_of, recompute, recomputed
+from passes.simulate.simulator import Simulation
+from passes.types.context import Context, Parameter, Phase
+from passes.types.plan import Decision, Plan
+
+#: Layers that are left in, at the beginning and at the end.
+_ENDS = 3
+#: The fewest that are worth it.
+_FEWEST_LAYERS = 8
+#: meta keys: a node's layer; that it is the one by which its layer is timed.
+
+
+@dataclasses.dataclass(frozen=True)
+class Folded:
+    """A captured step without its inner layers.
+
+    ``layers``: the parameters of every layer, alike ones at the same place, in the order in which
+    the layers run. ``inner``: those that are left out, by their place in it.
+    ``operators``: the keys of the forward's operators in every layer but the first and the last,
+    alike ones at the same place (:func:`passes.recompute.recompute_activations.keys_of`).
+    """
+
+    captured: Captured
+    layers: tuple[tuple[str, ...], ...]
+    inner: range
+    operators: tuple[tuple[str, ...], ...]
+
+    def decisions(self, layer: int, plan: Plan) -> tuple[Decision, ...]:
+        """A layer's decisions."""
+        return tuple(plan.decision(name) for name in self.layers[layer])
+
+    def is_like_before(self, layer: int, plan: Plan) -> bool:
+        """Whether a layer that is left out is like the last one before; else the first behind.
+
+        Raises:
+            ValueError: if it is like neither.
+        """
+        own = self.decisions(layer, plan)
+        if own == self.decisions(self.inner[0] - 1, plan):
+            return True
+        if own == self.decisions(self.inner[-1] + 1, plan):
+            return False
+        raise ValueError(
+            f"layer {layer} of a folded step has other decisions than both layers "
+            f"{self.inner[0] - 1} and {self.inner[-1] + 1}: it cannot be priced"
+        )
+
+    @functools.cached_property
+    def alike(self) -> dict[str, tuple[str, ...]]:
+        """Of the key of an operator of a layer those of all layers' that are like it."""
+        return {key: own for own in zip(*self.operators, strict=True) for key in own}
+
+    @functools.cached_property
+    def _gone(self) -> frozenset[str]:
+        """The keys of the operators that are left out."""
+        first = self.inner[0] - 1  # the first and the last layer are not in ``operators``
+        left_out = self.operators[first : first + len(self.inner)]
+        return frozenset(key for own in left_out for key in own)
+
+    @property
+    def at_the_cut(self) -> tuple[int, int]:
+        """The layers before and behind what is left out, as nodes count them: from 1."""
+        return self.inner[0], self.inner[-1] + 2
+
+    def without_inner(self, plan: Plan) -> Plan:
+        """A plan that recomputes nothing of what is left out."""
+        gone = self._gone
+        return plan.replace(
+            recompute=tuple(key for key in plan.recompute if key not in gone),
+            also_save=tuple(key for key in plan.also_save if key not in gone),
+        )
+
+    def layer_bytes(self, ctx: Context) -> int:
+        """Bytes of one layer's parameters, whole."""
+        return sum(ctx.parameter(name).full_bytes for name in self.layers[0])
+
+    def stand_ins(self, plan: Plan) -> dict[str, str]:
+        """Parameters of layers that are left out, and those of the layer that each is like."""
+        found: dict[str, str] = {}
+        for layer in self.inner:
+            like = self.inner[0] - 1 if self.is_like_before(layer, plan) else self.inner[-1] + 1
+            found.update(zip(self.layers[layer], self.layers[like], strict=True))
+        return found
+
+
+def fold(captured: Captured, parameters: Sequence[Parameter]) -> Folded | None:
+    """Leave out the inner layers; None if there are too few, or they are not alike."""
+    layers = layers_of(captured, parameters)
+    if len(layers) < _FEWEST_LAYERS:
+        return None
+    inner = range(_ENDS, len(layers) - _ENDS)
+    number = {name: index + 1 for index, names in enumerate(layers) for name in names}
+    saved_in: dict[str, int] = {}  # layers of forward nodes, by their names
+    keys = keys_of(captured.forward.graph)
+    operators: list[list[str]] = [[] for _ in layers]
+    graphs: list[fx.GraphModule] = []
+    for gm, phase in (
+        (captured.forward, Phase.FORWARD),
+        (captured.backward, Phase.BACKWARD),
+    ):
+        layer = _layers_of_nodes(gm.graph, phase, number, saved_in, len(layers))
+        if phase is Phase.FORWARD:
+            saved_in = {node.name: layer[node] for node in gm.graph.nodes}
+            for node, key in keys.items():
+                if layer[node]:
+                    operators[layer[node] - 1].append(key)
+        cut = _cut(gm, phase, layer, inner, number, keys)
+        if cut is None:
+            return None
+        graphs.append(cut)
+    forward, backward = graphs
+    alike = tuple(map(tuple, operators[1:-1]))
+    return Folded(Captured(forward, backward), layers, inner, alike)
+
+
+def layers_of(captured: Captured, parameters: Sequence[Parameter]) -> tuple[tuple[str, ...], ...]:
+    """Parameters by layer, in the order in which the forward reads the layers; empty if none.
+
+    Alike ones are at the same place; all layers have the same.
+    """
+    lists: dict[str, dict[str, dict[str, Parameter]]] = {}
+    for parameter in parameters:
+        for found in re.finditer(r"(?<![^.])\d+(?![^.])", parameter.name):
+            prefix, rest = parameter.name[: found.start()], parameter.name[found.end() :]
+            lists.setdefault(prefix, {}).setdefault(found.group(), {})[rest] = parameter
+    sizes = {
+        prefix: sum(one.full_bytes for own in members.values() for one in own.values())
+        for prefix, members in lists.items()
+    }
+    if not sizes:
+        return ()
+    chosen = lists[max(sizes, key=lambda prefix: (sizes[prefix], -len(prefix)))]
+    read: dict[str, None] = {}
+    member_of = {one.name: key for key, own in chosen.items() for one in own.values()}
+    for node in captured.forward.graph.find_nodes(op="call_function", target=UNSHARD):
+        if node.args[1] in member_of:
+            read[member_of[node.args[1]]] = None
+    if not read:
+        return ()
+    first = chosen[next(iter(read))]
+    kinds = {rest: (one.shape, one.dtype, one.requires_grad) for rest, one in first.items()}
+    for key in read:
+        own = {r: (one.shape, one.dtype, one.requires_grad) for r, one in chosen[key].items()}
+        if own != kinds:
+            return ()
+    return tuple(tuple(chosen[key][rest].name for rest in kinds) for key in read)
+
+
+def _layers_of_nodes(
+    graph: fx.Graph, phase: Phase, number: dict[str, int], saved_in: dict[str, int], last: int
+) -> dict[fx.Node, int]:
+    """The layer of every node, from 1; 0 for what depends on no layer."""
+    layer: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        name = node.meta.get(PARAMETER)
+        if node.op == "placeholder":
+            if name is not None:
+                layer[node] = number.get(name, 0)
+            elif phase is Phase.BACKWARD:
+                # What the forward saved, or a gradient that the backward begins with.
+                layer[node] = saved_in.get(node.name, last)
+            else:
+                layer[node] = 0
+            continue
+        of_layers = [layer[source] for source in node.all_input_nodes if layer[source]]
+        choose = max if phase is Phase.FORWARD else min
+        layer[node] = choose(of_layers, default=0)
+    return layer
+
+
+def _saved_bytes(forward: fx.Graph, number: int) -> int:
+    """Bytes that the forward keeps of one layer, views of one tensor counted once."""
+    roots = dict.fromkeys(map(root_of, output_node(forward).all_input_nodes))
+    return sum(
+        bytes_of(node.meta["val"])
+        for node in roots
+        if node.meta.get(LAYER) == number
+        and not node.meta.get(STATIC)
+        and node.target is not UNSHARD
+    )
+
+
+def _cut(
+    gm: fx.GraphModule,
+    phase: Phase,
+    layer: dict[fx.Node, int],
+    inner: range,
+    number: dict[str, int],
+    keys: dict[fx.Node, str],
+) -> fx.GraphModule | None:
+    """The graph without the inner layers; None if they are not alike."""
+    members: dict[int, list[fx.Node]] = {}
+    for node in gm.graph.nodes:
+        if node.op != "output":
+            members.setdefault(layer[node], []).append(node)
+    place = {node: index for nodes in members.values() for index, node in enumerate(nodes)}
+    before, behind = inner[0], inner[-1] + 2  # the layers at the cut, from 1
+    # All but the first and the last, in which a step begins and ends.
+    alike = range(2, max(number.values()))
+    kinds = {index: _kinds(members.get(index, []), layer, place, number) for index in alike}
+    for index, own in kinds.items():
+        # What their neighbours are read for tells only where those are alike too.
+        compared = slice(None) if before <= index <= behind else slice(3)
+        if own is None or [one[compared] for one in own] != [
+            one[compared] for one in kinds[before] or ()
+        ]:
+            return None
+    source_layer = before if phase is Phase.FORWARD else behind
+    left_in = {index for index in members if index <= before or index >= behind}
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def copy_of(node: fx.Node) -> fx.Node:
+        if layer[node] not in left_in:
+            node = members[source_layer][place[node]]
+        return copies[node]
+
+    anchor = _anchor(members[before])
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            kept = [
+                one for one in node.args[0] if not isinstance(one, fx.Node) or layer[one] in left_in
+            ]
+            graph.output(tuple(copy_of(n) if isinstance(n, fx.Node) else n for n in kept))
+            output_node(graph).meta = dict(node.meta)
+        elif layer[node] in left_in:
+            copies[node] = graph.node_copy(node, copy_of)
+            copies[node].meta[LAYER] = layer[node]
+            copies[node].meta[ANCHOR] = layer[node] in alike and place[node] == anchor
+            if node in keys:
+                copies[node].meta[KEY] = keys[node]
+    return module_of(gm, graph)
+
+
+def _kinds(
+    nodes: Sequence[fx.Node],
+    layer: dict[fx.Node, int],
+    place: dict[fx.Node, int],
+    number: dict[str, int],
+) -> list[tuple[Hashable, ...]] | None:
+    """What the nodes of a layer are, but for its number; None if it reads from afar.
+
+    Of each the operator, its other arguments, its value, and last what it reads.
+    """
+    found: list[tuple[Hashable, ...]] = []
+    for node in nodes:
+        read: list[Hashable] = []
+        for source in node.all_input_nodes:
+            away = layer[source] - layer[node] if layer[source] else None
+            if away is None:
+                read.append(source.name)  # what all layers share
+            elif abs(away) <= 1:
+                read.append((away, place[source]))
+            else:
+                return None
+        args = [(isinstance(one, str) and one in number) or one for one in node.args]
+        given = str(fx.node.map_arg(args, lambda _: "tensor")), str(node.kwargs)
+        value = node.meta.get("val")
+        kind = (str(value.shape), str(value.dtype)) if isinstance(value, torch.Tensor) else ()
+        is_input = node.op == "placeholder"
+        what = bool(node.meta.get(SAVED)) if is_input else str(node.target)
+        found.append(((node.op, what), given, kind, tuple(read)))
+    return found
+
+
+def _anchor(nodes: Sequence[fx.Node]) -> int:
+    """The place, in a layer, of the operator that computes most."""
+    return max(range(len(nodes)), key=lambda index: (_flops(nodes[index]), -index))
+
+
+def _flops(node: fx.Node) -> int:
+    return flops_of(node) if stands_alone(node) else 0
+
+
+def put_in(laid: Captured, folded: Folded, plan: Plan, ctx: Context) -> None:
+    """Put what the layers left out hold into graphs that are laid out for a plan."""
+    owned = [ctx.parameter(name) for layer in folded.inner for name in folded.layers[layer]]
+    before, behind = folded.at_the_cut
+    saved = {
+        "activations": _saved_bytes(laid.forward.graph, before) * len(folded.inner),
+        "gathered": sum(round(plan[p.name].kept_share * p.full_bytes) for p in owned),
+    }
+    gradient_bytes = sum(
+        p.shard_bytes(ctx.cut(plan.decision(p.name)).ranks) for p in owned if p.requires_grad
+    )
+    forward, backward = laid.forward.graph, laid.backward.graph
+    ends, begins = _end_before(forward, behind), _end_before(backward, before)
+    inputs: list[fx.Node] = []
+    last = list(backward.find_nodes(op="placeholder"))[-1]
+    for kind, size_bytes in saved.items():
+        ends = _held(forward, ends, size_bytes)
+        with backward.inserting_after(last):
+            last = backward.placeholder(f"left_out_{kind}")
+        last.meta.update(val=ends.meta["val"], saved=True)
+        inputs.append(last)
+        if kind == "gathered":
+            for node in (ends, last):
+                node.meta[GATHERED] = "the layers left out"
+        _return(forward, ends)
+    # Layer by layer what was saved is freed and gradients come: never is all of both there.
+    freed = _held(backward, begins, 0, inputs)
+    gradients = _held(backward, freed, gradient_bytes, [freed])
+    gradients.meta[GRADIENT_OF] = "the layers left out"
+    _return(backward, gradients)
+
+
+def _end_before(graph: fx.Graph, layer: int) -> fx.Node:
+    """The node after which the layers left out were, whose next is this one."""
+    return next(node for node in graph.nodes if _of_its_own(node) == layer).prev
+
+
+def _of_its_own(node: fx.Node) -> int | None:
+    """The layer of an operator that is where it was captured; None of what is recomputed."""
+    own = node.op == "call_function" and RECOMPUTED not in node.meta
+    return node.meta.get(LAYER) if own else None
+
+
+def _held(
+    graph: fx.Graph, before: fx.Node, size_bytes: int, inputs: Sequence[fx.Node] = ()
+) -> fx.Node:
+    """So many bytes, from a node on."""
+    with graph.inserting_after(before):
+        node = graph.call_function(LEFT_OUT, tuple(inputs))
+    with fake_mode_of(graph):
+        node.meta["val"] = once(
+            ("left out", size_bytes), lambda: torch.empty(size_bytes, dtype=torch.uint8)
+        )
+    return node
+
+
+def _return(graph: fx.Graph, node: fx.Node) -> None:
+    output = output_node(graph)
+    output.args = ((*output.args[0], node),)  # type: ignore[misc]
+
+
+@dataclasses.dataclass(frozen=True)
+class Seconds:
+    """Of one layer, or of several."""
+
+    step: float
+    compute: float
+
+    def times(self, count: int) -> Seconds:
+        return Seconds(self.step * count, self.compute * count)
+
+    def plus(self, other: Seconds) -> Seconds:
+        return Seconds(self.step + other.step, self.compute + other.compute)
+
+
+def seconds_of(folded: Folded, plan: Plan, lowered: fx.Graph, simulation: Simulation) -> Seconds:
+    """What the layers left out take in one of the two graphs, lowered and simulated.
+
+    A layer takes what passes between the same operator of its neighbours that are like it; and no
+    less than its collectives take of their network, for those that are behind are waited for in
+    the end.
+    """
+    like_before = sum(folded.is_like_before(layer, plan) for layer in folded.inner)
+    like_behind = len(folded.inner) - like_before
+    anchors = _anchors(lowered)
+    before, behind = folded.at_the_cut
+    total = Seconds(0.0, 0.0)
+    for count, one, other in (
+        (like_before, before - 1, before),
+        (like_behind, behind, behind + 1),
+    ):
+        if count:
+            names = set(folded.layers[before - 1 if one < before else behind - 1])
+            passed = _between(lowered, simulation, anchors[one], anchors[other])
+            network = _network_seconds(lowered, names)
+            each = Seconds(max(passed.step, network), passed.compute)
+            total = total.plus(each.times(count))
+    return total
+
+
+def recomputes_regularly(folded: Folded, one: Plan) -> bool:
+    """Whether as much is computed again between two layers before what is left out as behind it.
+
+    Otherwise the first layers or the last are not like those between, and nothing follows from
+    them. ``one``: of its decisions nothing is asked.
+    """
+    forward, backward = map(copy_module, (folded.captured.forward, folded.captured.backward))
+    if recompute(forward, backward, folded.without_inner(one)):
+        return False
+    copied = itertools.accumulate(RECOMPUTED in node.meta for node in backward.graph.nodes)
+    until = dict(zip(backward.graph.nodes, copied, strict=True))
+    anchors = _anchors(backward.graph)
+    before, behind = folded.at_the_cut
+    return (
+        until[anchors[before - 1]] - until[anchors[before]]
+        == until[anchors[behind]] - until[anchors[behind + 1]]
+    )
+
+
+def recomputed_of(folded: Folded, backward: fx.Graph) -> tuple[int, float]:
+    """Bytes of what a lowered backward and the layers left out compute again, and the seconds."""
+    size_bytes, seconds = recomputed(backward.nodes)
+    before, _ = folded.at_the_cut
+    one = [node for node in backward.nodes if node.meta.get(LAYER) == before]
+    each_bytes, each_seconds = recomputed(one)
+    count = len(folded.inner)
+    return size_bytes + count * each_bytes, seconds + count * each_seconds
+
+
+def _anchors(graph: fx.Graph) -> dict[int, fx.Node]:
+    """By layer the node that the layer is timed by."""
+    return {
+        node.meta[LAYER]: node
+        for node in graph.nodes
+        if _of_its_own(node) and node.meta.get(ANCHOR)
+    }
+
+
+def _between(graph: fx.Graph, simulation: Simulation, one: fx.Node, other: fx.Node) -> Seconds:
+    """What passes between two nodes, and what of it is computing."""
+    compute, inside = 0.0, False
+    for node in graph.nodes:
+        if node in (one, other):
+            if inside:
+                break
+            inside = True
+        if inside:
+            cost = cost_of(node)
+            compute += cost.busy_seconds if is_collective(node) else cost.seconds
+    return Seconds(abs(simulation.start[other] - simulation.start[one]), compute)
+
+
+def _network_seconds(graph: fx.Graph, names: set[str]) -> float:
+    """What a layer's collectives take of the network that they take most of.
+
+    ``names``: of its parameters. Of a bucket it has its share of the parameters.
+    """
+    taken: dict[str, float] = {}
+    for node in graph.nodes:
+        if is_collective(node):
+            served = node.meta[COLLECTIVE].names
+            share = sum(parameter_of(name) in names for name in served) / len(served)
+            group = group_of(node)
+            taken[group] = taken.get(group, 0.0) + share * cost_of(node).seconds
+    return max(taken.values(), default=0.0)

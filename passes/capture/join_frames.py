@@ -1,0 +1,301 @@
+"""Join frames: the graphs of a step that graph breaks cut, as one forward and one backward.
+
+Needs: the frames of one step in the order they run, each captured with markers, and the tensors
+that travel between them.
+Leaves: one captured step: every parameter is gathered once, its gradients are added up and
+reduced once, and a tensor that one frame gives to a later one is an edge. It is planned on and
+never run: the frames are lowered one by one, as the plan of the whole says (``Plan.order_for``).
+
+Before::                                  After::
+
+    def forward_0(p, x): return h, x          def forward(p, q, x):
+    def forward_1(q, h): return y, h              h = ...; y = ...
+                                                  return y, x, h
+    def backward_1(h, dy): return dq, dh      def backward(x, h, dy):
+    def backward_0(x, dh): return dp              dq, dh = ...; dp = ...
+                                                  return dq, dp
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from passes._torch import FakeTensorMode
+from passes.capture.captured_step import Captured
+from passes.graph.fx_utils import bytes_of, concrete, hint, module_of, output_node
+from passes.graph.metadata import KEY, LENT, PARAMETER, SAVED, SAVES
+from passes.ops.markers import REDUCE_GRAD, UNSHARD
+from passes.recompute.recompute_activations import keys_of
+
+_ADD = torch.ops.aten.add.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class FrameRun:
+    """One run of a captured frame within a step, and the tensors at its borders.
+
+    A tensor that travels between frames has one number in all of them.
+
+    ``names``: the parameters of this run by those of the capture (alike blocks share a graph).
+    ``inputs``: the number of the tensor that a placeholder of the forward is, by its name.
+    ``outputs``: the number of each tensor that the caller gets, by its position in the results.
+    ``tangents``: the number of the tensor whose gradient a placeholder of the backward is.
+    ``gradients``: the number of the tensor whose gradient a result of the backward is.
+    """
+
+    captured: Captured
+    names: Mapping[str, str]
+    inputs: Mapping[str, int]
+    outputs: Mapping[int, int]
+    tangents: Mapping[str, int]
+    gradients: Mapping[int, int]
+
+    @property
+    def saved_count(self) -> int:
+        """How many of the forward's results, the last ones, are for its backward."""
+        given = self.captured.backward.graph.find_nodes(op="placeholder")
+        return sum(not node.name.startswith("tangents") for node in given)
+
+
+def join_frames(runs: Sequence[FrameRun]) -> Captured:
+    """The runs of one step as one captured step. See the module's docstring."""
+    values = _Values()
+    forward = _Forward(runs, values)
+    backward = _Backward(runs, values, forward)
+    return Captured(
+        forward.module,
+        backward.module,
+        is_joined=len(runs) > 1,
+        border_bytes=max(backward.given_bytes),
+    )
+
+
+class _Values:
+    """The values of the frames' nodes in one fake tensor mode, with concrete sizes."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._known: dict[int, tuple[Any, Any]] = {}  # with the original: its id stays its own
+
+    def of(self, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(map(self.of, value))
+        if isinstance(value, torch.SymInt):
+            return hint(value)
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in self._known:
+            shape, stride = concrete(value.shape), concrete(value.stride())
+            with self.mode, torch.no_grad():
+                made = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+            self._known[id(value)] = value, made
+        return self._known[id(value)][1]
+
+    def like(self, value: torch.Tensor) -> torch.Tensor:
+        with self.mode, torch.no_grad():
+            return torch.empty_like(value)
+
+
+class _Part:
+    """A joined graph as it grows: placeholders first, then the frames' operators in turn."""
+
+    def __init__(self, values: _Values) -> None:
+        self.graph, self.owner, self.values = fx.Graph(), nn.Module(), values
+        self._last_input: fx.Node | None = None
+        self._gathered: dict[str, fx.Node] = {}
+
+    def add_input(self, name: str, meta: Mapping[str, Any]) -> fx.Node:
+        graph = self.graph
+        last = self._last_input
+        with graph.inserting_after(last) if last is not None else graph.inserting_before():
+            self._last_input = graph.placeholder(name)
+        self._last_input.meta = dict(meta)
+        if "val" in meta:
+            self._last_input.meta["val"] = self.values.of(meta["val"])
+        return self._last_input
+
+    def copy(
+        self, node: fx.Node, nodes: Mapping[fx.Node, fx.Node], run: FrameRun, gm: fx.GraphModule
+    ) -> fx.Node:
+        """A frame's node; a parameter's gather only if no frame gathered it before."""
+        if node.target is UNSHARD:
+            name = run.names[str(node.args[1])]
+            if name not in self._gathered:
+                self._gathered[name] = self._copy(node, nodes)
+                _rename(self._gathered[name], 1, name)
+            return self._gathered[name]
+        copied = self._copy(node, nodes)
+        if node.target is REDUCE_GRAD:
+            _rename(copied, 2, run.names[str(node.args[2])])
+        elif node.op == "get_attr":
+            held: Any = gm
+            for part in str(node.target).split("."):
+                held = getattr(held, part)
+            copied.target = f"{copied.name}_held"
+            setattr(self.owner, copied.target, held)
+        return copied
+
+    def _copy(self, node: fx.Node, nodes: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        copied = self.graph.node_copy(node, nodes.__getitem__)
+        if "val" in node.meta:
+            copied.meta["val"] = self.values.of(node.meta["val"])
+        return copied
+
+    def ended(self, results: Sequence[fx.Node]) -> fx.GraphModule:
+        self.graph.output(tuple(results))
+        return module_of(self.owner, self.graph)
+
+
+def _rename(node: fx.Node, at: int, name: str) -> None:
+    node.args = (*node.args[:at], name, *node.args[at + 1 :])
+
+
+class _Forward:
+    """The joined forward.
+
+    ``nodes``: by run, its node for each node of the run's forward.
+    ``saved``: what it returns for the backward, each tensor once.
+    """
+
+    def __init__(self, runs: Sequence[FrameRun], values: _Values) -> None:
+        self.part = _Part(values)
+        self.nodes: list[dict[fx.Node, fx.Node]] = []
+        self.saved: dict[fx.Node, None] = {}
+        self._parameters: dict[str, fx.Node] = {}
+        self._made: dict[int, fx.Node] = {}  # what frames gave to their callers
+        self._returned: dict[int, fx.Node] = {}  # what of that no later frame took
+        for run in runs:
+            self._add(run)
+        returned = list(dict.fromkeys(self._returned.values()))
+        self.module = self.part.ended([*returned, *self.saved])
+
+    def _add(self, run: FrameRun) -> None:
+        gm = run.captured.forward
+        keys = keys_of(gm.graph)
+        nodes: dict[fx.Node, fx.Node] = {}
+        self.nodes.append(nodes)
+        for node in gm.graph.nodes:
+            if node.op == "placeholder":
+                nodes[node] = self._input(node, run)
+            elif node.op != "output":
+                nodes[node] = self.part.copy(node, nodes, run, gm)
+                if node in keys:
+                    nodes[node].meta[KEY] = keys[node]
+        results: Sequence[Any] = output_node(gm.graph).args[0]  # type: ignore[assignment]
+        first_saved = len(results) - run.saved_count
+        for position, result in enumerate(results):
+            if not isinstance(result, fx.Node):
+                continue
+            if position >= first_saved:
+                self.saved[nodes[result]] = None
+            elif position in run.outputs:
+                self._made[run.outputs[position]] = nodes[result]
+                self._returned[run.outputs[position]] = nodes[result]
+
+    def _input(self, node: fx.Node, run: FrameRun) -> fx.Node:
+        if PARAMETER in node.meta:
+            name = run.names[node.meta[PARAMETER]]
+            if name not in self._parameters:
+                made = self.part.add_input(node.name, {**node.meta, "parameter": name})
+                self._parameters[name] = made
+            return self._parameters[name]
+        number = run.inputs.get(node.name)
+        if number is not None and number in self._made:
+            self._returned.pop(number, None)
+            return self._made[number]
+        return self.part.add_input(node.name, node.meta)
+
+
+class _Backward:
+    """The joined backward: the last frame's first.
+
+    ``given_bytes``: by run, of the gradients that it gets from later frames.
+    """
+
+    def __init__(self, runs: Sequence[FrameRun], values: _Values, forward: _Forward) -> None:
+        self.part = _Part(values)
+        self._given = {
+            node: self.part.add_input(
+                node.name, {SAVED: node.op != "placeholder", **node.meta, SAVES: node.name}
+            )
+            for node in forward.saved
+        }
+        self._gradients: dict[int, fx.Node] = {}  # of what travels between frames
+        self._reduced: dict[str, fx.Node] = {}
+        self._returned: dict[fx.Node, None] = {}
+        self._tangents = 0
+        self.given_bytes = [0] * len(runs)
+        made: set[int] = set()
+        made_before: list[frozenset[int]] = []
+        for run in runs:
+            made_before.append(frozenset(made))
+            made.update(run.outputs.values())
+        for index in reversed(range(len(runs))):
+            origins = {node.name: own for node, own in forward.nodes[index].items()}
+            self._add(index, runs[index], origins, made_before[index])
+        self.module = self.part.ended(list(self._returned))
+
+    def _add(
+        self, index: int, run: FrameRun, origins: Mapping[str, fx.Node], before: frozenset[int]
+    ) -> None:
+        """``before``: numbers of the tensors that earlier frames make."""
+        gm = run.captured.backward
+        nodes: dict[fx.Node, fx.Node] = {}
+        for node in gm.graph.nodes:
+            origin = origins.get(node.meta.get(SAVES, node.name))
+            if node.op == "placeholder":
+                nodes[node] = self._input(node, run, origin)
+                if nodes[node] in self._gradients.values():
+                    self.given_bytes[index] += bytes_of(nodes[node].meta["val"])
+            elif node.op != "output":
+                nodes[node] = copied = self.part.copy(node, nodes, run, gm)
+                copied.meta[SAVES] = origin.name if origin is not None else ""
+                if node.target is REDUCE_GRAD:
+                    self._reduce_once(copied)
+        results: Sequence[Any] = output_node(gm.graph).args[0]  # type: ignore[assignment]
+        for position, result in enumerate(results):
+            if not isinstance(result, fx.Node):
+                continue
+            number = run.gradients.get(position)
+            if number is None or number not in before:
+                self._returned[nodes[result]] = None
+            elif number in self._gradients:
+                self._gradients[number] = self._sum(self._gradients[number], nodes[result])
+            else:
+                self._gradients[number] = nodes[result]
+
+    def _input(self, node: fx.Node, run: FrameRun, origin: fx.Node | None) -> fx.Node:
+        if origin is not None and origin in self._given:
+            given = self._given[origin]
+            if LENT in node.meta:
+                given.meta[LENT] = True
+            return given
+        number = run.tangents.get(node.name)
+        if number is not None and number in self._gradients:
+            return self._gradients[number]
+        self._tangents += 1
+        return self.part.add_input(f"tangents_{self._tangents}", {**node.meta, SAVES: ""})
+
+    def _reduce_once(self, node: fx.Node) -> None:
+        """Reduce the sum of a parameter's gradients where the last of them is there."""
+        name = str(node.args[2])
+        before = self._reduced.get(name)
+        self._reduced[name] = node
+        if before is None:
+            return
+        with self.part.graph.inserting_before(node):
+            total = self._sum(before.args[0], node.args[0])  # type: ignore[arg-type]
+        node.args = (total, *node.args[1:])
+        before.replace_all_uses_with(node)
+        self._returned.pop(before, None)
+        self.part.graph.erase_node(before)
+
+    def _sum(self, one: fx.Node, other: fx.Node) -> fx.Node:
+        total = self.part.graph.call_function(_ADD, (one, other))
+        total.meta = {"val": self.part.values.like(one.meta["val"]), SAVES: ""}
+        return total

@@ -1,0 +1,1 @@
+"""Graph: read, edit, check and print FX graphs."""

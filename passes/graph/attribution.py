@@ -1,0 +1,93 @@
+"""Serves: which parameters every node of a graph is there for.
+
+A gather, and what its output passes through, serve what is gathered; a kernel serves the
+weights it reads; a gradient, and what packs and reduces it, serve the parameter it is of,
+or all of their bucket.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from passes.graph.dataflow import Traits, Wiring
+from passes.graph.fx_utils import is_collective
+from passes.graph.metadata import COLLECTIVE, GATHERED, PARAMETER
+from passes.ops.markers import REDUCE_GRAD, UNSHARD
+from passes.ops.packing import UNPACK
+
+_CONVERSIONS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
+
+
+def serves(wiring: Wiring) -> list[tuple[str, ...]]:
+    """Names of parameters, for every node by its place; empty for those that serve none."""
+    found: list[tuple[str, ...]] = [()] * len(wiring.nodes)
+    weight = [False] * len(wiring.nodes)  # parameters in whatever form: whole, cut, in a bucket
+    for index, node in enumerate(wiring.nodes):
+        traits = wiring.traits[index]
+        called = wiring.called[index]
+        names: tuple[str, ...] = ()
+        if traits.collective or traits.marker or node.op == "placeholder":
+            names, weight[index] = _own(node)
+        if not names and called:
+            sources = wiring.inputs[index]
+            passes_on = _passes_on(traits)
+            if not passes_on:
+                sources = [source for source in sources if weight[source]]
+            if not sources:
+                continue
+            names = found[sources[0]]
+            if len(sources) > 1:
+                names = tuple(dict.fromkeys(name for one in sources for name in found[one]))
+            if node.target is UNPACK and len(names) > 1:
+                names = _member(node, names)
+            weight[index] = (passes_on or node.target in _CONVERSIONS) and any(
+                map(weight.__getitem__, sources)
+            )
+        found[index] = names
+    leads: set[int] = set()  # to a reduction: from there back to the kernel that it follows
+    for index in range(len(wiring.nodes) - 1, -1, -1):
+        if index in leads:
+            goes_on = _passes_on(wiring.traits[index]) or len(wiring.inputs[index]) == 1
+        else:
+            goes_on = False
+        if goes_on or _reduces(wiring.nodes[index], wiring.traits[index]):
+            for source in wiring.inputs[index]:
+                if not weight[source] and wiring.called[source] and not found[source]:
+                    found[source] = found[index]
+                    leads.add(source)
+    return found
+
+
+def _own(node: fx.Node) -> tuple[tuple[str, ...], bool]:
+    """What a node says of itself: the parameters, and whether it is those (or a gradient)."""
+    purpose = node.meta.get(COLLECTIVE)
+    if node.op == "placeholder":
+        name = node.meta.get(PARAMETER) or node.meta.get(GATHERED)
+        return ((str(name),), True) if name else ((), False)
+    if is_collective(node) and purpose is not None:
+        return purpose.names, purpose.gathers
+    if node.target is UNSHARD:
+        return (str(node.args[1]),), True
+    if node.target is REDUCE_GRAD:
+        return (str(node.args[2]),), False
+    return (), False
+
+
+def _reduces(node: fx.Node, traits: Traits) -> bool:
+    if not traits.collective:
+        return node.target is REDUCE_GRAD
+    purpose = node.meta.get(COLLECTIVE)
+    return purpose is not None and not purpose.gathers
+
+
+def _passes_on(traits: Traits) -> bool:
+    """Whether a node only lays out anew what goes in."""
+    return traits.alias or traits.packing or traits.getitem
+
+
+def _member(node: fx.Node, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Which of a bucket's parameters an ``unpack`` takes out: they lie in the bucket's order."""
+    packed = node.all_input_nodes[0]
+    starts = sorted({user.args[2] for user in packed.users if user.target is UNPACK})  # type: ignore[type-var]
+    return (names[starts.index(node.args[2])],) if len(starts) == len(names) else names

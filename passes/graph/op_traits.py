@@ -1,0 +1,102 @@
+"""Fusion: which nodes Inductor can run together with others, and which it cannot.
+
+Inductor fuses runs of pointwise operators and reductions; what only lives inside such a
+run never touches memory. A matrix product, a convolution, attention or a collective is a
+*barrier*: a kernel of its own, whose inputs must exist.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.graph.fx_utils import COLLECTIVES, by_target, is_alias, is_getitem
+from passes.ops.markers import REDUCE_GRAD, UNSHARD
+from passes.ops.packing import PACKING
+
+_aten = torch.ops.aten
+#: Reductions that lack the tag.
+REDUCTIONS = {
+    _aten.sum.dim_IntList,
+    _aten.sum.default,
+    _aten.mean.dim,
+    _aten.mean.default,
+    _aten.amax.default,
+    _aten.amin.default,
+    _aten.var_mean.correction,
+    _aten.var.correction,
+    _aten.prod.default,
+    _aten.any.default,
+    _aten.any.dim,
+    _aten.all.default,
+    _aten.argmax.default,
+}
+# Pointwise and reductions by tag are fusible; these lack the tag, and Inductor fuses them too.
+_ALSO_FUSIBLE = REDUCTIONS | {
+    _aten.cat.default,
+    _aten.full.default,
+    _aten.full_like.default,
+    _aten.zeros_like.default,
+    _aten.ones_like.default,
+    _aten.empty_like.default,
+    _aten.scalar_tensor.default,
+    _aten.argmin.default,
+    _aten.embedding.default,
+    _aten.gather.default,
+    _aten.index.Tensor,
+    _aten.constant_pad_nd.default,
+    _aten.clone.default,
+    _aten.select_scatter.default,
+    _aten.slice_scatter.default,
+    _aten.copy.default,
+    _aten.arange.start_step,
+    torch.ops.prims.iota.default,
+    torch.ops.prims.convert_element_type.default,
+    _aten.native_dropout.default,
+}
+
+
+def is_fusible(node: fx.Node) -> bool:
+    """Whether Inductor may run this node inside a fused kernel."""
+    if node.op != "call_function":
+        return False
+    if is_getitem(node):
+        source = node.args[0]
+        return isinstance(source, fx.Node) and is_fusible(source)
+    return fuses(node.target)
+
+
+@by_target
+def fuses(target: Any) -> bool:
+    """Whether Inductor may fuse an operator; of ``getitem`` its source says."""
+    if target in COLLECTIVES or target in (UNSHARD, REDUCE_GRAD) or target in PACKING:
+        return False
+    if target in _ALSO_FUSIBLE or str(target).startswith("prims.inductor_"):
+        return True
+    tags = getattr(target, "tags", ())
+    return torch.Tag.pointwise in tags or torch.Tag.reduction in tags
+
+
+def is_reduction(node: fx.Node) -> bool:
+    """Whether a node makes few elements of many."""
+    return node.op == "call_function" and _reduces(node.target)
+
+
+@by_target
+def _reduces(target: Any) -> bool:
+    return target in REDUCTIONS or torch.Tag.reduction in getattr(target, "tags", ())
+
+
+def effective_users(node: fx.Node) -> list[fx.Node]:
+    """Who reads a node's memory: its users, with views and waits looked through."""
+    found: dict[fx.Node, None] = {}
+    stack = [node]
+    while stack:
+        for user in stack.pop().users:
+            if is_alias(user):
+                stack.append(user)
+            else:
+                found[user] = None
+    return list(found)

@@ -1,0 +1,104 @@
+"""The marker operators: where a parameter is read, and where its gradient leaves.
+
+A sharded model reads every parameter through ``osdp::unshard``; its derivative is
+``osdp::reduce_grad``. In a traced graph they say *that* a parameter is needed; the
+passes decide how and when it comes. Their names and text are the same on every rank:
+no operator carries a rank's own sizes.
+
+===================  ======================================================================
+``unshard``          local shard ``[rows/N, ...]`` -> full parameter ``[rows, ...]``
+``reduce_grad``      this rank's full gradient -> the mean over ranks, laid out as the shard
+===================  ======================================================================
+
+``dtype``: of the full parameter, where it is not the shard's: cast before it is gathered.
+``reduce_dtype``: in which a gradient travels (default: its own); the result has the shard's.
+
+``sharded=False`` marks a replicated parameter: ``unshard`` is then the identity and
+``reduce_grad`` an all-reduce. ``group_name``, ``between`` and ``hosts`` say which ranks share
+the rows, and how (:class:`passes.types.shard_layout.Cut`). This file holds schemas, shapes and
+derivatives; ``osdp_compile/runtime/eager_markers.py`` holds the eager implementation, which needs
+process groups.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LIBRARY = torch.library.Library("osdp", "DEF")
+_LIBRARY.define(
+    "unshard(Tensor shard, str name, SymInt[] shape, bool sharded, str group_name,"
+    " str between='', int hosts=1, *, ScalarType? dtype=None, ScalarType? reduce_dtype=None)"
+    " -> Tensor"
+)
+_LIBRARY.define(
+    "reduce_grad(Tensor grad, Tensor shard, str name, bool sharded, str group_name,"
+    " str between='', int hosts=1, *, ScalarType? reduce_dtype=None) -> Tensor"
+)
+
+
+@torch.library.register_fake("osdp::unshard")
+def _unshard_shape(
+    shard: Tensor,
+    name: str,
+    shape: list[int],
+    sharded: bool,
+    group_name: str,
+    between: str = "",
+    hosts: int = 1,
+    *,
+    dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> Tensor:
+    # A replicated parameter may have any strides (channels_last); a gathered one is contiguous.
+    if sharded:
+        return shard.new_empty(shape, dtype=dtype or shard.dtype)
+    return torch.empty_like(shard, dtype=dtype)
+
+
+@torch.library.register_fake("osdp::reduce_grad")
+def _reduce_grad_shape(
+    grad: Tensor,
+    shard: Tensor,
+    name: str,
+    sharded: bool,
+    group_name: str,
+    between: str = "",
+    hosts: int = 1,
+    *,
+    reduce_dtype: torch.dtype | None = None,
+) -> Tensor:
+    if sharded:
+        return grad.new_empty(shard.shape, dtype=shard.dtype)
+    return torch.empty_like(grad, dtype=shard.dtype, memory_format=torch.contiguous_format)
+
+
+def _save_for_reduce(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor
+) -> None:
+    shard, ctx.name, _, ctx.sharded, *ctx.marks = inputs
+    ctx.reduce_dtype = keyword_only_inputs["reduce_dtype"]
+    ctx.save_for_backward(shard)
+
+
+def _reduce(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (shard,) = ctx.saved_tensors
+    own = {} if ctx.reduce_dtype is None else {"reduce_dtype": ctx.reduce_dtype}
+    reduced = torch.ops.osdp.reduce_grad(grad, shard, ctx.name, ctx.sharded, *ctx.marks, **own)
+    return (reduced, None, None, None, *[None] * len(ctx.marks))
+
+
+torch.library.register_autograd("osdp::unshard", _reduce, setup_context=_save_for_reduce)
+
+UNSHARD = torch.ops.osdp.unshard.default
+REDUCE_GRAD = torch.ops.osdp.reduce_grad.default
+
+
+def left_out(*tensors: Tensor) -> Tensor:
+    """Stands for the layers that a folded graph leaves out (``passes/capture/fold_layers.py``)."""
+    raise RuntimeError("a folded graph cannot be run")
+
+
+LEFT_OUT = left_out

@@ -1,0 +1,211 @@
+"""Slices: which part of a dimension a split operator works on at a time, and what cuts it out.
+
+A parameter's rows lie on the ranks of its cut (``passes/types/shard_layout.py``), each holding R of
+them. Slice j of g are the j-th S = ceil(R / g) rows of *every* rank, one rank after the other: so
+what each rank sends of a slice is contiguous, and what is gathered needs no shuffle. Seen from the
+whole parameter a slice is a strip of every rank's rows, and whatever else has that dimension (the
+activation that the operator makes, the columns of the operator that takes it in) is cut into the
+same strips. A dimension that nobody shares is cut for one rank: its slices are contiguous.
+
+Where S does not divide R, or not every rank has R rows, slices have fewer elements for some ranks
+than for others; the shards that are sent are then padded to S rows, and what is gathered trimmed.
+
+===============  ==========================================================================
+``take_slice``   a tensor -> slice ``index`` of ``count`` of one dimension
+``join_slices``  all slices of a dimension -> the whole
+``take_part``    a shard -> ``size`` of its rows from ``start``, zeros below
+``trim_slice``   a gathered slice, S rows of every rank -> those that there are
+``pad_slice``    a slice's gradient -> S rows for every rank, zeros below
+===============  ==========================================================================
+
+All results are contiguous and newly allocated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from passes.types.shard_layout import Cut
+
+_LIBRARY = torch.library.Library("osdp", "FRAGMENT")
+_LIBRARY.define(
+    "take_slice(Tensor whole, int dim, int count, int index, int ranks=1, int hosts=1) -> Tensor"
+)
+_LIBRARY.define(
+    "join_slices(Tensor[] slices, int dim, int size, int ranks=1, int hosts=1) -> Tensor"
+)
+_LIBRARY.define("take_part(Tensor shard, int start, int size) -> Tensor")
+_OF_SLICE = "int size, int count, int index, int ranks=1, int hosts=1) -> Tensor"
+_LIBRARY.define(f"trim_slice(Tensor padded, {_OF_SLICE}")
+_LIBRARY.define(f"pad_slice(Tensor trimmed, {_OF_SLICE}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Slices:
+    """How a dimension is cut.
+
+    ``size``: of the whole dimension. ``count``: of slices, none of them empty (:func:`cut_into`).
+    ``ranks``, ``hosts``: of the cut that the strips are of.
+    """
+
+    size: int
+    count: int
+    ranks: int = 1
+    hosts: int = 1
+
+    @property
+    def strip(self) -> int:
+        """Elements that a slice has of a rank at most: S."""
+        return math.ceil(math.ceil(self.size / self.ranks) / self.count)
+
+    @property
+    def even(self) -> bool:
+        """Whether every slice has as much of every rank."""
+        return self.ranks * self.strip * self.count == self.size
+
+    def part(self, index: int) -> int:
+        """Elements of a slice."""
+        return sum(count for _, count in self.strips(index))
+
+    def to_take(self, whole: fx.Node, dim: int, index: int) -> tuple[fx.Node | int, ...]:
+        """What ``take_slice`` is told to cut a slice out of a tensor."""
+        return whole, dim, self.count, index, self.ranks, self.hosts
+
+    def to_join(self, slices: Sequence[fx.Node], dim: int) -> tuple[list[fx.Node] | int, ...]:
+        """What ``join_slices`` is told to put all slices together."""
+        return list(slices), dim, self.size, self.ranks, self.hosts
+
+    def to_cut(self, one: fx.Node, index: int) -> tuple[fx.Node | int, ...]:
+        """What ``trim_slice`` and ``pad_slice`` are told of a slice."""
+        return one, self.size, self.count, index, self.ranks, self.hosts
+
+    def strips(self, index: int) -> Iterator[tuple[int, int]]:
+        """Of a slice, for every rank, its first element in the whole, and how many there are."""
+        for place in range(self.ranks):
+            start, stop = Cut(self.ranks, place, "", self.hosts).rows(self.size)
+            first = min(start + index * self.strip, stop)
+            yield first, min(self.strip, stop - first)
+
+
+def cut_into(size: int, count: int, ranks: int = 1, hosts: int = 1) -> Slices:
+    """As many slices as are wanted, or fewer, so that none is empty."""
+    rows = math.ceil(size / ranks)
+    return Slices(size, math.ceil(rows / math.ceil(rows / count)), ranks, hosts)
+
+
+def slice_name(name: str, index: int) -> str:
+    """What a slice of a parameter is called in collectives: ``up.weight#2``."""
+    return f"{name}#{index}"
+
+
+def parameter_of(name: str) -> str:
+    """The parameter that a slice is of; any other name is its own."""
+    return name.rpartition("#")[0] or name
+
+
+def _sized(like: Tensor, dim: int, size: int) -> Tensor:
+    """An empty tensor that differs along one dimension."""
+    return like.new_empty([*like.shape[:dim], size, *like.shape[dim + 1 :]])
+
+
+@torch.library.register_fake("osdp::take_slice")
+def _take_slice_shape(
+    whole: Tensor, dim: int, count: int, index: int, ranks: int = 1, hosts: int = 1
+) -> Tensor:
+    return _sized(whole, dim, Slices(int(whole.shape[dim]), count, ranks, hosts).part(index))
+
+
+@torch.library.impl("osdp::take_slice", "CompositeExplicitAutograd")
+def _take_slice(
+    whole: Tensor, dim: int, count: int, index: int, ranks: int = 1, hosts: int = 1
+) -> Tensor:
+    slices = Slices(whole.shape[dim], count, ranks, hosts)
+    if slices.even:
+        strips = whole.unflatten(dim, (ranks, count, slices.strip)).select(dim + 1, index)
+        return strips.clone(memory_format=torch.contiguous_format).flatten(dim, dim + 1)
+    return torch.cat([whole.narrow(dim, *strip) for strip in slices.strips(index)], dim)
+
+
+@torch.library.register_fake("osdp::join_slices")
+def _join_slices_shape(
+    slices: Sequence[Tensor], dim: int, size: int, ranks: int = 1, hosts: int = 1
+) -> Tensor:
+    return _sized(slices[0], dim, size)
+
+
+@torch.library.impl("osdp::join_slices", "CompositeExplicitAutograd")
+def _join_slices(
+    slices: Sequence[Tensor], dim: int, size: int, ranks: int = 1, hosts: int = 1
+) -> Tensor:
+    cut = Slices(size, len(slices), ranks, hosts)
+    if cut.even:
+        strips = [one.unflatten(dim, (ranks, cut.strip)) for one in slices]
+        return torch.stack(strips, dim + 1).flatten(dim, dim + 2)
+    joined = _sized(slices[0], dim, size)
+    for index, one in enumerate(slices):
+        place = 0
+        for first, count in cut.strips(index):
+            joined.narrow(dim, first, count).copy_(one.narrow(dim, place, count))
+            place += count
+    return joined
+
+
+@torch.library.register_fake("osdp::take_part")
+def _take_part_shape(shard: Tensor, start: int, size: int) -> Tensor:
+    return _sized(shard, 0, size)
+
+
+@torch.library.impl("osdp::take_part", "CompositeExplicitAutograd")
+def _take_part(shard: Tensor, start: int, size: int) -> Tensor:
+    part = shard.new_zeros([size, *shard.shape[1:]])
+    there = shard[start : start + size]
+    part[: len(there)] = there
+    return part
+
+
+@torch.library.register_fake("osdp::trim_slice")
+def _trim_slice_shape(
+    padded: Tensor, size: int, count: int, index: int, ranks: int = 1, hosts: int = 1
+) -> Tensor:
+    return _sized(padded, 0, Slices(size, count, ranks, hosts).part(index))
+
+
+@torch.library.impl("osdp::trim_slice", "CompositeExplicitAutograd")
+def _trim_slice(
+    padded: Tensor, size: int, count: int, index: int, ranks: int = 1, hosts: int = 1
+) -> Tensor:
+    slices = Slices(size, count, ranks, hosts)
+    rows = padded.unflatten(0, (ranks, slices.strip))
+    return torch.cat([one[:n] for one, (_, n) in zip(rows, slices.strips(index), strict=True)])
+
+
+@torch.library.register_fake("osdp::pad_slice")
+def _pad_slice_shape(
+    trimmed: Tensor, size: int, count: int, index: int, ranks: int = 1, hosts: int = 1
+) -> Tensor:
+    return _sized(trimmed, 0, ranks * Slices(size, count, ranks, hosts).strip)
+
+
+@torch.library.impl("osdp::pad_slice", "CompositeExplicitAutograd")
+def _pad_slice(
+    trimmed: Tensor, size: int, count: int, index: int, ranks: int = 1, hosts: int = 1
+) -> Tensor:
+    slices = Slices(size, count, ranks, hosts)
+    padded = trimmed.new_zeros([ranks, slices.strip, *trimmed.shape[1:]])
+    counts = [n for _, n in slices.strips(index)]
+    for place, rows in enumerate(trimmed.split(counts)):
+        padded[place, : len(rows)] = rows
+    return padded.flatten(0, 1)
+
+
+TAKE_SLICE = torch.ops.osdp.take_slice.default
+JOIN_SLICES = torch.ops.osdp.join_slices.default
+TAKE_PART = torch.ops.osdp.take_part.default
+TRIM_SLICE = torch.ops.osdp.trim_slice.default
+PAD_SLICE = torch.ops.osdp.pad_slice.default
+SLICING = frozenset({TAKE_SLICE, JOIN_SLICES, TAKE_PART, TRIM_SLICE, PAD_SLICE})

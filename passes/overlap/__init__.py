@@ -1,0 +1,1 @@
+"""Overlap: bucket, split by mesh dimension and order collectives beside compute."""

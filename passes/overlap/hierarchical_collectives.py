@@ -1,0 +1,240 @@
+"""Levels: a collective over a mesh of hosts goes leg by leg, where the profile says that is faster.
+
+Needs: collectives started and waited for on the spot (after ``bucket``, where that runs).
+Leaves: the same; what is carried out along the mesh's dimensions (``ctx.levels``) has a
+collective for each leg, on the dimension's own process group, with the same
+``meta["collective"]`` but for its ``leg``.
+
+With N ranks = H hosts of G, and k elements on each rank (means: of what stands for the flat
+collective, an exchange or a reduce-scatter)::
+
+    w = wait(gather(p, N))       a = wait(gather(p, H between hosts))         [H * k]
+                                 b = wait(gather(a, G within the host))       [G * H * k]
+                                 w = unpack(b, rows back in the ranks' order)
+
+    m = mean(exchange(t, N))     t' = the rows of t by the place within a host
+                                 a = mean(exchange(t', G within the host))    [H * k]
+                                 m = mean(exchange(a, H between hosts))       [k]
+
+    r = wait(all_reduce(t))      a = sum(exchange(t, G within the host))      [n / G]
+                                 b = wait(all_reduce(a, H between hosts))     [n / G]
+                                 r = wait(gather(b, G within the host))       [n]
+
+So each byte crosses the network between hosts once for each host and not once for each rank. An
+all-reduce whose n elements G does not divide is padded; by messages (``ctx.by_exchange``), or if
+it was padded, its result is copied once more.
+
+Which collectives go leg by leg depends on sizes that no batch enters, and on the profile: all
+ranks find the same. It is decided once all the same, as buckets are, and is part of the plan's
+order. What the copies and the starts take is counted; memory is not: legs hold what is between
+them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import fx
+
+from passes.annotate.annotate_costs import collective_full_bytes
+from passes.graph.fx_utils import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    COLLECTIVES,
+    REDUCE_SCATTER,
+    WAIT,
+    call,
+    group_of,
+    numel_of,
+    remove_dead,
+    root_of,
+)
+from passes.graph.metadata import COLLECTIVE, GRADIENT_OF
+from passes.ops.p2p import EXCHANGE, GATHER_PARTS
+from passes.ops.packing import FIRST_OF, MEAN_RANKS, PACK_COLUMNS, SUM_RANKS, UNPACK
+from passes.shard.lower_markers import after_wait, flat, reduce_rows, start_collective
+from passes.types.context import Context, Level
+from passes.types.plan import Collective
+
+_VIEW = torch.ops.aten.view.default
+
+
+def levels(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+    """Carry out collectives leg by leg. See the module's docstring."""
+    if ctx.levels is None:
+        return gm
+    graph = gm.graph
+    starts = [node for node in graph.nodes if COLLECTIVE in node.meta]
+    planned = ctx.plan.order_for(ctx.phase.value, [node.meta[COLLECTIVE] for node in starts])
+    later = None if planned is None else {one.first for one in planned if one.leg}
+    for start in starts:
+        if group_of(start) != ctx.group_name:  # of a parameter that is sharded within hosts
+            continue
+        chosen = _pays(start, ctx) if later is None else start.meta[COLLECTIVE] in later
+        if not chosen:
+            continue
+        if start.meta[COLLECTIVE].gathers:
+            _gather_in_legs(start, *ctx.levels, ctx)
+        elif start.target is ALL_REDUCE:
+            _all_reduce_in_legs(start, *ctx.levels, ctx)
+        else:
+            _scatter_in_legs(start, *ctx.levels, ctx)
+    remove_dead(graph)
+    return gm
+
+
+def legs_of(kind: str, full_bytes: int, ctx: Context) -> list[tuple[str, Level, int]]:
+    """What a collective is leg by leg: kinds, along what, and of how many bytes.
+
+    ``kind``, ``full_bytes``: of the flat one, as for ``Hardware.collective_seconds``.
+    """
+    assert ctx.levels is not None
+    outer, inner = ctx.levels
+    part_bytes = full_bytes // inner.size
+    if kind == "all_gather":
+        return [(kind, outer, part_bytes), (kind, inner, full_bytes)]
+    if kind == "all_reduce":
+        scatter = "all_to_all" if ctx.by_exchange else "reduce_scatter"
+        return [
+            (scatter, inner, full_bytes),
+            (kind, outer, part_bytes),
+            ("all_gather", inner, full_bytes),
+        ]
+    return [(kind, inner, full_bytes), (kind, outer, part_bytes)]
+
+
+def legs_seconds(kind: str, full_bytes: int, ctx: Context) -> float:
+    """Seconds of all legs of a collective, one after the other, without copies."""
+    return sum(
+        ctx.hardware.along(level.name).collective_seconds(leg, size_bytes, level.size)
+        for leg, level, size_bytes in legs_of(kind, full_bytes, ctx)
+    )
+
+
+def _pays(start: fx.Node, ctx: Context) -> bool:
+    """Whether the legs and what they copy take less time than the flat collective.
+
+    What a collective takes of the computing counts as well: each leg has to be started.
+    """
+    kind, full_bytes = COLLECTIVES[start.target], collective_full_bytes(start)
+    flat = kind, full_bytes, ctx.world_size
+    flat_seconds = ctx.hardware.collective_seconds(*flat) + ctx.hardware.busy_seconds(*flat)
+    busy_seconds = sum(
+        ctx.hardware.along(level.name).busy_seconds(leg, size_bytes, level.size)
+        for leg, level, size_bytes in legs_of(kind, full_bytes, ctx)
+    )
+    copied = _copied_bytes(start, full_bytes, ctx) / ctx.hardware.memory_bytes_per_second
+    return legs_seconds(kind, full_bytes, ctx) + busy_seconds + copied < flat_seconds
+
+
+def _copied_bytes(start: fx.Node, full_bytes: int, ctx: Context) -> int:
+    """Bytes that the legs' copies read and write, besides those of the flat collective."""
+    assert ctx.levels is not None
+    _, inner = ctx.levels
+    if start.meta[COLLECTIVE].gathers:
+        unpacked = all(user.target is UNPACK for user in _wait_of(start).users)
+        return 0 if unpacked else 2 * full_bytes
+    if start.target is ALL_REDUCE:
+        padded = numel_of(start.meta["val"]) % inner.size != 0
+        joined = 2 * full_bytes if padded or ctx.by_exchange else 0
+        summed = full_bytes + full_bytes // inner.size if ctx.by_exchange else 0
+        return (2 * full_bytes if padded else 0) + summed + joined
+    packed = 0 if _table(start).target is PACK_COLUMNS else 2 * full_bytes
+    return packed + (0 if start.target is REDUCE_SCATTER else 2 * full_bytes // inner.size)
+
+
+def _wait_of(start: fx.Node) -> fx.Node:
+    (wait,) = start.users
+    assert wait.target is WAIT
+    return wait
+
+
+def _table(start: fx.Node) -> fx.Node:
+    """What a collective sends."""
+    (source, *_) = start.args
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def _gather_in_legs(start: fx.Node, outer: Level, inner: Level, ctx: Context) -> None:
+    graph, purpose, wait = start.graph, start.meta[COLLECTIVE], _wait_of(start)
+    packed = _table(start)
+    with graph.inserting_before(start):
+        args = (packed, outer.size, outer.group_name)
+        first = start_collective(graph, start.target, args, purpose)
+        part = call(graph, WAIT, (first,), "gathered")
+        args = (part, inner.size, inner.group_name)
+        second = start_collective(graph, start.target, args, _leg(purpose, 1))
+        whole = call(graph, WAIT, (second,), "gathered")
+    if ctx.by_exchange and root_of(packed).op != "placeholder":
+        second.kwargs = {"sent": packed}
+    alive = part if ctx.by_exchange else None
+    for user in list(wait.users):
+        if user.target is UNPACK:
+            _, ranks, column, shape, *others = user.args
+            user.args = (whole, ranks, column, shape, alive, inner.size, *others[2:])
+    if wait.users:
+        rows = (ctx.world_size, 0, [numel_of(wait.meta["val"])])
+        with graph.inserting_before(wait):
+            joined = after_wait(call(graph, UNPACK, (whole, *rows, alive, inner.size)))
+        wait.replace_all_uses_with(joined)
+    graph.erase_node(wait)
+    graph.erase_node(start)
+
+
+def _scatter_in_legs(start: fx.Node, outer: Level, inner: Level, ctx: Context) -> None:
+    graph, purpose = start.graph, start.meta[COLLECTIVE]
+    table = _table(start)
+    packed = table.target is PACK_COLUMNS
+    tensors, hosts = (table.args[0], table.args[3:]) if packed else ([table], ())
+    with graph.inserting_before(start):
+        args = (tensors, ctx.world_size, inner.size, *hosts)
+        rows = call(graph, PACK_COLUMNS, args, "bucket")
+        for leg, level in enumerate((inner, outer)):
+            network = (level.size, level.group_name)
+            rows = reduce_rows(graph, start.target, rows, *network, _leg(purpose, leg))
+    _replace(start, rows)
+
+
+def _all_reduce_in_legs(start: fx.Node, outer: Level, inner: Level, ctx: Context) -> None:
+    graph, purpose = start.graph, start.meta[COLLECTIVE]
+    value = start.meta["val"]
+    numel, padded = numel_of(value), numel_of(value) % inner.size != 0
+    scatter, gather = (EXCHANGE, GATHER_PARTS) if ctx.by_exchange else (REDUCE_SCATTER, ALL_GATHER)
+    within = (inner.size, inner.group_name)
+    with graph.inserting_before(start):
+        rows = _table(start) if value.dim() == 1 else flat(graph, _table(start))
+        if padded:
+            rows = call(graph, PACK_COLUMNS, ([rows], inner.size), "bucket")
+        part = reduce_rows(graph, scatter, rows, *within, purpose, SUM_RANKS)
+        args = (part, *start.args[1:-1], outer.group_name)
+        between = start_collective(graph, ALL_REDUCE, args, _leg(purpose, 1))
+        part = call(graph, WAIT, (between,), "reduced")
+        join = start_collective(graph, gather, (part, *within), _leg(purpose, 2))
+        whole = call(graph, WAIT, (join,), "reduced")
+        if padded or ctx.by_exchange:
+            sent = (part,) if ctx.by_exchange else ()
+            whole = after_wait(call(graph, FIRST_OF, (whole, numel, *sent)))
+        if value.dim() != 1:
+            whole = after_wait(call(graph, _VIEW, (whole, list(value.shape))))
+    _replace(start, whole)
+
+
+def _leg(purpose: Collective, leg: int) -> Collective:
+    return dataclasses.replace(purpose, leg=leg)
+
+
+def _replace(start: fx.Node, by: fx.Node) -> None:
+    """Put ``by`` in the place of what a flat collective gives: its wait, or the mean after it."""
+    wait = _wait_of(start)
+    result = wait
+    if start.target in (EXCHANGE, ALL_TO_ALL):
+        (result,) = wait.users
+        assert result.target is MEAN_RANKS
+    result.replace_all_uses_with(by)
+    if GRADIENT_OF in result.meta:
+        by.meta[GRADIENT_OF] = result.meta[GRADIENT_OF]
+    for node in dict.fromkeys((result, wait, start)):
+        start.graph.erase_node(node)

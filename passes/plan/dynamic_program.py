@@ -1,0 +1,171 @@
+"""The knapsack: the cheapest decisions within so many bytes, where memory and costs add up.
+
+A choice d of parameter i takes m(i, d) bytes (its state, plus the gathered weight if it is kept)
+and costs ``c(i, d) = wf * forward communication + wb * backward communication + computing``, where
+computing is the optimizer's step and what collectives take of the computing beside them. With
+memory cut into units of limit/1024 and parameters in order::
+
+    f[i][v] = min over d of f[i-1][v - m(i, d)] + c(i, d)
+
+The weights (wf, wb) say how much of the forward's and the backward's communication is expected to
+be exposed. Which plan is the fastest is not decided here (``passes/plan/planner.py``).
+
+Recurrence: the 0/1 knapsack of OSDP (arXiv 2209.13258, section 3.3) and Galvatron.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from passes.overlap.bucket_collectives import bucket_bytes_for
+from passes.overlap.hierarchical_collectives import legs_seconds
+from passes.types.context import Context, Level, Parameter
+from passes.types.plan import Decision, shardable
+
+#: Of the limit, or of what all parameters take if that is less.
+UNITS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One decision for one parameter, and what it costs by itself."""
+
+    decision: Decision
+    memory_bytes: int
+    forward_seconds: float
+    backward_seconds: float
+    compute_seconds: float
+
+
+def choices_of(parameter: Parameter, ctx: Context) -> list[Choice]:
+    """What can be done with a parameter; replicate first, the least memory last."""
+    world, full = ctx.world_size, parameter.full_bytes
+    trained = parameter.requires_grad
+
+    # Small collectives share a bucket and so most of what each costs whatever its size.
+    spared = 1 - min(1.0, full / bucket_bytes_for(ctx))
+
+    def link(kind: str, size_bytes: int = full, level: Level | None = None) -> float:
+        """Seconds of a collective along a level of the mesh; None: over all ranks."""
+        hardware, ranks = (ctx.hardware, world) if level is None else ctx.along(level)
+        latency_seconds = hardware.collectives[kind].latency_seconds
+        seconds = hardware.collective_seconds(kind, size_bytes, ranks) - spared * latency_seconds
+        if ctx.levels is None or level or (kind == "reduce_scatter" and ctx.by_exchange):
+            return seconds
+        latency_seconds = legs_seconds(kind, 0, ctx)
+        return min(seconds, legs_seconds(kind, size_bytes, ctx) - spared * latency_seconds)
+
+    def busy(kind: str, size_bytes: int = full, level: Level | None = None) -> float:
+        hardware, ranks = (ctx.hardware, world) if level is None else ctx.along(level)
+        start_seconds = spared * hardware.collectives[kind].start_seconds
+        return hardware.busy_seconds(kind, size_bytes, ranks) - start_seconds
+
+    def update(state: int) -> float:
+        return ctx.hardware.update_seconds(state, 1)
+
+    def sharded(
+        keep: Decision, again: Decision, ranks: int, level: Level | None = None
+    ) -> tuple[Choice, Choice]:
+        """Sharded along the inner level, or over all ranks."""
+        part, gather = parameter.state_bytes(ranks), ("all_gather", full, level)
+        reductions: list[tuple[str, int, Level | None]] = []
+        if trained:
+            kinds = ["all_to_all"]
+            if level is None or not ctx.by_exchange:  # else a level has no rate for it
+                kinds.insert(0, "reduce_scatter")
+            kind = min(kinds, key=lambda one: link(one, full, level))
+            reductions.append((kind, full, level))
+            if level is not None and ctx.levels is not None:
+                reductions.append(("all_reduce", parameter.shard_bytes(ranks), ctx.levels[0]))
+        forward, backward = link(*gather), sum(link(*one) for one in reductions)
+        computing = update(part) + sum(busy(*one) for one in (gather, *reductions))
+        return (
+            Choice(keep, part + full, forward, backward, computing),
+            Choice(again, part, forward, forward + backward, computing + busy(*gather)),
+        )
+
+    whole = parameter.state_bytes(1)
+    reduce_whole, occupied = (link("all_reduce"), busy("all_reduce")) if trained else (0.0, 0.0)
+    found = [Choice(Decision.REPLICATE, whole, 0.0, reduce_whole, update(whole) + occupied)]
+    if ctx.levels is not None and shardable(parameter.shape, ctx.levels[1].size):
+        inner = ctx.levels[1]
+        found += sharded(Decision.SHARD_HOST_KEEP, Decision.SHARD_HOST_AGAIN, inner.size, inner)
+    if shardable(parameter.shape, world):
+        found += sharded(Decision.SHARD_KEEP, Decision.SHARD_AGAIN, world)
+    return found
+
+
+def together(alike: Sequence[list[Choice]]) -> list[Choice]:
+    """The choices of parameters that are decided on together, of all of them in sum."""
+    return [
+        Choice(
+            options[0].decision,
+            sum(one.memory_bytes for one in options),
+            sum(one.forward_seconds for one in options),
+            sum(one.backward_seconds for one in options),
+            sum(one.compute_seconds for one in options),
+        )
+        for options in zip(*alike, strict=True)
+    ]
+
+
+class Table:
+    """The dynamic programme for one weighting: the best decisions for any budget."""
+
+    def __init__(
+        self, choices: list[list[Choice]], weights: tuple[float, float], ctx: Context
+    ) -> None:
+        self.choices = choices
+        self.most_bytes = sum(max(o.memory_bytes for o in options) for options in choices)
+        whole = (
+            self.most_bytes if ctx.limit_bytes is None else min(ctx.limit_bytes, self.most_bytes)
+        )
+        self.unit_bytes = max(1, whole // UNITS)
+        self.units = whole // self.unit_bytes
+        forward, backward = weights
+        best = np.zeros(self.units + 1)
+        self.picks = np.zeros((len(choices), self.units + 1), dtype=np.int8)
+        # Rounding each parameter up would waste half a unit a parameter: carry the remainder.
+        self.sizes: list[list[int]] = []
+        carried = dict.fromkeys(Decision, 0.0)
+        for index, options in enumerate(choices):
+            sizes = []
+            found = np.full((len(options), self.units + 1), np.inf)
+            for pick, option in enumerate(options):
+                exact = option.memory_bytes / self.unit_bytes + carried[option.decision]
+                size = round(exact)
+                carried[option.decision] = exact - size
+                sizes.append(size)
+                seconds = (
+                    forward * option.forward_seconds
+                    + backward * option.backward_seconds
+                    + option.compute_seconds
+                )
+                if size <= self.units:
+                    found[pick, size:] = best[: self.units + 1 - size] + seconds
+            self.sizes.append(sizes)
+            self.picks[index] = found.argmin(axis=0)
+            best = found.min(axis=0)
+        self.cost = best
+
+    def best(self, budget_bytes: int) -> list[Decision] | None:
+        """The cheapest decisions whose additive memory is within the budget; None if none is."""
+        left = min(self.units, budget_bytes // self.unit_bytes)
+        if left < 0 or not np.isfinite(self.cost[left]):
+            return None
+        picked: list[Decision] = []
+        for index in range(len(self.choices) - 1, -1, -1):
+            pick = int(self.picks[index, left])
+            picked.append(self.choices[index][pick].decision)
+            left -= self.sizes[index][pick]
+        return picked[::-1]
+
+    def memory_bytes(self, decisions: Sequence[Decision]) -> int:
+        """Additive memory of some decisions."""
+        return sum(
+            next(o.memory_bytes for o in options if o.decision is decision)
+            for options, decision in zip(self.choices, decisions, strict=True)
+        )

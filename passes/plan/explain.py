@@ -1,0 +1,44 @@
+"""Explain: why every parameter of a plan is decided on as it is, in a line for people."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from passes.graph.metadata import COLLECTIVE
+from passes.ops.slicing import parameter_of
+from passes.plan.predict import Step
+from passes.types.context import Context
+from passes.types.plan import Decision, Plan, shardable
+from passes.types.units import format_seconds
+
+
+def explained(plan: Plan, step: Step, ctx: Context, stand_ins: Mapping[str, str]) -> Plan:
+    """The plan with its prediction and, for every parameter, why.
+
+    ``stand_ins``: parameters that are not in the graphs, and those whose figures are theirs.
+    """
+    gathers: dict[str, tuple[float, float]] = {}
+    reductions: dict[str, tuple[float, float]] = {}
+    for simulation in step.simulations:
+        for node, late in simulation.exposed.items():
+            purpose = node.meta[COLLECTIVE]
+            seconds = simulation.end[node] - simulation.start[node]
+            kind = gathers if purpose.gathers else reductions
+            for name in map(parameter_of, purpose.names):
+                before = kind.get(name, (0.0, 0.0))
+                kind[name] = (before[0] + seconds, before[1] + late)
+    rows = []
+    for row in plan.parameters:
+        parts = []
+        if not shardable(row.shape, ctx.ranks_of_a_host or ctx.world_size):
+            parts.append("too small to shard")
+        elif row.decision is Decision.REPLICATE:
+            parts.append("fits whole")
+        for what, kind in (("gather", gathers), ("reduce", reductions)):
+            if (seen := stand_ins.get(row.name, row.name)) in kind:
+                seconds, late = kind[seen]
+                hidden = "hidden" if late < 0.05 * seconds else f"{format_seconds(late)} exposed"
+                parts.append(f"{what} {format_seconds(seconds)}, {hidden}")
+        rows.append(dataclasses.replace(row, reason="; ".join(parts)))
+    return plan.replace(parameters=tuple(rows), prediction=step.prediction)

@@ -1,0 +1,117 @@
+"""Least memory: the smallest limit that a plan is found for."""
+
+from __future__ import annotations
+
+from passes.capture.fold_layers import Folded
+from passes.overlap.bucket_collectives import bucket_bytes_for
+from passes.plan.bucket_sizes import BUCKET_MISSES
+from passes.plan.dynamic_program import Choice
+from passes.plan.evaluator import LEAST_BUCKET_BYTES, Key, Looks
+from passes.plan.predict import predict
+from passes.plan.slice_some import SLICES
+from passes.types.plan import Plan, Prediction
+
+#: How many plans a descent may look at; of a folded step, which takes long to simulate.
+_MOST_LOOKS, _FOLDED_LOOKS = 48, 12
+#: How many of the leanest are tried in slices.
+_MOST_STARTS = 2
+
+
+def least_memory(looks: Looks) -> Prediction:
+    """The least peak that is found, or the first on the way there that fits.
+
+    Not always that of gathering everything again: a second gather may be in flight at
+    the peak. Coordinate descent over groups of parameters that are alike, on schedules
+    that give up all overlap, then the same with activations recomputed, then with operators in
+    slices, then smaller buckets while that takes less; the way does not depend on the limit, so
+    that the least limit an error names is one that works.
+    """
+    ctx = looks.ctx.replace(limit_bytes=0)
+    # What is cut within hosts mostly takes more than what is cut over all ranks, where both
+    # can be: it is tried last.
+    flat = [
+        [one for one in options if not (one.decision.within_host and len(options) > 3)]
+        for options in looks.choices
+    ]
+    starts = [
+        Key(tuple(options[min(place, len(options) - 1)].decision for options in flat))
+        for place in (2, 1, 0)
+    ]
+    size_bytes = bucket_bytes_for(ctx)
+    most_looks = _FOLDED_LOOKS if isinstance(looks.captured, Folded) else _MOST_LOOKS
+    known: dict[Key, tuple[Plan, Prediction]] = {}
+
+    def priced(key: Key, bucket_bytes: int) -> tuple[Plan, Prediction]:
+        plan, _ = looks.price(key, ctx, bucket_bytes)
+        return plan, predict(looks.captured, plan, ctx, looks.passes).prediction
+
+    def peak(key: Key) -> int:
+        if key not in known:
+            known[key] = priced(key, size_bytes)
+        return known[key][1].peak_bytes
+
+    def descended(best: Key, choices: list[list[Choice]]) -> Key:
+        most, improved = len(known) + most_looks, True
+        while improved and len(known) < most and not looks.fits(known[best][1]):
+            improved = False
+            for members in looks.alike():
+                for option in choices[members[0]]:
+                    decisions = list(best.decisions)
+                    for index in members:
+                        decisions[index] = option.decision
+                    tried = looks.deciding(best, decisions)
+                    if len(known) < most and peak(tried) < peak(best):
+                        best, improved = tried, True
+                        if looks.fits(known[best][1]):
+                            break
+        return best
+
+    def sliced(best: Key) -> Key:
+        """In slices what spares most, then what does beside that."""
+        improved = True
+        while improved and not looks.fits(known[best][1]):
+            before = best
+            for family in looks.families:
+                best = min(best, looks.slicing(before, family, SLICES[-1], 0), key=peak)
+                if looks.fits(known[best][1]):
+                    break
+            improved = best != before
+        return best
+
+    # Where all weights of a step fit into one bucket, smaller ones decide what is best; where
+    # something else takes the most for now, they will once that is spared.
+    best = min(starts, key=peak)
+    if not looks.fits(known[best][1]):
+        smaller = [(size_bytes // factor, key) for factor in (4, 16) for key in starts]
+        found = {one: priced(one[1], one[0]) for one in smaller if one[0]}
+        least = min(found, key=lambda one: (found[one][1].peak_bytes, one[0]))
+        if found[least][1].peak_bytes <= peak(best):
+            size_bytes, best = least
+            known = {best: found[least]}
+    best = descended(best, flat)
+    if flat != looks.choices:
+        best = descended(best, looks.choices)
+    without, starting = best, [best]
+    for one in [] if looks.fits(known[best][1]) else looks.lean_sets:
+        starting.append(without.recomputing(one))
+        best = min(best, starting[-1], key=peak)
+        if looks.fits(known[best][1]):
+            break
+    for start in sorted(starting, key=peak)[:_MOST_STARTS]:
+        if not looks.fits(known[best][1]):
+            best = min(best, sliced(start), key=peak)
+    if best is not without:
+        best = descended(best, looks.choices)
+    chosen, misses = known[best], 0
+    size_bytes //= 4
+    while size_bytes >= LEAST_BUCKET_BYTES and misses < BUCKET_MISSES:
+        if looks.fits(chosen[1]):
+            break
+        tried = priced(best, size_bytes)
+        misses += 1
+        if tried[1].peak_bytes < chosen[1].peak_bytes:
+            chosen, misses = tried, 0
+        size_bytes //= 4
+    looks.seen[best] = chosen
+    looks.sizes[best] = set()  # this was priced on schedules without overlap
+    return chosen[1]

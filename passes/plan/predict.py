@@ -1,0 +1,124 @@
+"""Predict: what a plan costs, by running the real passes and simulating what they emit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from torch import fx
+
+from passes.annotate.training_state import (
+    EARLIER_GRADIENTS,
+    OTHER_MODELS,
+    base_kinds,
+    gradient_bytes,
+    held_between_steps,
+    optimizer_seconds,
+    optimizer_temporary_bytes,
+)
+from passes.capture.captured_step import Captured, lay_out
+from passes.capture.fold_layers import Folded, Seconds, put_in, recomputed_of, seconds_of
+from passes.graph.fx_utils import shared_values
+from passes.graph.metadata import MEMORY
+from passes.pipeline import Pass, Stage, run
+from passes.recompute.recompute_activations import recomputed
+from passes.simulate.lent import returned_bytes
+from passes.simulate.simulator import Simulation, simulate
+from passes.types.context import Context, Phase
+from passes.types.plan import Plan, Prediction
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A plan's lowered graphs, how they ran in the simulator, and the sum of it."""
+
+    prediction: Prediction
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    simulations: tuple[Simulation, Simulation]
+
+
+def predict(captured: Captured | Folded, plan: Plan, ctx: Context, passes: Sequence[Pass]) -> Step:
+    """Lower a captured step as the plan says, and simulate it.
+
+    ``captured``: or folded; then the graphs lack layers, and the prediction does not.
+    ``ctx.deciding``: search for the order of collectives; otherwise the plan's is followed.
+    ``ctx.base_bytes``: bytes of buffers, the batch, and of whatever else is held besides
+    parameters and optimizer state.
+    """
+    folded = captured if isinstance(captured, Folded) else None
+    graphs = captured.captured if isinstance(captured, Folded) else captured
+    with shared_values(graphs.values):
+        return _predict(graphs, folded, plan, ctx, passes)
+
+
+def _predict(
+    captured: Captured, folded: Folded | None, plan: Plan, ctx: Context, passes: Sequence[Pass]
+) -> Step:
+    laid = lay_out(captured, folded.without_inner(plan) if folded else plan, ctx)
+    if folded is not None:
+        put_in(laid, folded, plan, ctx)
+    state = held_between_steps(ctx, plan)
+    held = ctx.base_bytes + sum(state.values())
+    returned = returned_bytes(laid.forward.graph, laid.backward.graph)
+    lowered: list[fx.GraphModule] = []
+    simulations: list[Simulation] = []
+    for gm, phase, extra in (
+        (laid.forward, Phase.FORWARD, 0),
+        (laid.backward, Phase.BACKWARD, returned),
+    ):
+        local = ctx.replace(plan=plan, phase=phase, base_bytes=held + extra)
+        gm = run(passes, Stage.PARTS, gm, local, recompile=False)
+        lowered.append(gm)
+        simulations.append(simulate(gm.graph, gm.meta.pop(MEMORY, None)))
+    forward, backward = simulations
+    unseen = Seconds(0.0, 0.0)
+    if folded is not None:
+        for gm, simulation in zip(lowered, simulations, strict=True):
+            unseen = unseen.plus(seconds_of(folded, plan, gm.graph, simulation))
+    update_seconds = optimizer_seconds(ctx, plan)
+    base = {**state, **base_kinds(ctx)}
+    base = {kind: size_bytes for kind, size_bytes in base.items() if size_bytes}
+    peaks = [
+        _sum(base, forward.memory.peak),
+        _sum(base, backward.memory.peak, {"returned": returned}),
+        _sum(base, _between(ctx, forward)),
+        {
+            **{kind: held for kind, held in base.items() if kind != EARLIER_GRADIENTS},
+            "gradients": gradient_bytes(ctx, plan, backward.memory.kept_bytes),
+            "optimizer step": optimizer_temporary_bytes(ctx, plan),
+        },
+    ]
+    peak = {k: v for k, v in max(peaks, key=lambda kinds: sum(kinds.values())).items() if v}
+    step_seconds = forward.step_seconds + backward.step_seconds + unseen.step
+    compute_seconds = forward.compute_seconds + backward.compute_seconds + unseen.compute
+    if folded is None:
+        recomputed_bytes, recomputed_seconds = recomputed(lowered[1].graph.nodes)
+    else:
+        recomputed_bytes, recomputed_seconds = recomputed_of(folded, lowered[1].graph)
+    prediction = Prediction(
+        step_seconds=step_seconds + update_seconds,
+        compute_seconds=compute_seconds + update_seconds,
+        exposed_seconds=step_seconds - compute_seconds,
+        peak_bytes=sum(peak.values()),
+        peak=peak,
+        recomputed_bytes=recomputed_bytes,
+        recomputed_seconds=recomputed_seconds,
+    )
+    return Step(prediction, lowered[0], lowered[1], (forward, backward))
+
+
+def _between(ctx: Context, forward: Simulation) -> dict[str, int]:
+    """What there is between the two graphs, where another model runs there, by kind."""
+    if not ctx.between_bytes:
+        return {}
+    return {"saved": forward.memory.kept_bytes, OTHER_MODELS: ctx.between_bytes}
+
+
+def _sum(*parts: dict[str, int]) -> dict[str, int]:
+    """Bytes by kind, all together."""
+    total: dict[str, int] = {}
+    for part in parts:
+        for kind, size_bytes in part.items():
+            total[kind] = total.get(kind, 0) + size_bytes
+    return total

@@ -1,0 +1,1 @@
+"""Recompute: compute saved activations again in the backward."""

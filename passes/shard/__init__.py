@@ -1,0 +1,1 @@
+"""Shard: from marked parameters to collectives."""

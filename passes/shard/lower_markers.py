@@ -1,0 +1,283 @@
+"""Shard: markers become functional collectives.
+
+Needs: a forward, backward or inference graph with markers.
+Leaves: no markers; each collective is started and waited for on the spot, one a
+parameter, with ``meta["collective"]`` (a :class:`~passes.types.plan.Collective`) on the
+node that starts it.
+
+Before::                              After (sharded, N ranks)::
+
+    w = unshard(p, [rows, k])             start = all_gather(p.view(-1), N)
+                                          w = wait(start).view(rows, k)
+    r = reduce_grad(g, p)                 start = all_to_all(g.view(-1))
+                                          r = mean_ranks(wait(start), N).view(rows/N, k)
+
+A replicated parameter's unshard disappears, and its gradient is all-reduced. Where N does
+not divide the rows, shards are padded to equal size before and trimmed after. A gradient
+is reduced by ``reduce_scatter`` or by ``all_to_all`` and a sum on the spot, whichever the
+hardware profile says is faster (gloo runs a reduce-scatter as a whole all-reduce).
+
+What is sharded within hosts is gathered and reduced within the host, on the mesh's inner group;
+its reduced part is then all-reduced between hosts, which is the second leg of its reduction.
+
+A parameter that is read in another type is cast before it is gathered; a gradient is cast to the
+type it travels in before it is reduced, and to its parameter's after that.
+
+On gloo (``ctx.by_exchange``) both are messages from rank to rank (``passes/ops/p2p.py``):
+faster than its own collectives, and safe (docs/design.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.graph.fx_utils import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    CAST,
+    REDUCE_SCATTER,
+    WAIT,
+    bytes_of,
+    call,
+    compact,
+    numel_of,
+    output_node,
+    root_of,
+)
+from passes.graph.metadata import AFTER_WAIT, COLLECTIVE, GRADIENT_OF
+from passes.ops.markers import REDUCE_GRAD, UNSHARD
+from passes.ops.p2p import EXCHANGE, GATHER_PARTS
+from passes.ops.packing import MEAN_RANKS, PACK, PACK_COLUMNS, PAD_ROWS, TRIM_ROWS, UNPACK
+from passes.types.context import Context
+from passes.types.plan import Collective
+from passes.types.shard_layout import Cut
+
+_aten = torch.ops.aten
+
+
+def shard(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+    """Lower every marker. See the module's docstring."""
+    graph = gm.graph
+    for node in graph.find_nodes(op="call_function", target=UNSHARD):
+        _lower_unshard(node, ctx)
+    for node in graph.find_nodes(op="call_function", target=REDUCE_GRAD):
+        _lower_reduce(node, ctx)
+    return gm
+
+
+def _replace(node: fx.Node, by: fx.Node) -> None:
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)
+
+
+def _lower_unshard(node: fx.Node, ctx: Context) -> None:
+    graph = node.graph
+    source, name, shape, sharded, group = node.args[:5]
+    assert isinstance(source, fx.Node) and isinstance(name, str)
+    if not sharded:
+        with graph.inserting_before(node):
+            value = cast(graph, source, node.meta["val"].dtype)
+            if value is source and node in output_node(graph).all_input_nodes:
+                value = call(graph, _aten.clone.default, (source,))
+        _replace(node, value)
+        return
+    with graph.inserting_before(node):
+        source = cast(graph, source, node.meta["val"].dtype)
+    total = int(shape[0])  # type: ignore[index,arg-type]
+    cut = ctx.cut_by(str(group))
+    rows = cut.most_rows(total)
+    padded = rows * cut.ranks != total
+    with graph.inserting_before(node):
+        if padded:
+            source = call(graph, PAD_ROWS, (source, rows))
+        wait, sent = gather(graph, [source], group, Collective((name,), gathers=True), ctx)
+        inner = list(source.meta["val"].shape[1:])
+        if sent is not None or (padded and cut.hosts > 1):
+            full = unpack(graph, wait, 0, [total, *inner], sent, cut)
+        else:
+            whole = [rows * cut.ranks, *inner]
+            full = after_wait(call(graph, _aten.view.default, (wait, whole)))
+            if padded:
+                full = after_wait(call(graph, _aten.slice.Tensor, (full, 0, 0, total)))
+    _replace(node, full)
+
+
+def gather(
+    graph: fx.Graph, parts: Sequence[fx.Node], group: Any, purpose: Collective, ctx: Context
+) -> tuple[fx.Node, fx.Node | None]:
+    """Gather the tensors of all ranks of a group, flat and one after the other.
+
+    Returns the wait, and what whoever follows the wait must take as ``sent`` (None: nothing).
+    """
+    single = len(parts) == 1
+    packed = flat(graph, parts[0]) if single else call(graph, PACK, (list(parts),), "bucket")
+    target = GATHER_PARTS if ctx.by_exchange else ALL_GATHER
+    start = start_collective(graph, target, (packed, ctx.cut_by(group).ranks, group), purpose)
+    needed = ctx.by_exchange and root_of(packed).op != "placeholder"
+    return call(graph, WAIT, (start,), "gathered"), packed if needed else None
+
+
+def unpack(
+    graph: fx.Graph,
+    gathered: fx.Node,
+    start: int,
+    shape: Sequence[int],
+    sent: fx.Node | None,
+    cut: Cut,
+) -> fx.Node:
+    """A full tensor out of what was gathered, from a column on; see :func:`gather` for ``sent``."""
+    args: tuple[Any, ...] = (gathered, cut.ranks, start, list(shape))
+    if cut.hosts > 1:
+        args += (sent, 1, cut.hosts)
+    elif sent is not None:
+        args += (sent,)
+    return after_wait(call(graph, UNPACK, args))
+
+
+def cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """A tensor in a type: itself if it has it."""
+    if node.meta["val"].dtype == dtype:
+        return node
+    return call(graph, CAST, (node, dtype))
+
+
+def cast_after_wait(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """What came over the network, in a type."""
+    made = cast(graph, node, dtype)
+    return made if made is node else after_wait(made)
+
+
+def flat(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """A contiguous tensor's elements in one dimension."""
+    return call(graph, _aten.view.default, (node, [-1]))
+
+
+def after_wait(node: fx.Node) -> fx.Node:
+    """Mark a node as part of what a collective's output goes through: it moves with the wait."""
+    node.meta[AFTER_WAIT] = True
+    return node
+
+
+def start_collective(
+    graph: fx.Graph, target: Any, args: tuple[Any, ...], purpose: Collective
+) -> fx.Node:
+    """A collective's starting node, labelled with what it is for."""
+    node = call(graph, target, args, "gather" if purpose.gathers else "reduce")
+    node.meta[COLLECTIVE] = purpose
+    return node
+
+
+def _lower_reduce(node: fx.Node, ctx: Context) -> None:
+    graph = node.graph
+    gradient, like, name, sharded, group = node.args[:5]
+    assert isinstance(gradient, fx.Node) and isinstance(like, fx.Node) and isinstance(name, str)
+    purpose = Collective((name,), gathers=False)
+    if gradient.op == "call_function" and like.op == "placeholder":
+        # Where autograd puts it differs between a traced model and the capture it was planned
+        # on; in the same place it gives the same buckets and can follow the same order.
+        gradient.append(node)
+    dtype = node.kwargs.get("reduce_dtype")
+    own_dtype = node.meta["val"].dtype
+    with graph.inserting_before(node):
+        if isinstance(dtype, torch.dtype):
+            gradient = cast(graph, gradient, dtype)
+        if not sharded:
+            mean = mean_before(graph, gradient, ctx)
+            start = start_collective(graph, ALL_REDUCE, (mean, "sum", group), purpose)
+            _finish(node, cast_after_wait(graph, call(graph, WAIT, (start,), "reduced"), own_dtype))
+            return
+        shape = list(gradient.meta["val"].shape)
+        cut = ctx.cut_by(str(group))
+        rows = cut.most_rows(shape[0])
+        part = scatter(graph, [gradient], group, purpose, ctx)
+        part = after_wait(call(graph, _aten.view.default, (part, [rows, *shape[1:]])))
+        if rows * cut.ranks != shape[0]:
+            part = after_wait(call(graph, TRIM_ROWS, (part, like)))
+        part = cast_after_wait(graph, part, own_dtype)
+    _finish(node, part)
+
+
+def mean_before(graph: fx.Graph, gradient: fx.Node, ctx: Context) -> fx.Node:
+    """This rank's share of the mean, contiguous: divided before the sum, as DDP does."""
+    mean = call(graph, _aten.mul.Tensor, (gradient, 1.0 / ctx.world_size))
+    return mean if mean.meta["val"].is_contiguous() else compact(graph, mean)
+
+
+def scatter(
+    graph: fx.Graph, gradients: Sequence[fx.Node], group: Any, purpose: Collective, ctx: Context
+) -> fx.Node:
+    """Average full gradients over ranks; returns this rank's parts, flat, one after the other.
+
+    ``group``: of the ranks among which they are cut.
+    """
+    cut = ctx.cut_by(group)
+    exchange = by_all_to_all(sum(bytes_of(g.meta["val"]) for g in gradients), group, ctx)
+    if not exchange:
+        gradients = [mean_before(graph, gradient, ctx) for gradient in gradients]
+    value = gradients[0].meta["val"]
+    if len(gradients) == 1 and value.is_contiguous() and value.shape[0] % cut.ranks == 0:
+        packed = flat(graph, gradients[0])
+    else:
+        args = (list(gradients), cut.ranks, *((1, cut.hosts) if cut.hosts > 1 else ()))
+        packed = call(graph, PACK_COLUMNS, args, "bucket")
+    target = REDUCE_SCATTER
+    if exchange:
+        target = EXCHANGE if ctx.by_exchange else ALL_TO_ALL
+    part = reduce_rows(graph, target, packed, cut.ranks, group, purpose, copies=cut.copies)
+    if not cut.between:
+        return part
+    second = dataclasses.replace(purpose, leg=1)
+    start = start_collective(graph, ALL_REDUCE, (part, "sum", cut.between), second)
+    return call(graph, WAIT, (start,), "reduced")
+
+
+def reduce_rows(
+    graph: fx.Graph,
+    target: Any,
+    packed: fx.Node,
+    ranks: int,
+    group: Any,
+    purpose: Collective,
+    combine: Any = MEAN_RANKS,
+    copies: int = 1,
+) -> fx.Node:
+    """Reduce a flat table that has a row for each rank of a group; returns this rank's row.
+
+    A reduce-scatter adds the rows up; after an exchange, ``combine`` does what it says.
+    ``copies``: of a mean, how many of them are added up later.
+    """
+    if target is REDUCE_SCATTER:
+        start = start_collective(graph, target, (packed, "sum", ranks, group), purpose)
+        return call(graph, WAIT, (start,), "reduced")
+    if target is EXCHANGE:
+        start = start_collective(graph, target, (packed, ranks, group), purpose)
+    else:
+        splits = [numel_of(packed.meta["val"]) // ranks] * ranks
+        start = start_collective(graph, target, (packed, splits, splits, group), purpose)
+    parts = call(graph, WAIT, (start,), "exchanged")
+    args: tuple[Any, ...] = (parts, ranks, *((packed,) if target is EXCHANGE else ()))
+    if copies > 1:
+        args = (parts, ranks, packed if target is EXCHANGE else None, copies)
+    return after_wait(call(graph, combine, args, "reduced"))
+
+
+def _finish(node: fx.Node, by: fx.Node) -> None:
+    by.meta[GRADIENT_OF] = node.args[2]
+    _replace(node, by)
+
+
+def by_all_to_all(full_bytes: int, group: str, ctx: Context) -> bool:
+    """Whether an all-to-all and a local sum reduce a gradient faster than a reduce-scatter."""
+    if ctx.by_exchange:
+        return True
+    hardware, ranks = ctx.network(group)
+    scatter_seconds = hardware.collective_seconds("reduce_scatter", full_bytes, ranks)
+    exchange_seconds = hardware.collective_seconds("all_to_all", full_bytes, ranks)
+    local_sum = full_bytes * (1 + 1 / ranks) / hardware.memory_bytes_per_second
+    return exchange_seconds + local_sum < scatter_seconds

@@ -1,0 +1,1 @@
+"""Simulate: time and memory of an annotated, ordered graph."""

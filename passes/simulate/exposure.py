@@ -1,0 +1,78 @@
+"""Exposure: why a collective stalls the computing, in the simulator's run of a graph.
+
+A stall could have been shorter only if the network had worked while it was idle before. So:
+where it was idle for less than half of the stall, there was nothing to hide behind; otherwise
+the reason is that of the collective after the longest idle time, which did not start earlier
+because what it sends was not there yet, or because ``reorder`` held it back.
+
+Needs: ``reorder`` (``meta["held_back"]``) and a simulation of the same graph.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from torch import fx
+
+from passes.graph.fx_utils import group_of, is_alias, is_packing
+from passes.graph.metadata import DRAINED, HELD_BACK
+from passes.simulate.simulator import Simulation
+
+
+class Reason(enum.Enum):
+    """Why a collective is exposed; the value is for people."""
+
+    NO_COMPUTE = "no compute to hide behind: the network is busy all along"
+    DEPENDENCY = "dependency: what it sends is there no earlier"
+    MEMORY = "memory: started earlier or ended later it would pass the limit"
+    IN_FLIGHT = "in-flight limit: as many bytes are on their way as the plan allows"
+    ORDER = "order: the plan's order of collectives puts others first"
+
+
+def reasons(simulation: Simulation) -> dict[fx.Node, Reason]:
+    """Of every collective that stalls the computing, why."""
+    found: dict[fx.Node, Reason] = {}
+    by_group: dict[str, list[fx.Node]] = {}
+    for node in simulation.exposed:
+        by_group.setdefault(group_of(node), []).append(node)
+    for nodes in by_group.values():
+        idle_seconds = longest_seconds = free = 0.0
+        after_longest: fx.Node | None = None
+        for node in sorted(nodes, key=simulation.start.__getitem__):
+            gap_seconds = simulation.start[node] - free
+            free = simulation.end[node]
+            idle_seconds += gap_seconds
+            if after_longest is None or gap_seconds > longest_seconds:
+                longest_seconds, after_longest = gap_seconds, node
+            stall_seconds = simulation.exposed[node]
+            if stall_seconds <= 0:
+                continue
+            if node.meta.get(DRAINED):
+                found[node] = Reason.MEMORY
+            elif idle_seconds < stall_seconds / 2:
+                found[node] = Reason.NO_COMPUTE
+            else:
+                found[node] = _why_not_earlier(after_longest, longest_seconds, simulation)
+    return found
+
+
+def _why_not_earlier(node: fx.Node, idle_seconds: float, simulation: Simulation) -> Reason:
+    """Why a collective did not start while the network was idle before it."""
+    there = max((simulation.end[source] for source in _sent(node)), default=0.0)
+    if simulation.start[node] - there < idle_seconds / 2:
+        return Reason.DEPENDENCY
+    held: Reason = node.meta.get(HELD_BACK, Reason.ORDER)
+    return held
+
+
+def _sent(start: fx.Node) -> list[fx.Node]:
+    """The kernels that compute what a collective sends, copies into buckets looked through."""
+    found: dict[fx.Node, None] = {}
+    stack = list(start.all_input_nodes)
+    while stack:
+        node = stack.pop()
+        if is_alias(node) or is_packing(node):
+            stack.extend(node.all_input_nodes)
+        elif node.op == "call_function":
+            found[node] = None
+    return list(found)

@@ -1,0 +1,346 @@
+"""Memory: what is alive while each node of an annotated, ordered graph runs.
+
+A tensor is born with the kernel that writes it (``passes/annotate/kernel_placement.py``) and dies
+after the last kernel that reads it, views and in-place updates counted once. What lives only inside
+a fused kernel takes none. What a kernel allocates for itself is there while it runs. A collective's
+input lives until its wait, and so does a copy of the whole tensor if the backend makes one.
+Parameters and everything else that the graph does not allocate are the caller's ``base_bytes``.
+
+On a CPU Inductor makes one C++ function of all fused kernels between two operators that are not
+(``torch._inductor.scheduler.Scheduler._codegen`` frees where it flushes): what they read dies with
+the last of them, but for what one is written over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch import fx
+
+from passes.annotate.annotate_costs import cost_of
+from passes.annotate.kernel_placement import Kernels
+from passes.graph.dataflow import Wiring
+from passes.graph.fx_utils import (
+    WAIT,
+    is_collective,
+    output_nodes,
+    root_of,
+)
+from passes.graph.metadata import COLLECTIVE, GATHERED, GRADIENT_OF, LENT, SAVED, STATIC
+from passes.graph.op_traits import effective_users, is_reduction
+from passes.ops.packing import UNPACK
+
+KINDS = ("activations", "gathered", "gradients", "communication", "inputs", "workspace")
+
+
+@dataclasses.dataclass
+class Memory:
+    """Memory of one run of a graph on one rank, all in bytes.
+
+    ``curve``: alive while each node runs, in the order of the graph.
+    ``peak_node``: where it is the highest, the first of several.
+    ``alive``: the results that are alive then; what is written over at that moment left out.
+    ``in_flight``: the collectives of which the backend holds a copy then.
+    ``peak``: their bytes by kind, with the kernel's own.
+    ``kept_bytes``: still alive at the end (the graph's outputs).
+    """
+
+    curve: list[int]
+    peak_node: fx.Node
+    alive: list[fx.Node]
+    in_flight: list[fx.Node]
+    peak: dict[str, int]
+    kept_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.curve, default=0)
+
+
+class Course(NamedTuple):
+    """How the memory of a graph changes as its nodes run in one order, all in bytes.
+
+    ``order``: the nodes, by their places in the wiring. ``birth``, ``death``: the places in the
+    order between which a node's memory is there; what owns none does not die. ``at``: where the
+    peak is, the first place of several. ``over``: what is written over there.
+    """
+
+    order: list[int]
+    curve: list[int]
+    birth: list[int]
+    death: dict[int, int]
+    at: int
+    over: list[int]
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.curve[self.at]
+
+
+class MemoryModel:
+    """The memory of an annotated graph, for any order that its nodes are put in.
+
+    What does not depend on the order is found once, by the nodes' places in the wiring:
+    ``_size``: what a node allocates (0: nothing, or not the graph's). ``_inlined``: whether it
+    lives only inside its readers' kernels. ``_over``: whether it may be written over what dies.
+    ``_own``: whether others may be written over it. ``_held``: inputs and outputs of collectives,
+    and the wait until which they are there. ``_staged``: where a collective starts and is waited
+    for of which the backend holds a copy. ``_part``: whether its kernel is a part of a function;
+    ``_ends``: whether it is called from outside of functions. ``_reading``: who reads a node,
+    those who live only inside others' kernels looked through.
+    """
+
+    def __init__(self, wiring: Wiring) -> None:
+        self._wiring = wiring
+        self._kernels = Kernels(wiring)
+        self._returned = [*wiring.returned()]
+        self._size: list[int] = []
+        self._inlined: list[bool] = []
+        self._over: list[bool] = []
+        self._own: list[bool] = []
+        self._workspace: list[int] = []
+        self._held: list[tuple[int, int]] = []
+        self._staged: list[tuple[int, int]] = []
+        self._part: list[bool] = []
+        self._ends: list[bool] = []
+        self._needed: dict[tuple[int, int], bool] = {}
+        for index, node in enumerate(wiring.nodes):
+            meta, traits, cost = node.meta, wiring.traits[index], cost_of(node)
+            size_bytes = 0 if meta.get(STATIC) else cost.memory_bytes
+            self._size.append(size_bytes)
+            readers = bool(wiring.readers[index])
+            inlined = traits.fusible and cost.memory_bytes == 0 and readers
+            self._inlined.append(inlined and not is_reduction(node))
+            self._part.append(cost.in_function and cost.memory_bytes > 0)
+            is_view = traits.alias and node.target is not WAIT
+            self._ends.append(
+                wiring.called[index] and not (traits.fusible or traits.getitem or is_view)
+            )
+            self._over.append(traits.fusible and size_bytes > 0)
+            given = bool(meta.get(SAVED)) and LENT not in meta
+            self._own.append(wiring.called[index] or given)
+            self._workspace.append(cost.workspace_bytes)
+            if node.target is WAIT and isinstance(node.args[0], fx.Node):
+                start = wiring.place[node.args[0]]
+                if wiring.traits[start].collective:
+                    source = wiring.root[wiring.place[node.args[0].args[0]]]
+                    self._held += [(source, index), (start, index)]
+                    if self._workspace[start]:
+                        self._staged.append((start, index))
+        self._reading: list[list[int]] = list(wiring.readers)
+        for index in reversed(range(len(wiring.nodes))):
+            own = wiring.readers[index]
+            if any(map(self._inlined.__getitem__, own)):
+                seen: dict[int, None] = {}
+                for user in own:
+                    inside = self._inlined[user]
+                    seen.update(dict.fromkeys(self._reading[user] if inside else [user]))
+                self._reading[index] = list(seen)
+
+    def course(self, nodes: Iterable[fx.Node] | None = None) -> Course:
+        """How memory changes, with the nodes in this order (None: that of the wiring)."""
+        place_of = self._wiring.place
+        count = len(place_of)
+        order = list(range(count) if nodes is None else [place_of[node] for node in nodes])
+        birth = self._kernels.places(order)
+        death = self._deaths(order, birth)
+        size, workspace = self._size, self._workspace
+        dying: list[list[int] | None] = [None] * count
+        born: list[list[int] | None] = [None] * count
+        for index, last in death.items():
+            if size[index]:
+                dies = dying[last]
+                if dies is None:
+                    dying[last] = [index]
+                else:
+                    dies.append(index)
+                first = birth[index]
+                comes = born[first]
+                if comes is None:
+                    born[first] = [index]
+                else:
+                    comes.append(index)
+        ends = self._function_ends(order, birth)
+        staged = self._staged_bytes(order)
+        freed: list[list[int]] = [[] for _ in order]
+        alive_bytes, most_bytes, at = 0, -1, 0
+        curve: list[int] = []
+        over: list[int] = []
+        for place, index in enumerate(order):
+            comes, dies = born[place], dying[place]
+            here = workspace[index] if staged is None else staged[place]
+            replaced: list[int] = []
+            if comes is not None:
+                for one in comes:
+                    alive_bytes += size[one]
+                if dies is not None:
+                    replaced = self._written_over(comes, dies, birth)
+                    for one in replaced:
+                        alive_bytes -= size[one]
+            here += alive_bytes
+            curve.append(here)
+            if here > most_bytes:
+                most_bytes, at, over = here, place, replaced
+            if dies is not None:
+                for one in dies:
+                    if one not in replaced:
+                        death[one] = ends[place]
+                        freed[ends[place]].append(one)
+            for one in freed[place]:
+                alive_bytes -= size[one]
+        return Course(order, curve, birth, death, at, over)
+
+    def described(self, course: Course) -> Memory:
+        """What there is at the peak, and at the end."""
+        nodes, size, at = self._wiring.nodes, self._size, course.at
+        alive = [
+            index
+            for index, last in course.death.items()
+            if course.birth[index] <= at <= last and size[index] and index not in course.over
+        ]
+        peak = dict.fromkeys(KINDS, 0)
+        returned = set(self._returned)
+        for index in alive:
+            peak[kind_of(nodes[index], index in returned)] += size[index]
+        runs = course.order[at]
+        if not self._wiring.traits[runs].collective:
+            peak["workspace"] = self._workspace[runs]
+        place = {index: where for where, index in enumerate(course.order)}
+        in_flight = [start for start, wait in self._staged if place[start] <= at < place[wait]]
+        peak["communication"] += sum([self._workspace[start] for start in in_flight])
+        end = len(nodes) - 1
+        kept_bytes = sum([size[index] for index, last in course.death.items() if last == end])
+        return Memory(
+            course.curve,
+            nodes[course.order[at]],
+            [nodes[index] for index in alive],
+            [nodes[index] for index in in_flight],
+            {kind: size_bytes for kind, size_bytes in peak.items() if size_bytes},
+            kept_bytes,
+        )
+
+    def _staged_bytes(self, order: list[int]) -> list[int] | None:
+        """Workspace at every place in the order, if backends hold copies; None: they hold none.
+
+        A copy is there from a collective's start to its wait.
+        """
+        if not self._staged:
+            return None
+        place = {index: where for where, index in enumerate(order)}
+        held = [self._workspace[index] for index in order]
+        for start, wait in self._staged:
+            for where in range(place[start] + 1, place[wait]):
+                held[where] += self._workspace[start]
+        return held
+
+    def _function_ends(self, order: list[int], birth: list[int]) -> list[int]:
+        """For every place in the order the last one of its function; its own if it is in none."""
+        parts = [False] * len(order)
+        for index, is_part in enumerate(self._part):
+            if is_part:
+                parts[birth[index]] = True
+        ends = list(range(len(order)))
+        last = -1
+        for place in range(len(order) - 1, -1, -1):
+            if self._ends[order[place]]:
+                last = -1
+            elif parts[place]:
+                last = max(last, place)
+                ends[place] = last
+        return ends
+
+    def _written_over(self, born: list[int], dying: list[int], birth: list[int]) -> list[int]:
+        """What Inductor puts a pointwise result in the place of: inputs of its size that die.
+
+        Of the graph's own inputs only what the forward saved, which AOTAutograd donates. Nothing
+        that the kernel reads for another result, unless that one is needed for this result
+        (``torch._inductor.scheduler.BaseSchedulerNode.decide_inplace_update``).
+        """
+        found: list[int] = []
+        size = self._size
+        for index in born:
+            if not self._over[index]:
+                continue
+            new_bytes = size[index]
+            for dead in dying:
+                same = size[dead] == new_bytes and self._own[dead]
+                if not same or dead in found or dead in born:
+                    continue
+                others = [r for r in self._reading[dead] if birth[r] == birth[index]]
+                if index in others and all(
+                    other == index or self._needs(index, other) for other in others
+                ):
+                    found.append(dead)
+                    break
+        return found
+
+    def _needs(self, index: int, other: int) -> bool:
+        """Whether a node is computed of another, directly or not."""
+        key = (index, other)
+        if key not in self._needed:
+            stack, seen = [index], {index}
+            while stack and other not in seen:
+                for source in self._wiring.inputs[stack.pop()]:
+                    if source >= other and source not in seen:
+                        seen.add(source)
+                        stack.append(source)
+            self._needed[key] = other in seen
+        return self._needed[key]
+
+    def _deaths(self, order: list[int], birth: list[int]) -> dict[int, int]:
+        """For every node that owns memory or feeds a kernel: the place of its last reader."""
+        place = [0] * len(order)
+        for where, index in enumerate(order):
+            place[index] = where
+        last = len(order) - 1
+        wiring = self._wiring
+        alias, readers, inlined = wiring.alias, wiring.readers, self._inlined
+        runs = [last] * len(order)  # where the kernel of a node really runs
+        death: dict[int, int] = {}
+        held = [0] * len(order)
+        for index, wait in self._held:
+            if place[wait] > held[index]:
+                held[index] = place[wait]
+        for index in reversed(order):
+            if index == last:
+                continue
+            end = runs[index] = birth[index]
+            for user in readers[index]:
+                if runs[user] > end:
+                    end = runs[user]
+            if inlined[index]:
+                runs[index] = max([runs[user] for user in readers[index]])
+            if not alias[index]:
+                death[index] = max(end, held[index])
+        for index in self._returned:
+            death[index] = last
+        return death
+
+
+def memory_of(graph: fx.Graph) -> Memory:
+    """Memory of an annotated graph in its order. See the module's docstring."""
+    model = MemoryModel(Wiring(graph))
+    return model.described(model.course())
+
+
+def returned_roots(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes whose memory the graph returns."""
+    return {root_of(node) for node in output_nodes(graph)}
+
+
+def kind_of(node: fx.Node, returned: bool) -> str:
+    """What a buffer is, for people: one of :data:`KINDS`."""
+    purpose = node.meta.get(COLLECTIVE)
+    if node.target is UNPACK or node.meta.get(GATHERED):
+        return "gathered"
+    if purpose is not None and purpose.gathers:
+        return "gathered"
+    if node.op == "placeholder":
+        return "activations" if node.meta.get(SAVED) else "inputs"
+    if is_collective(node) or any(is_collective(user) for user in effective_users(node)):
+        return "communication"
+    if returned and GRADIENT_OF in node.meta:
+        return "gradients"
+    return "activations"

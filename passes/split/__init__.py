@@ -1,0 +1,1 @@
+"""Split: run operators of large weights slice by slice."""

@@ -1,0 +1,120 @@
+"""Split saved: what the forward computes by slices is saved for the backward by slices.
+
+Needs: a forward and a backward that AOTAutograd's partitioner has cut, with markers.
+Leaves: of each tensor that ``split`` will find in slices in the forward, its slices among the
+forward's outputs and the backward's inputs in its place.
+
+Before::                              After (two slices)::
+
+    def forward(...):                     def forward(...):
+        ...                                   h0 = take_slice(h, 0); h1 = take_slice(h, 1)
+        return y, h                           return y, h0, h1
+    def backward(h, dy):                  def backward(h0, h1, dy):
+        ...                                   h = join_slices(h0, h1)
+
+``split`` then finds that nothing need be taken, nor joined: the whole tensor is nowhere. A weight
+that is kept is such a tensor. Of one that is gathered again in part, the slices that are kept are
+given to the backward besides, where ``split`` takes them in place of gathering them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from passes.graph.fx_utils import call, copy_module, output_node
+from passes.graph.metadata import GATHERED, SAVED, SAVES
+from passes.ops.markers import UNSHARD
+from passes.ops.slicing import JOIN_SLICES, TAKE_SLICE, Slices, slice_name
+from passes.recompute.recompute_activations import Cut, save_instead
+from passes.split.split_operators import Sliced, splits, splitter_of
+from passes.types.context import Context
+
+
+def split_saved(forward: fx.GraphModule, backward: fx.GraphModule, ctx: Context) -> None:
+    """Save slices in place of what is sliced. See the module's docstring."""
+    if not splits(ctx.plan):
+        return
+    known = splitter_of(copy_module(forward), ctx)
+    known.run()
+    sliced = {node.name: found for node, found in known.sliced.items()}
+    cut = Cut(forward.graph, backward.graph)
+    output = output_node(forward.graph)
+    returned = list(output.args[0])  # type: ignore[arg-type]
+    first = len(returned) - len(cut.saved)
+    saved = _kept_slices(forward.graph, backward.graph, sliced, ctx)
+    for node in returned[first:]:
+        found = sliced.get(node.name)
+        if found is None:
+            saved.append(node)
+            continue
+        taken = _taken(node, output, found, range(found.slices.count))
+        _given(cut.saved[node], taken, found.dim, found.slices)
+        saved.extend(taken)
+    save_instead(output, first, saved)
+    forward.recompile()
+    backward.recompile()
+
+
+def _kept_slices(
+    forward: fx.Graph, backward: fx.Graph, sliced: dict[str, Sliced], ctx: Context
+) -> list[fx.Node]:
+    """Slices of weights that the backward is given, though it gathers the others again."""
+    output = output_node(forward)
+    again = {node.args[1] for node in backward.find_nodes(op="call_function", target=UNSHARD)}
+    tensors = (n for n in backward.nodes if isinstance(n.meta.get("val"), torch.Tensor))
+    first = next(tensors, None)
+    kept: list[fx.Node] = []
+    for node in forward.find_nodes(op="call_function", target=UNSHARD):
+        name = node.args[1]
+        found = sliced.get(node.name)
+        if name not in again or found is None or first is None:
+            continue
+        indices = range(min(ctx.plan[name].kept_slices, found.slices.count))
+        taken = _taken(node, output, found, indices)
+        with backward.inserting_before(first):
+            for index, one in enumerate(taken):
+                _placeholder(backward, one, slice_name(name, index))
+        kept.extend(taken)
+    return kept
+
+
+def _taken(node: fx.Node, output: fx.Node, found: Sliced, indices: Iterable[int]) -> list[fx.Node]:
+    """Some of a tensor's slices, at the end of the forward."""
+    with node.graph.inserting_before(output):
+        return [
+            call(
+                node.graph,
+                TAKE_SLICE,
+                found.slices.to_take(node, found.dim, index),
+                f"{node.name}_slice",
+            )
+            for index in indices
+        ]
+
+
+def _given(saved: fx.Node, taken: list[fx.Node], dim: int, slices: Slices) -> None:
+    """The slices as inputs of the backward, where the whole was one."""
+    graph = saved.graph
+    name = saved.meta.get(GATHERED)
+    with graph.inserting_before(saved):
+        inputs = [
+            _placeholder(graph, one, slice_name(name, index) if name else None)
+            for index, one in enumerate(taken)
+        ]
+    top = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(top):
+        joined = call(graph, JOIN_SLICES, slices.to_join(inputs, dim))
+    saved.replace_all_uses_with(joined)
+    graph.erase_node(saved)
+
+
+def _placeholder(graph: fx.Graph, of: fx.Node, gathered: str | None) -> fx.Node:
+    """What stands for a tensor of the forward; ``gathered``: the weight's slice that it is."""
+    found = graph.placeholder(of.name)
+    found.meta.update({"val": of.meta["val"], SAVED: True, SAVES: of.name})
+    if gathered is not None:
+        found.meta[GATHERED] = gathered
+    return found

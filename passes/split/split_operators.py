@@ -1,0 +1,386 @@
+"""Split: operators whose weight is large run as slices, one after the other.
+
+Needs: a graph with one ``unshard`` and one ``reduce_grad`` a parameter.
+Leaves: of a parameter that the plan splits, one of each for every slice (named ``weight#0`` and so
+on), and what is computed of them slice by slice.
+
+Before::                              After (two slices)::
+
+    w = unshard(p)                        w0 = unshard(part(p, 0), 'w#0')
+    h = mm(x, w.t())                      h0 = mm(x, w0.t())
+    y = mm(gelu(h), v.t())                y0 = mm(gelu(h0), v0.t())
+                                          w1 = unshard(part(p, 1), 'w#1')
+                                          h1 = mm(x, w1.t())
+                                          y = addmm(y0, gelu(h1), v1.t())
+
+A node is computed by slices if what it reads is, along one of its dimensions, and there is a rule
+for it (``passes/split/split_rules.py``): what is pointwise moves into the slices, a product that
+contracts the dimension adds up, and for everything else the slices are joined again. Of a gradient
+the slices are asked for from its end: where it is a product of two whole tensors, one is cut.
+
+All of a slice stands before anything of the next one, so that no more than it needs is there at
+once; ``reorder`` then starts the gathers of the next while one computes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.graph.fx_utils import call, copy_module, output_node, remove_dead, set_value
+from passes.graph.metadata import GATHERED, GRADIENT_OF, RECOMPUTED
+from passes.ops.markers import REDUCE_GRAD, UNSHARD
+from passes.ops.packing import TRIM_ROWS
+from passes.ops.slicing import (
+    JOIN_SLICES,
+    PAD_SLICE,
+    TAKE_PART,
+    TAKE_SLICE,
+    TRIM_SLICE,
+    Slices,
+    cut_into,
+    slice_name,
+)
+from passes.split.split_rules import (
+    LAID_OUT,
+    Found,
+    Sliced,
+    along_weight,
+    arguments_of,
+    is_cheap,
+    made_in_slices,
+    rule_of,
+    wanted_of,
+)
+from passes.types.context import Context
+from passes.types.plan import OF_INPUT, Plan
+
+_aten = torch.ops.aten
+#: meta keys that a node's slices inherit; Inductor takes others for what their operators are given.
+_KEPT = (RECOMPUTED, "nn_module_stack", "stack_trace")
+
+
+def split(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+    """Compute by slices what the plan splits. See the module's docstring."""
+    if splits(ctx.plan):
+        splitter_of(gm, ctx).run()
+    return gm
+
+
+def splitter_of(gm: fx.GraphModule, ctx: Context) -> Splitter:
+    """What rewrites a graph, told what it had better compute by slices from its beginning."""
+    wanted: dict[str, tuple[int, Slices]] = {}
+    while any(row.along == OF_INPUT for row in ctx.plan.parameters):
+        tried = Splitter(copy_module(gm).graph, ctx, wanted)
+        tried.run()
+        more = {name: along for name, along in tried.cut_out.items() if name not in wanted}
+        if not more:
+            break
+        wanted.update(more)
+    return Splitter(gm.graph, ctx, wanted)
+
+
+def splits(plan: Plan) -> bool:
+    """Whether any parameter is split."""
+    return any(row.slices > 1 for row in plan.parameters)
+
+
+def slices_of(name: str, ctx: Context) -> tuple[int, Slices] | None:
+    """Along which dimension a parameter is split, and how; None if it is not."""
+    if name not in ctx.plan:  # a slice is not sliced again
+        return None
+    row = ctx.plan[name]
+    if row.slices == 1 or row.along == OF_INPUT:
+        return None
+    if row.along == 0:
+        cut = ctx.cut(row.decision)
+        return 0, cut_into(row.shape[0], row.slices, cut.ranks, cut.hosts)
+    if row.like is not None and ctx.plan[row.like].slices == row.slices:
+        like = ctx.plan[row.like]
+        cut = ctx.cut(like.decision)
+        return row.along, cut_into(like.shape[0], like.slices, cut.ranks, cut.hosts)
+    return row.along, cut_into(row.shape[row.along], row.slices)
+
+
+class Splitter:
+    """One graph while it is rewritten.
+
+    ``sliced``: by node, what it was replaced by. ``wanted``: what leads to a gradient that is
+    wanted in slices, and what else is, by node: along which dimension, and how. ``cut_out``: by
+    name, of what was computed whole slices were cut out, though it is cheap. ``weights_cut``: on
+    trial, of which weights (not vectors), or products with them, and along which of their
+    dimensions.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        ctx: Context,
+        wanted: Mapping[str, tuple[int, Slices]],
+        most_cut: int | None = None,
+    ) -> None:
+        """``wanted``: what is wanted by slices, by name.
+
+        ``most_cut``: on trial; the graph is left half done where slices are cut out of more
+        weights.
+        """
+        self.graph, self.ctx, self.most_cut = graph, ctx, most_cut
+        self.sliced: dict[fx.Node, Sliced] = {}
+        self.wanted = {node: wanted[node.name] for node in graph.nodes if node.name in wanted}
+        self.cut_out: dict[str, tuple[int, Slices]] = {}
+        self.weights_cut: dict[tuple[str, int], None] = {}
+        self.joined: dict[fx.Node, fx.Node] = {}
+        self.unjoined: dict[fx.Node, Sliced] = {}  # the other way round
+        #: Slices of weights that a backward is given.
+        self.kept = {
+            node.meta[GATHERED]: node
+            for node in graph.find_nodes(op="placeholder")
+            if GATHERED in node.meta
+        }
+        #: What reads whole tensors.
+        self.done = {output_node(graph)}
+        #: Of every new node the slice that it belongs to.
+        self.index: dict[fx.Node, int] = {}
+        #: Of the node that is being replaced.
+        self.meta: dict[str, Any] = {}
+
+    def run(self) -> None:
+        self._ask_for_gradients()
+        for node in list(self.graph.nodes):
+            if node.op == "placeholder":
+                continue
+            if self.most_cut is not None and len(self.weights_cut) > self.most_cut:
+                return
+            with self.graph.inserting_before(node):
+                if not self._done(node):
+                    for source in node.all_input_nodes:
+                        if source in self.sliced:
+                            node.replace_input_with(source, self.whole(source))
+                    self.done.add(node)
+        for node in reversed(self.sliced):
+            if not node.users:
+                self.graph.erase_node(node)
+        remove_dead(self.graph)
+        self._one_slice_after_the_other()
+
+    def _ask_for_gradients(self) -> None:
+        """Find what must be computed by slices for a gradient to come in slices."""
+        for node in reversed(self.graph.nodes):
+            if node.target is REDUCE_GRAD:
+                gradient, _, name, *_ = arguments_of(node)
+                found = slices_of(name, self.ctx)
+                if found is not None:
+                    self.wanted[gradient] = found
+            elif node in self.wanted and len(node.users) == 1:
+                self.wanted.update(wanted_of(node, *self.wanted[node]))
+
+    def _done(self, node: fx.Node) -> bool:
+        """Whether a node is computed by slices from now on."""
+        found: Found = None
+        self.meta = node.meta
+        if node.target is UNSHARD:
+            found = self._gathered(node)
+        elif node.target is REDUCE_GRAD:
+            return self._reduced(node)
+        elif node.target is JOIN_SLICES:
+            found = self._joined(node)
+        else:
+            rule = rule_of(node)
+            if rule is not None:
+                found = rule(self, node)
+            if found is None and node in self.wanted:
+                found = made_in_slices(self, node, *self.wanted[node])
+        if isinstance(found, Sliced):
+            self.sliced[node] = found
+        elif found is not None:  # a sum over the slices, or one of them
+            node.replace_all_uses_with(found)
+            self.graph.erase_node(node)
+        return found is not None
+
+    def emit(
+        self,
+        index: int,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> fx.Node:
+        """A new node of a slice."""
+        if kwargs:
+            node = self.graph.call_function(target, args, dict(kwargs))
+            set_value(node)
+        else:
+            node = call(self.graph, target, args)
+        node.meta.update((key, self.meta[key]) for key in _KEPT if key in self.meta)
+        self.index[node] = index
+        return node
+
+    def taken(self, node: fx.Node, dim: int, slices: Slices) -> list[fx.Node]:
+        """The slices of a node along a dimension: those it has, or cut out of the whole.
+
+        What nobody has needed whole so far, and is cheap to compute, is computed by slices.
+        """
+        found = self.sliced.get(node)
+        if found is None and self.done.isdisjoint(node.users) and node.op == "call_function":
+            made = made_in_slices(self, node, dim, slices)
+            if isinstance(made, Sliced):
+                self.sliced[node] = found = made
+                self.joined[node] = node  # it is still there
+        if found is not None and (found.dim, found.slices) == (dim, slices):
+            return list(found.nodes)
+        if found is None and is_cheap(node):
+            self.cut_out[node.name] = dim, slices
+        if found is None and self.most_cut is not None:
+            self._note_weight(node, dim)
+        source = self.whole(node)
+        return [self._take(source, dim, slices, index) for index in range(slices.count)]
+
+    def _note_weight(self, node: fx.Node, dim: int) -> None:
+        """On trial: which weight the slices of a node were cut out of."""
+        origin = along_weight(node, dim)
+        if origin is None or origin[0] not in self.ctx.plan:  # nothing, or a weight's slice
+            return
+        if len(self.ctx.plan[origin[0]].shape) > 1:
+            self.weights_cut[origin] = None
+
+    def _take(self, node: fx.Node, dim: int, slices: Slices, index: int) -> fx.Node:
+        if slices.ranks == 1:
+            start = index * slices.strip
+            ends = start, min(start + slices.strip, slices.size)
+            return self.emit(index, _aten.slice.Tensor, (node, dim, *ends))
+        return self.emit(index, TAKE_SLICE, slices.to_take(node, dim, index))
+
+    def whole(self, node: fx.Node) -> fx.Node:
+        """A node's value in one tensor."""
+        found = self.sliced.get(node)
+        if found is None:
+            return node
+        if node not in self.joined:
+            self.joined[node] = self.join(found)
+        return self.joined[node]
+
+    def join(self, found: Sliced) -> fx.Node:
+        """Slices put together, here."""
+        joined = call(self.graph, JOIN_SLICES, found.slices.to_join(found.nodes, found.dim))
+        self.unjoined[joined] = found
+        return joined
+
+    def rows_of_input(self, node: fx.Node, weight: fx.Node) -> Slices | None:
+        """How the rows of what a weight is multiplied with are sliced; None if they are not.
+
+        Rows of a symbolic size are not: all are multiplied at once.
+
+        ``weight``: as the product reads it.
+        """
+        while weight.target in LAID_OUT:
+            weight = arguments_of(weight)[0]
+        name: Any
+        name = weight.args[1] if weight.target is UNSHARD else weight.meta.get(GATHERED)
+        if name not in self.ctx.plan:
+            return None
+        row = self.ctx.plan[name]
+        if row.slices == 1 or row.along != OF_INPUT:
+            return None
+        rows = node.meta["val"].shape[0]
+        # Of a symbolic size each slice would make a graph for one size only.
+        return cut_into(rows, row.slices) if isinstance(rows, int) else None
+
+    def _joined(self, node: fx.Node) -> Sliced:
+        """What is joined was in slices, and need not be joined for those who want it so."""
+        nodes, dim, size, ranks, hosts = arguments_of(node)
+        self.joined[node] = node
+        return Sliced(dim, Slices(size, len(nodes), ranks, hosts), nodes)
+
+    def _gathered(self, node: fx.Node) -> Sliced | None:
+        """A parameter's slices, each gathered by itself if it was not kept."""
+        shard, name, shape, sharded, *marks = arguments_of(node)
+        found = slices_of(name, self.ctx)
+        if found is None:
+            return None
+        dim, slices = found
+        nodes = []
+        for index in range(slices.count):
+            kept = self.kept.get(slice_name(name, index))
+            if kept is not None:
+                nodes.append(kept)
+                continue
+            own = list(shape)
+            own[dim] = slices.part(index) if dim else slices.ranks * slices.strip
+            part = self._part(shard, dim, slices, index)
+            args = (part, slice_name(name, index), own, sharded, *marks)
+            gathered = self.emit(index, UNSHARD, args, node.kwargs)
+            if not (dim or slices.even):
+                gathered = self.emit(index, TRIM_SLICE, slices.to_cut(gathered, index))
+            nodes.append(gathered)
+        return Sliced(dim, slices, nodes)
+
+    def _part(self, shard: fx.Node, dim: int, slices: Slices, index: int) -> fx.Node:
+        """What this rank has of a parameter's slice."""
+        if dim:  # a collective takes no view of strips
+            return self.emit(index, TAKE_SLICE, slices.to_take(shard, dim, index))
+        start = index * slices.strip
+        if slices.even:
+            return self.emit(index, _aten.slice.Tensor, (shard, 0, start, start + slices.strip))
+        return self.emit(index, TAKE_PART, (shard, start, slices.strip))
+
+    def _reduced(self, node: fx.Node) -> bool:
+        """A gradient's slices, each reduced by itself, and this rank's parts of them joined."""
+        gradient, shard, name, sharded, *marks = arguments_of(node)
+        found = slices_of(name, self.ctx)
+        if found is None:
+            return False
+        dim, slices = found
+        parts = []
+        for index, one in enumerate(self.taken(gradient, dim, slices)):
+            if not (dim or slices.even):
+                one = self.emit(index, PAD_SLICE, slices.to_cut(one, index))
+            like = self._part(shard, dim, slices, index)
+            args = (one, like, slice_name(name, index), sharded, *marks)
+            parts.append(self.emit(index, REDUCE_GRAD, args, node.kwargs))
+        # At the end: what is needed of all slices ends what is brought together of each.
+        with self.graph.inserting_before(output_node(self.graph)):
+            if dim:
+                joined = self.join(Sliced(dim, slices, parts))
+            else:
+                joined = call(self.graph, _aten.cat.default, (parts,))
+                if not slices.even:
+                    joined = call(self.graph, TRIM_ROWS, (joined, shard))
+        joined.meta[GRADIENT_OF] = name
+        node.replace_all_uses_with(joined)
+        self.graph.erase_node(node)
+        return True
+
+    def _one_slice_after_the_other(self) -> None:
+        """Bring the nodes of a slice together, as far as they need nothing whole in between."""
+        order: list[fx.Node] = []
+        waiting: dict[fx.Node, None] = {}  # nodes of slices
+        behind: dict[fx.Node, None] = {}  # what needs them, whole
+
+        def flush() -> None:
+            order.extend(sorted(waiting, key=self.index.__getitem__))  # stable
+            order.extend(behind)
+            waiting.clear()
+            behind.clear()
+
+        for node in self.graph.nodes:
+            inputs = node.all_input_nodes
+            if node in self.index:
+                # What another operator's last slice gave may be what this one's first slice reads.
+                later = (
+                    source in waiting and self.index[source] > self.index[node] for source in inputs
+                )
+                if any(later) or any(source in behind for source in inputs):
+                    flush()
+                waiting[node] = None
+            elif any(source in waiting or source in behind for source in inputs):
+                behind[node] = None
+            else:
+                order.append(node)
+        flush()
+        order.sort(key=lambda node: node.op == "output")
+        for before, node in itertools.pairwise(order):
+            if before.next is not node:
+                before.append(node)

@@ -1,0 +1,484 @@
+"""Split rules: what becomes of an operator if one of its inputs comes in slices.
+
+A rule gives the operator's own slices, or the sum over all slices where the operator contracts
+the dimension, or None: then it is given its inputs whole. (``passes/split/split_operators.py``)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from passes.graph.fx_utils import always_equal, concrete, is_getitem
+from passes.ops.markers import UNSHARD
+from passes.ops.slicing import TAKE_SLICE, Slices
+
+if TYPE_CHECKING:
+    from passes.split.split_operators import Splitter
+
+_aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Sliced:
+    """A value in slices along one dimension."""
+
+    dim: int
+    slices: Slices
+    nodes: Sequence[fx.Node]
+
+
+Found = Sliced | fx.Node | None
+Rule = Callable[["Splitter", fx.Node], Found]
+
+
+def arguments_of(node: fx.Node) -> tuple[Any, ...]:
+    """An operator's arguments, to be taken for what its schema says they are."""
+    return node.args
+
+
+def rule_of(node: fx.Node) -> Rule | None:
+    """The rule for an operator, if there is one."""
+    if node.op != "call_function" or is_getitem(node):
+        return None
+    if node.target in RULES:
+        return RULES[node.target]
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
+        return _pointwise
+    return None
+
+
+def wanted_of(node: fx.Node, dim: int, slices: Slices) -> dict[fx.Node, tuple[int, Slices]]:
+    """Of which inputs slices are wanted, where the node's are: of those that are passed through."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return {}
+    if node.target is _aten.permute.default:
+        return {source: (_dims(node)[dim], slices)}
+    if node.target in _VIEWS:
+        own = _same_dim(node, source, dim)
+        return {} if own is None else {source: (own, slices)}
+    if node.target in _PUTS:
+        table, _values = _table_and_values(node)
+        return {table: (dim, slices)} if dim == len(_shape(node)) - 1 else {}
+    if rule_of(node) is _pointwise:
+        return {
+            one: (dim - len(_shape(node)) + len(_shape(one)), slices)
+            for one in node.all_input_nodes
+            if _size_along(one, dim, node) == slices.size
+        }
+    return {}
+
+
+def along_weight(node: fx.Node, dim: int) -> tuple[str, int] | None:
+    """The weight, and its dimension, that a tensor's dimension is made of; None if there is none.
+
+    Through what only lays it out, and through a product whose right operand it is.
+    """
+    while node.target is not UNSHARD:
+        source: Any = node.args[0] if node.args else None
+        if node.target in PRODUCTS:
+            last = len(_shape(node)) - 1
+            if dim != last and not (last == 2 and dim == 0):
+                return None
+            source = _operands(node)[-1]
+        elif node.target is _aten.permute.default:
+            dim = _dims(node)[dim]
+        elif node.target in _VIEWS:
+            own = _same_dim(node, source, dim)
+            if own is None:
+                return None
+            dim = own
+        elif node.target not in LAID_OUT:
+            return None
+        node = source
+    return str(node.args[1]), dim
+
+
+def read_along(marker: fx.Node) -> int | None:
+    """Which dimension of a weight an operator makes one of its result's; None: no operator does.
+
+    ``marker``: the weight, gathered.
+    """
+    read = [marker]
+    for node in read:
+        for user in node.users:
+            if user.target is _aten.embedding.default and user.args[0] is node:
+                return 1
+            if user.target in PRODUCTS and _operands(user)[-1] is node:
+                last = len(_shape(user)) - 1
+                found = along_weight(user, 0 if last == 2 else last)
+                return None if found is None else found[1]
+            if user.target in LAID_OUT:
+                read.append(user)
+    return None
+
+
+def _shape(node: fx.Node) -> list[int]:
+    value = node.meta.get("val")
+    return concrete(value.shape) if isinstance(value, torch.Tensor) else []
+
+
+def _dims(node: fx.Node) -> list[int]:
+    """Of a permutation: which dimension of its input every one of its own is."""
+    dims: Any = node.args[1]
+    return [dim % len(dims) for dim in dims]
+
+
+def _size_along(source: fx.Node, dim: int, node: fx.Node) -> int | None:
+    """How large a broadcast input is along a dimension of the result; None if it has none."""
+    shape = _shape(source)
+    own = dim - len(_shape(node)) + len(shape)
+    return shape[own] if own >= 0 else None
+
+
+def _broadcast(
+    splitter: Splitter, source: fx.Node, dim: int, slices: Slices, node: fx.Node
+) -> list[fx.Node]:
+    """Of what is broadcast to a node, what each of its slices reads: all, if it has no such."""
+    if _size_along(source, dim, node) == slices.size:
+        own = dim - len(_shape(node)) + len(_shape(source))
+        return splitter.taken(source, own, slices)
+    return [splitter.whole(source)] * slices.count
+
+
+def _same_dim(node: fx.Node, reshaped: fx.Node, dim: int) -> int | None:
+    """Where a dimension is after a reshape that leaves it as it is; None if it does not.
+
+    Symbolic sizes must be equal whatever they are, not only by their hints.
+    """
+    old, new = node.meta["val"].shape, reshaped.meta["val"].shape
+    before = math.prod(old[:dim])
+    for place, size in enumerate(new):
+        if always_equal(size, old[dim]) and always_equal(math.prod(new[:place]), before):
+            return place
+    return None
+
+
+def _pointwise(splitter: Splitter, node: fx.Node) -> Found:
+    """Slice by slice: inputs that have the dimension are cut, others are read by all."""
+    for source in node.all_input_nodes:
+        one = splitter.sliced.get(source)
+        if one is not None:
+            dim = one.dim - len(_shape(source)) + len(_shape(node))
+            return _each(splitter, node, dim, one.slices)
+    return None
+
+
+def _each(splitter: Splitter, node: fx.Node, dim: int, slices: Slices) -> Sliced:
+    parts: dict[fx.Node, list[fx.Node]] = {}
+    for source in node.all_input_nodes:
+        parts[source] = _broadcast(splitter, source, dim, slices, node)
+    nodes = []
+    for index in range(slices.count):
+        inputs = {source: found[index] for source, found in parts.items()}
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), inputs.__getitem__)
+        nodes.append(splitter.emit(index, node.target, args, kwargs))
+    return Sliced(dim, slices, nodes)
+
+
+def _on_each(splitter: Splitter, node: fx.Node, slices: Sequence[fx.Node]) -> list[fx.Node]:
+    """The operator on every slice of what is its first argument."""
+    return [
+        splitter.emit(index, node.target, (one, *node.args[1:]), node.kwargs)
+        for index, one in enumerate(slices)
+    ]
+
+
+def _on_each_of_size(
+    splitter: Splitter, node: fx.Node, nodes: Sequence[fx.Node], dim: int, slices: Slices
+) -> list[fx.Node]:
+    """The same of an operator that is told the sizes of its result."""
+    sizes: Any = node.args[1]
+    return [
+        splitter.emit(
+            index, node.target, (one, [*sizes[:dim], slices.part(index), *sizes[dim + 1 :]])
+        )
+        for index, one in enumerate(nodes)
+    ]
+
+
+def is_cheap(node: fx.Node) -> bool:
+    """Whether :func:`made_in_slices` may compute it."""
+    return rule_of(node) is _pointwise or node.target in {_aten.expand.default, *_RESIZES}
+
+
+def made_in_slices(splitter: Splitter, node: fx.Node, dim: int, slices: Slices) -> Found:
+    """What is cheap to compute by slices in the first place, though nothing it reads is sliced."""
+    if rule_of(node) is _pointwise:
+        return _each(splitter, node, dim, slices)
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return None
+    if node.target is _aten.expand.default:
+        nodes = _broadcast(splitter, source, dim, slices, node)
+        return Sliced(dim, slices, _on_each_of_size(splitter, node, nodes, dim, slices))
+    if node.target in _RESIZES:
+        before = _same_dim(node, source, dim)
+        if before is not None:
+            taken = splitter.taken(source, before, slices)
+            return Sliced(dim, slices, _on_each(splitter, node, taken))
+    return None
+
+
+def _permuted(splitter: Splitter, node: fx.Node) -> Found:
+    source: Any = node.args[0]
+    found = splitter.sliced.get(source)
+    if found is None:
+        return None
+    nodes = _on_each(splitter, node, found.nodes)
+    return Sliced(_dims(node).index(found.dim), found.slices, nodes)
+
+
+def _reshaped(splitter: Splitter, node: fx.Node) -> Found:
+    """Another shape, in which the dimension is as it was; of a view of a view the first counts."""
+    source: Any = node.args[0]
+    found = splitter.sliced.get(source)
+    is_view = node.target in _VIEWS
+    while is_view and found is None and source.target in _VIEWS:
+        source = source.args[0]
+        found = splitter.sliced.get(source) or splitter.unjoined.get(source)
+    dim = None if found is None else _same_dim(source, node, found.dim)
+    if found is None or dim is None:
+        return None
+    if is_view:
+        nodes = _on_each_of_size(splitter, node, found.nodes, dim, found.slices)
+    else:
+        nodes = _on_each(splitter, node, found.nodes)
+    return Sliced(dim, found.slices, nodes)
+
+
+def _expanded(splitter: Splitter, node: fx.Node) -> Found:
+    source: Any = node.args[0]
+    found = splitter.sliced.get(source)
+    if found is None:
+        return None
+    dim = found.dim - len(_shape(source)) + len(_shape(node))
+    nodes = _on_each_of_size(splitter, node, found.nodes, dim, found.slices)
+    return Sliced(dim, found.slices, nodes)
+
+
+def _reduced_elsewhere(splitter: Splitter, node: fx.Node) -> Found:
+    """A reduction that cannot be put together of its slices': over other dimensions only."""
+    source: Any = node.args[0]
+    found = splitter.sliced.get(source)
+    dims: Any = node.args[1] if len(node.args) > 1 else ()
+    if found is None or not dims or found.dim in {dim % len(_shape(source)) for dim in dims}:
+        return None
+    return _summed(splitter, node)
+
+
+def _summed_up(splitter: Splitter, node: fx.Node) -> Found:
+    """A sum of all there is."""
+    source: Any = node.args[0]
+    found = splitter.sliced.get(source)
+    if found is None:
+        return None
+    return _total(splitter, _on_each(splitter, node, found.nodes))
+
+
+def _total(splitter: Splitter, parts: Sequence[fx.Node]) -> fx.Node:
+    """What the slices gave, added up one after the other."""
+    total = parts[0]
+    for index, one in enumerate(parts[1:], start=1):
+        total = splitter.emit(index, _aten.add.Tensor, (total, one))
+    return total
+
+
+def _gathered_along(splitter: Splitter, node: fx.Node) -> Found:
+    """``gather`` along another dimension: of each slice with its own indices."""
+    source, dim, places, *rest = arguments_of(node)
+    found = splitter.sliced.get(source)
+    if found is None or found.dim == dim % len(_shape(source)):
+        return None
+    if _shape(places)[found.dim] != found.slices.size:
+        return None
+    indices = splitter.taken(places, found.dim, found.slices)
+    nodes = [
+        splitter.emit(index, node.target, (one, dim, indices[index], *rest), node.kwargs)
+        for index, one in enumerate(found.nodes)
+    ]
+    return Sliced(found.dim, found.slices, nodes)
+
+
+def _summed(splitter: Splitter, node: fx.Node) -> Found:
+    """A sum over other dimensions is sliced too; one over the slices' is added up."""
+    source: Any = node.args[0]
+    dims: Any = node.args[1]
+    keeps = len(node.args) > 2 and bool(node.args[2])
+    found = splitter.sliced.get(source)
+    if found is None or not dims:
+        return None
+    over = {dim % len(_shape(source)) for dim in dims}
+    nodes = _on_each(splitter, node, found.nodes)
+    if found.dim not in over:
+        before = 0 if keeps else sum(dim < found.dim for dim in over)
+        return Sliced(found.dim - before, found.slices, nodes)
+    return _total(splitter, nodes)
+
+
+def _product_of(splitter: Splitter, node: fx.Node) -> Found:
+    """``mm``, ``addmm`` and ``bmm``: along rows, columns, the batch, or adding up.
+
+    Where the plan slices the rows of what a weight is multiplied with, they begin here, and end
+    where their gradient has been multiplied with it.
+    """
+    *bias, one, other = _operands(node)
+    batched = node.target is _aten.bmm.default
+    rows, inner, columns = (1, 2, 2) if batched else (0, 1, 1)
+    left, right = splitter.sliced.get(one), splitter.sliced.get(other)
+    if left is not None and left.dim == inner:
+        return _added_up(splitter, node, left.slices, inner - 1)
+    if right is not None and right.dim == inner - 1 and (left is None or left.dim != rows):
+        return _added_up(splitter, node, right.slices, inner - 1)
+    along = splitter.wanted.get(node)
+    begun = left or right
+    if along is None and begun is not None:
+        along = begun.dim, begun.slices
+    of_input = splitter.rows_of_input(node, other)
+    if along is None and of_input is not None:
+        along = rows, of_input
+    if along is None:
+        return None
+    dim, slices = along
+    count = slices.count
+    lefts, rights = [splitter.whole(one)] * count, [splitter.whole(other)] * count
+    if dim == rows or (batched and dim == 0):
+        lefts = splitter.taken(one, dim, slices)
+    if dim == columns or (batched and dim == 0):
+        rights = splitter.taken(other, dim, slices)
+    biases = [_broadcast(splitter, source, dim, slices, node) for source in bias]
+    nodes = [
+        splitter.emit(i, node.target, (*(b[i] for b in biases), lefts[i], rights[i]), node.kwargs)
+        for i in range(count)
+    ]
+    found = Sliced(dim, slices, nodes)
+    ends = of_input is not None and left is not None
+    return splitter.join(found) if ends else found
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    return [one for one in node.args if isinstance(one, fx.Node)]
+
+
+def _added_up(splitter: Splitter, node: fx.Node, slices: Slices, row: int) -> Found:
+    """A product that contracts the dimension: the first slice's, and the others' added to it.
+
+    ``row``: the contracted dimension of the second operand.
+    """
+    *bias, one, other = _operands(node)
+    lefts = splitter.taken(one, row + 1, slices)
+    rights = splitter.taken(other, row, slices)
+    add = _aten.baddbmm.default if node.target is _aten.bmm.default else _aten.addmm.default
+    scale = {key: value for key, value in node.kwargs.items() if key == "alpha"}
+    total = [splitter.whole(source) for source in bias]
+    for index, (left, right) in enumerate(zip(lefts, rights, strict=True)):
+        if index == 0:
+            made = splitter.emit(index, node.target, (*total, left, right), node.kwargs)
+        else:
+            made = splitter.emit(index, add, (*total, left, right), scale)
+        total = [made]
+    return total[0]
+
+
+def _slice_taken(splitter: Splitter, node: fx.Node) -> Found:
+    """What is cut out is one of the slices."""
+    source, dim, count, index, *cut = arguments_of(node)
+    found = splitter.sliced.get(source)
+    if found is None or (found.dim, found.slices) != (
+        dim,
+        Slices(_shape(source)[dim], count, *cut),
+    ):
+        return None
+    return found.nodes[index]
+
+
+def _embedded(splitter: Splitter, node: fx.Node) -> Found:
+    """Columns of an embedding's table are columns of what is looked up in it."""
+    table: Any = node.args[0]
+    found = splitter.sliced.get(table)
+    if found is None or found.dim != 1:
+        return None
+    nodes = _on_each(splitter, node, found.nodes)
+    return Sliced(len(_shape(node)) - 1, found.slices, nodes)
+
+
+def _filled(splitter: Splitter, node: fx.Node) -> Found:
+    """A constant that a gradient is added into."""
+    wanted = splitter.wanted.get(node)
+    if wanted is None:
+        return None
+    dim, slices = wanted
+    sizes: Any = node.args[0]
+    nodes = []
+    for index in range(slices.count):
+        own = [*sizes[:dim], slices.part(index), *sizes[dim + 1 :]]
+        nodes.append(splitter.emit(index, node.target, (own, *node.args[1:]), node.kwargs))
+    return Sliced(dim, slices, nodes)
+
+
+def _put(splitter: Splitter, node: fx.Node) -> Found:
+    """Rows added into a table at some indices, as an embedding's backward does: by columns.
+
+    What is said of the last dimension holds of the table and of the rows.
+    """
+    table, values = _table_and_values(node)
+    wanted = splitter.wanted.get(node)
+    found = splitter.sliced.get(table)
+    if wanted is None or found is None or wanted[0] != len(_shape(node)) - 1:
+        return None
+    _, slices = wanted
+    rows = splitter.taken(values, len(_shape(values)) - 1, slices)
+    others = [one for one in node.all_input_nodes if one not in (table, values)]
+    nodes = []
+    for index in range(slices.count):
+        parts = {table: found.nodes[index], values: rows[index]}
+        parts.update((one, splitter.whole(one)) for one in others)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), parts.__getitem__)
+        nodes.append(splitter.emit(index, node.target, args, kwargs))
+    return Sliced(wanted[0], slices, nodes)
+
+
+def _table_and_values(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    masked = node.target is not _aten.index_put.default
+    table, values = node.args[0], node.args[3 if masked else 2]
+    assert isinstance(table, fx.Node) and isinstance(values, fx.Node)
+    return table, values
+
+
+#: Products of two operands; a bias may come first.
+PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default}
+_PUTS = {_aten.index_put.default, _aten._unsafe_masked_index_put_accumulate.default}
+_RESIZES = {_aten.unsqueeze.default, _aten.squeeze.dim, _aten.squeeze.dims}
+_VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
+
+#: What only lays a weight out for a product.
+LAID_OUT = _VIEWS | {
+    _aten.permute.default,
+    torch.ops.prims.convert_element_type.default,
+}
+
+RULES: dict[Any, Rule] = {
+    _aten.permute.default: _permuted,
+    _aten.expand.default: _expanded,
+    _aten.gather.default: _gathered_along,
+    _aten.sum.dim_IntList: _summed,
+    _aten.sum.default: _summed_up,
+    _aten.amax.default: _reduced_elsewhere,
+    _aten.amin.default: _reduced_elsewhere,
+    **dict.fromkeys(_RESIZES, _reshaped),
+    **dict.fromkeys(PRODUCTS, _product_of),
+    _aten.embedding.default: _embedded,
+    TAKE_SLICE: _slice_taken,
+    _aten.full.default: _filled,
+    **dict.fromkeys(_PUTS, _put),
+    torch.ops.prims.convert_element_type.default: _pointwise,
+    _aten.clone.default: _pointwise,
+    **dict.fromkeys(_VIEWS, _reshaped),
+}

@@ -1,0 +1,1 @@
+"""Types: the data that passes share."""

@@ -1,0 +1,373 @@
+"""The hardware profile: what the cost model knows of the machine and its network."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+#: Bytes that AdamW's step moves for each byte of parameter, gradient and state, where they are
+#: in no cache: torch's runs nine operators that read and write 88 bytes for 16.
+UPDATE_PASSES = 5.5
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkRate:
+    """The cost of one kind of collective: ``latency_seconds + wire_bytes * seconds_per_byte``.
+
+    ``wire_bytes`` is what one rank sends in a ring: ``(N-1)/N`` of the whole tensor for an
+    all-gather, a reduce-scatter or an all-to-all, twice that for an all-reduce.
+    ``busy_seconds_per_byte``: for each wire byte, how much longer the computing beside it
+    takes: a CPU's core copies and checksums what gloo sends, NCCL occupies some of a GPU.
+    ``start_seconds``: of computing that each takes, whatever its size: to hand it over, and
+    for its threads, which take the core away from the computing.
+    ``wake_seconds``: how much later one ends that is started beside computing, while the network
+    is idle (``passes/simulate/network.py``).
+    ``carried_out``: how, for people: ``ring``, ``messages``, ``all_reduce inside``; "" unknown.
+    """
+
+    latency_seconds: float
+    seconds_per_byte: float
+    busy_seconds_per_byte: float = 0.0
+    start_seconds: float = 0.0
+    wake_seconds: float = 0.0
+    carried_out: str = ""
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> LinkRate:
+        """Raises ValueError if a field is missing, unknown or of a wrong kind."""
+        return cls(**_checked(cls, data))
+
+    def with_bandwidth(self, times: float, busy: bool = False) -> LinkRate:
+        """The same with so many times the bytes a second; the latency stays.
+
+        ``busy``: what a byte takes of computing changes with it, as where a collective holds its
+        share of a GPU for as long as it is in flight; else it stays, as where a core copies it.
+        """
+        return dataclasses.replace(
+            self,
+            seconds_per_byte=self.seconds_per_byte / times,
+            busy_seconds_per_byte=self.busy_seconds_per_byte / (times if busy else 1.0),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Hosts:
+    """How the host that a profile describes is joined to others like it.
+
+    ``ranks``: of one host; the profile's ``collectives`` are among no more than these.
+    ``between``: rates of a group with one rank on each host, while the other ranks' groups do
+    the same.
+    ``hop_seconds``, ``host_hop_seconds``: that a ring takes longer for every rank that it passes
+    within a host, and for every host.
+    """
+
+    ranks: int
+    between: dict[str, LinkRate]
+    hop_seconds: float = 0.0
+    host_hop_seconds: float = 0.0
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Hosts:
+        """Raises ValueError if a field is missing, unknown or of a wrong kind."""
+        fields = _checked(cls, data)
+        fields["between"] = _links(" between hosts", fields["between"])
+        if not fields["ranks"]:
+            raise ValueError("a host has no ranks")
+        return cls(**fields)
+
+
+def wire_bytes(kind: str, full_bytes: int, world_size: int) -> float:
+    """Bytes one rank sends for a collective on a tensor of ``full_bytes`` over all ranks."""
+    share = full_bytes * (world_size - 1) / world_size
+    return 2 * share if kind == "all_reduce" else share
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """Rates of one rank's device and of the network between ranks.
+
+    ``flops_per_second``: by dtype name (``float32``); ``default`` for the rest.
+    ``launch_seconds``: the least time a kernel takes.
+    ``collectives``: :class:`LinkRate` by kind: ``all_gather``, ``reduce_scatter``,
+    ``all_reduce``, ``all_to_all``. Over all ranks.
+    ``dimensions``: the same by the name of a mesh dimension, over the ranks along it, where
+    the machine is described as a mesh (:meth:`along`).
+    ``allocator_alignment_bytes``: sizes of device tensors are rounded up to this.
+    ``memory_bytes``: size of the device's memory, which CPU ranks of one machine share;
+    0: unknown.
+    ``device_type``: torch's name for such devices, ``cpu`` or ``cuda``.
+    ``source``: where the figures come from, for people; "" unknown.
+    ``update_seconds_per_byte``: of an optimizer's step, for each byte of parameter, gradient
+    and state (0: :data:`UPDATE_PASSES` over memory); ``update_seconds_per_parameter``: besides;
+    ``update_seconds_per_plain_parameter``: besides, where no parameter is sharded, so that they
+    are plain tensors.
+    ``kernel_seconds``: measured times, by :func:`passes.annotate.annotate_costs.kernel_key`; what
+    is not in it is priced by the rates.
+    ``hosts``: what lies beyond the host whose rates these are (:meth:`over`); None: the rates
+    are what they are among any number of ranks.
+    """
+
+    name: str
+    flops_per_second: dict[str, float]
+    memory_bytes_per_second: float
+    launch_seconds: float
+    collectives: dict[str, LinkRate]
+    dimensions: dict[str, dict[str, LinkRate]] = dataclasses.field(default_factory=dict)
+    allocator_alignment_bytes: int = 64
+    memory_bytes: int = 0
+    device_type: str = "cpu"
+    source: str = ""
+    update_seconds_per_byte: float = 0.0
+    update_seconds_per_parameter: float = 0.0
+    update_seconds_per_plain_parameter: float = 0.0
+    kernel_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    hosts: Hosts | None = None
+
+    def over(self, ranks: Mapping[str, int]) -> Hardware:
+        """The profile for so many ranks, on as few hosts as hold them.
+
+        A ring through all ranks of several hosts leaves each by all of its ranks' cards at once,
+        as NCCL's channels do: ``ranks`` times the rate between hosts, or the rate within one.
+
+        Args:
+            ranks: by dimension of the mesh, one or two. With two, of which the inner one lies
+                within a host, there are rates along both.
+        """
+        hosts, world_size = self.hosts, math.prod(ranks.values())
+        if hosts is None or world_size <= hosts.ranks:
+            return self
+        count = -(-world_size // hosts.ranks)
+        hops_seconds = hosts.hop_seconds * (world_size - count) + hosts.host_hop_seconds * count
+        flat = {}
+        for kind, within in self.collectives.items():
+            between = hosts.between[kind]
+            slower = max(within, between, key=lambda rate: rate.latency_seconds)
+            each = max(within.seconds_per_byte, between.seconds_per_byte / hosts.ranks)
+            share = within.busy_seconds_per_byte / (within.seconds_per_byte or math.inf)
+            flat[kind] = dataclasses.replace(
+                slower,
+                latency_seconds=slower.latency_seconds + hops_seconds,
+                seconds_per_byte=each,
+                busy_seconds_per_byte=share * each,
+            )
+        dimensions = dict(self.dimensions)
+        names = list(ranks)
+        if len(names) == 2 and ranks[names[1]] <= hosts.ranks:
+            crossing = hosts.host_hop_seconds * ranks[names[0]]
+            dimensions[names[0]] = {
+                kind: dataclasses.replace(rate, latency_seconds=rate.latency_seconds + crossing)
+                for kind, rate in hosts.between.items()
+            }
+            dimensions[names[1]] = self.collectives
+        return dataclasses.replace(self, collectives=flat, dimensions=dimensions, hosts=None)
+
+    def with_bandwidth(self, times: float, ranks: Mapping[str, int] | None = None) -> Hardware:
+        """The same devices on a network that carries so many times the bytes a second.
+
+        Latencies stay. What collectives take of the computing beside them stays for each byte
+        where there is no ``hosts``; where there is, it is a share of the time in flight, as in
+        :meth:`over`.
+
+        Args:
+            times: above zero; ``math.inf``: bytes take no time.
+            ranks: by dimension of the mesh, as for :meth:`over`. What joins the ranks of a host
+                stays: ``collectives`` where there is ``hosts``, and rates along the inner one of
+                two dimensions. None: all changes.
+        """
+        names = list(ranks or ())
+        within = names[1] if len(names) == 2 else None
+        hosts = self.hosts
+        busy = hosts is not None
+
+        def scaled(kinds: dict[str, LinkRate]) -> dict[str, LinkRate]:
+            return {kind: rate.with_bandwidth(times, busy) for kind, rate in kinds.items()}
+
+        if hosts is not None:
+            hosts = dataclasses.replace(hosts, between=scaled(hosts.between))
+        return dataclasses.replace(
+            self,
+            collectives=self.collectives if busy and ranks else scaled(self.collectives),
+            dimensions={
+                name: kinds if name == within else scaled(kinds)
+                for name, kinds in self.dimensions.items()
+            },
+            hosts=hosts,
+        )
+
+    def along(self, dimension: str | None) -> Hardware:
+        """The profile for collectives along a mesh dimension; itself if it does not know it."""
+        if dimension is None or dimension not in self.dimensions:
+            return self
+        return dataclasses.replace(self, collectives=self.dimensions[dimension])
+
+    def flops(self, dtype: str) -> float:
+        """FLOP/s for a dtype name such as ``bfloat16``."""
+        return self.flops_per_second.get(dtype, self.flops_per_second["default"])
+
+    def collective_seconds(self, kind: str, full_bytes: int, world_size: int) -> float:
+        """Seconds of one collective on a tensor of ``full_bytes`` over ``world_size`` ranks.
+
+        Source: the alpha-beta model, as in OSDP (arXiv 2209.13258), section 3.
+        Raises:
+            KeyError: if the profile has no rate for this kind.
+        """
+        if world_size == 1:
+            return 0.0
+        rate = self.collectives[kind]
+        return (
+            rate.latency_seconds + wire_bytes(kind, full_bytes, world_size) * rate.seconds_per_byte
+        )
+
+    def busy_seconds(self, kind: str, full_bytes: int, world_size: int) -> float:
+        """Seconds of computing that a collective of ``full_bytes`` takes away from the step."""
+        if world_size == 1:
+            return 0.0
+        rate = self.collectives[kind]
+        sent_bytes = wire_bytes(kind, full_bytes, world_size)
+        return rate.start_seconds + sent_bytes * rate.busy_seconds_per_byte
+
+    def wake_seconds(self, kind: str, world_size: int) -> float:
+        """Seconds that a collective ends later beside computing."""
+        return 0.0 if world_size == 1 else self.collectives[kind].wake_seconds
+
+    def update_seconds(self, held_bytes: int, parameters: int, plain: bool = False) -> float:
+        """Seconds of an optimizer's step on so many bytes of parameter, gradient and state.
+
+        ``plain``: the parameters are plain tensors, not DTensors.
+        """
+        each = self.update_seconds_per_byte or UPDATE_PASSES / self.memory_bytes_per_second
+        besides = self.update_seconds_per_parameter
+        if plain:
+            besides = self.update_seconds_per_plain_parameter
+        return each * held_bytes + besides * parameters
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Hardware:
+        """Raises ValueError if a field is missing, unknown or of a wrong kind, saying which."""
+        try:
+            fields = _checked(cls, data)
+            fields["collectives"] = _links("", fields["collectives"])
+            fields["dimensions"] = {
+                dimension: _links(f" along {dimension!r}", kinds)
+                for dimension, kinds in fields.get("dimensions", {}).items()
+            }
+            if fields.get("hosts") is not None:
+                fields["hosts"] = Hosts.from_dict(fields["hosts"])
+            if "default" not in fields["flops_per_second"]:
+                raise ValueError("flops_per_second has no 'default'")
+            return cls(**fields)
+        except ValueError as error:
+            raise ValueError(f"not a hardware profile: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Hardware:
+        """Read a profile written by :meth:`save`; ValueError if the file holds none."""
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text()))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} holds no hardware profile: {error}") from error
+
+
+def _links(where: str, kinds: Any) -> dict[str, LinkRate]:
+    """Rates by kind from JSON; ``where``: which they are, for people."""
+    if not isinstance(kinds, dict):
+        raise ValueError(f"collectives{where}: {kinds!r} is no table of collectives")
+    found = {}
+    for kind, rate in kinds.items():
+        try:
+            found[kind] = LinkRate.from_dict(rate)
+        except ValueError as error:
+            raise ValueError(f"collective {kind!r}{where}: {error}") from error
+    return found
+
+
+#: What is divided by.
+_ABOVE_ZERO = ("flops_per_second", "memory_bytes_per_second")
+
+
+def _checked(cls: Any, data: Any) -> dict[str, Any]:
+    """The fields of a dataclass from JSON: all there, none unknown, each of its kind."""
+    if not isinstance(data, dict):
+        raise ValueError(f"an object with fields is needed, not {data!r}")
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    unknown = [str(name) for name in data if name not in fields]
+    if unknown:
+        raise ValueError(f"unknown: {', '.join(unknown)} (known: {', '.join(fields)})")
+    missing = [
+        name
+        for name, field in fields.items()
+        if name not in data
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ValueError(f"missing: {', '.join(missing)}")
+    return {name: _value(name, fields[name].type, value) for name, value in data.items()}
+
+
+def _value(name: str, kind: Any, value: Any) -> Any:
+    """A field's value if it is of the kind that its annotation says."""
+    if kind == "str" and isinstance(value, str):
+        return value
+    if kind == "int" and isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if kind == "float" and isinstance(value, int | float) and not isinstance(value, bool):
+        if math.isfinite(value) and (value > 0 if name in _ABOVE_ZERO else value >= 0):
+            return value
+    elif kind == "dict[str, float]" and isinstance(value, dict):
+        return {key: _value(name, "float", one) for key, one in value.items()}
+    elif kind in _NESTED and isinstance(value, dict):
+        return dict(value)
+    elif kind == _HOSTS and (value is None or isinstance(value, dict)):
+        return value
+    above = " above zero" if name in _ABOVE_ZERO else ""
+    raise ValueError(f"{name}={value!r} is no {_KINDS[kind]}{above}")
+
+
+#: Read further by whoever asked.
+_NESTED = ("dict[str, LinkRate]", "dict[str, dict[str, LinkRate]]")
+_HOSTS = "Hosts | None"
+
+#: Annotations of the fields above, for people.
+_KINDS = {
+    "str": "text",
+    "int": "whole number",
+    "float": "number",
+    "dict[str, float]": "table of numbers",
+    "dict[str, LinkRate]": "table of collectives",
+    "dict[str, dict[str, LinkRate]]": "table of mesh dimensions",
+    _HOSTS: "description of hosts",
+}
+
+
+def generic(name: str = "generic", dimensions: Sequence[str] = ()) -> Hardware:
+    """A profile of round numbers for graph-level work, where no prediction is wanted.
+
+    One slow CPU rank on a 10 Gbit/s network; not measured on anything. ``dimensions``: of a mesh
+    of two levels, if any: along the inner one all is ten times as fast.
+    """
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+    link = LinkRate(latency_seconds=1e-4, seconds_per_byte=8e-10)
+    within = LinkRate(latency_seconds=1e-5, seconds_per_byte=8e-11)
+    return Hardware(
+        name=name,
+        flops_per_second={"default": 5e10},
+        memory_bytes_per_second=1e10,
+        launch_seconds=5e-6,
+        collectives=dict.fromkeys(kinds, link),
+        dimensions={
+            dimension: dict.fromkeys(kinds, rate)
+            for dimension, rate in zip(dimensions, (link, within), strict=False)
+        },
+    )
