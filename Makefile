@@ -42,6 +42,7 @@ compat:
 
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check
+	$(VENV)/bin/lint-imports
 
 types: $(VENV)/installed-dev
 	$(VENV)/bin/mypy

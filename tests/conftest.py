@@ -14,7 +14,7 @@ from tests.ranks import Ranks
 from tests.searching import short_searches
 
 #: Files of a minute and more that use no ranks of ours.
-_LONG_FILES = ("test_examples.py", "test_offline.py", "test_plan.py", "test_prediction.py")
+_LONG_FILES = ("test_examples.py", "test_offline.py", "test_planner.py", "test_prediction.py")
 _LONG_FILES += ("test_slice_some.py", "test_snapshots.py")
 
 

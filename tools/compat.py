@@ -21,18 +21,18 @@ from environment import ROOT, make, own_torch, pip, python_of, tested
 
 #: The core: what stands on private names of torch, and training by real processes.
 CORE = (
-    "tests/passes/test_capture.py",
-    "tests/passes/test_shard.py",
-    "tests/passes/test_text.py",
-    "tests/test_checkpoints.py",
-    "tests/test_errors.py",
-    "tests/test_exchange.py",
-    "tests/test_fusing.py",
-    "tests/test_native_collectives.py",
-    "tests/test_parameter_kinds.py",
-    "tests/test_snapshots.py",
-    "tests/test_torch_versions.py",
-    "tests/test_training.py",
+    "tests/passes/capture/test_captured_step.py",
+    "tests/passes/shard/test_lower_markers.py",
+    "tests/passes/graph/test_printer.py",
+    "tests/end_to_end/test_checkpoints.py",
+    "tests/end_to_end/test_errors.py",
+    "tests/osdp_compile/runtime/test_p2p.py",
+    "tests/osdp_compile/engine/test_inductor_fusion.py",
+    "tests/end_to_end/test_native_collectives.py",
+    "tests/end_to_end/test_parameter_kinds.py",
+    "tests/end_to_end/test_snapshots.py",
+    "tests/project/test_torch_versions.py",
+    "tests/end_to_end/test_training.py",
 )
 
 

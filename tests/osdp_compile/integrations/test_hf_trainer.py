@@ -1,0 +1,251 @@
+"""transformers.Trainer and accelerate with osdp, beside themselves with DDP on the same ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+import osdp_compile
+from osdp_compile import Decision, Plan
+from tests.end_to_end.test_hugging_face import LENGTH, WORDS, made
+from tests.training import SLOW
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+ROWS, STEPS = 32, 4
+
+
+def rows() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(0, WORDS, (ROWS, LENGTH), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def arguments(folder: Path, **changed: Any):
+    given: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": STEPS,
+        "save_steps": STEPS // 2,
+        "learning_rate": 1e-2,
+        "adam_epsilon": 1e-5,  # see tests.training.adamw
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    return transformers.TrainingArguments(str(folder), **{**given, **changed})
+
+
+def as_torchrun(rank: int, world_size: int):
+    """The environment that torchrun gives a rank; the ranks of tests have a process group."""
+    of_rank = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
+    of_rank |= {"LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
+    return mock.patch.dict(os.environ, {name: str(value) for name, value in of_rank.items()})
+
+
+def plan_of(model, kind: Decision) -> Plan:
+    return Plan.uniform(model.named_parameters(), kind, world_size=2)
+
+
+def trained(trainer, begun: str | None = None) -> SimpleNamespace:
+    """Trains to the end, evaluates and saves; what was logged of each step, and the weights."""
+    trainer.train(resume_from_checkpoint=begun)
+    logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    saved = Path(trainer.args.output_dir, "saved")
+    trainer.save_model(str(saved))
+    torch.distributed.barrier()
+    whole = transformers.AutoModelForCausalLM.from_pretrained(saved)
+    return SimpleNamespace(
+        losses=[entry["loss"] for entry in logged],
+        norms=[entry["grad_norm"] for entry in logged],
+        eval_loss=trainer.evaluate()["eval_loss"],
+        weights={name: one.detach() for name, one in whole.named_parameters()},
+        bytes_saved=(saved / "model.safetensors").stat().st_size,
+    )
+
+
+def by_ddp(folder: Path, begun: str | None = None, **changed: Any) -> SimpleNamespace:
+    args = arguments(folder, **changed)
+    assert args.parallel_mode is transformers.training_args.ParallelMode.DISTRIBUTED
+    data = rows()
+    trainer = transformers.Trainer(made("GPT-2"), args, train_dataset=data, eval_dataset=data)
+    return trained(trainer, begun)
+
+
+def by_osdp(
+    folder: Path, kind: Decision = Decision.SHARD_AGAIN, begun: str | None = None, **changed: Any
+) -> SimpleNamespace:
+    from osdp_compile.integrations.hf_trainer import OsdpTrainer
+
+    model, data = made("GPT-2"), rows()
+    trainer = OsdpTrainer(
+        model,
+        arguments(folder, torch_compile_backend="osdp", **changed),
+        train_dataset=data,
+        eval_dataset=data,
+        osdp_options={"plan": plan_of(model, kind), "hardware": SLOW},
+    )
+    result = trained(trainer, begun)
+    assert trainer.args.torch_compile_backend == "osdp"
+    assert all(isinstance(one, DTensor) for one in model.parameters()) == kind.sharded
+    assert osdp_compile.plan_of(model) is not None
+    return result
+
+
+def assert_same(one: SimpleNamespace, other: SimpleNamespace, tolerance: float = 1e-5) -> None:
+    """What was logged before a checkpoint is in it, so both are of all steps."""
+    close = {"rtol": tolerance, "atol": tolerance}
+    torch.testing.assert_close(one.losses, other.losses, **close)
+    torch.testing.assert_close(one.norms, other.norms, **close)
+    torch.testing.assert_close(one.eval_loss, other.eval_loss, **close)
+    torch.testing.assert_close(one.weights, other.weights, **close)
+    assert one.bytes_saved == other.bytes_saved
+
+
+def trains_as_with_ddp(rank: int, world_size: int, folder: Path) -> None:
+    with as_torchrun(rank, world_size):
+        expected = by_ddp(folder / "ddp")
+        assert len(set(expected.losses)) == STEPS
+        assert max(expected.norms) > 0.5  # something is clipped
+        assert_same(by_osdp(folder / "osdp"), expected)
+
+        half = str(folder / "osdp" / f"checkpoint-{STEPS // 2}")
+        again = by_osdp(folder / "again", Decision.REPLICATE, half)
+        assert_same(again, expected)
+        assert_same(by_ddp(folder / "plain", half), expected)
+        from_ddp = str(folder / "ddp" / f"checkpoint-{STEPS // 2}")
+        assert_same(by_osdp(folder / "from ddp", begun=from_ddp), expected)
+
+
+def test_a_trainer_trains_saves_and_goes_on_as_with_ddp(two_ranks, tmp_path):
+    two_ranks.run(trains_as_with_ddp, tmp_path)
+
+
+def trains_in_bf16(rank: int, world_size: int, folder: Path) -> None:
+    with as_torchrun(rank, world_size):
+        expected = by_ddp(folder / "ddp", bf16=True, save_strategy="no")
+        found = by_osdp(folder / "osdp", bf16=True, save_strategy="no")
+        assert_same(found, expected, 2e-2)
+        with pytest.raises(AssertionError):
+            assert_same(found, by_ddp(folder / "fp32", save_strategy="no"))
+
+
+def test_a_trainer_with_autocast(two_ranks, tmp_path):
+    two_ranks.run(trains_in_bf16, tmp_path)
+
+
+def begins_a_sharded_model_again(rank: int, world_size: int, folder: Path) -> None:
+    """The second ``train()`` loads whole optimizer state for parameters that are cut already."""
+    from osdp_compile.integrations.hf_trainer import OsdpTrainer
+
+    with as_torchrun(rank, world_size):
+        model, data = made("GPT-2"), rows()
+        args = arguments(folder)
+        options = {"plan": plan_of(model, Decision.SHARD_AGAIN), "hardware": SLOW}
+        trainer = OsdpTrainer(
+            model, args, train_dataset=data, eval_dataset=data, osdp_options=options
+        )
+        first = trained(trainer)
+        again = trained(trainer, str(folder / f"checkpoint-{STEPS // 2}"))
+        assert_same(again, first)
+
+
+def test_a_second_train_goes_on_from_a_checkpoint(two_ranks, tmp_path):
+    two_ranks.run(begins_a_sharded_model_again, tmp_path)
+
+
+def accelerate_alone(rank: int, world_size: int) -> None:
+    import accelerate
+
+    def losses(with_osdp: bool) -> list[float]:
+        model = made("GPT-2")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
+        loader = torch.utils.data.DataLoader(rows(), batch_size=2)
+        accelerator = accelerate.Accelerator(cpu=True)
+        if with_osdp:
+            optimizer, loader = accelerator.prepare(optimizer, loader)
+            model = accelerator.prepare_model(model, evaluation_mode=True)
+            options = {"plan": plan_of(model, Decision.SHARD_AGAIN), "hardware": SLOW}
+            model = torch.compile(model, backend="osdp", options=options)
+        else:
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        found = []
+        for batch in loader:
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(accelerator.gather(loss.detach()).mean().item())
+        return found
+
+    with as_torchrun(rank, world_size):
+        expected = losses(with_osdp=False)
+        assert len(expected) == ROWS // 2 // world_size
+        torch.testing.assert_close(losses(with_osdp=True), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_accelerate_without_a_trainer(two_ranks):
+    two_ranks.run(accelerate_alone)
+
+
+def test_an_optimizer_that_accelerate_wraps_is_counted_once():
+    import accelerate
+
+    from osdp_compile.optim.rebind import OptimizerIndex
+
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.AdamW([parameter])
+    wrapper = accelerate.Accelerator(cpu=True).prepare(optimizer)
+    assert wrapper is not optimizer and isinstance(wrapper, torch.optim.Optimizer)
+    assert OptimizerIndex([parameter]).holding(parameter) == [optimizer]
+
+
+def a_plain_trainer(rank: int, world_size: int, folder: Path) -> str:
+    with as_torchrun(rank, world_size):
+        model = made("GPT-2")
+        model.compile(backend="osdp")
+        trainer = transformers.Trainer(model, arguments(folder), train_dataset=rows())
+        with pytest.raises(Exception, match="DistributedDataParallel") as refused:
+            trainer.train()
+        return str(refused.value)
+
+
+def test_a_plain_trainer_is_told_of_ours(two_ranks, tmp_path):
+    for said in two_ranks.run(a_plain_trainer, tmp_path):
+        assert "OsdpTrainer" in said
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"torch_compile_backend": "inductor"}, "torch_compile_backend='inductor'"),
+        ({"torch_compile_mode": "max-autotune", "torch_compile_backend": "osdp"}, "osdp_options"),
+        ({"fsdp": "full_shard"}, "fsdp"),
+        ({"save_on_each_node": True}, "save_on_each_node"),
+    ],
+)
+def test_arguments_for_something_else_are_refused(tmp_path, changed, said):
+    from osdp_compile.integrations.hf_trainer import OsdpTrainer
+
+    with pytest.raises(osdp_compile.OsdpError, match=said):
+        OsdpTrainer(made("GPT-2"), arguments(tmp_path, **changed))
+
+
+def test_a_model_that_is_compiled_already_is_refused(tmp_path):
+    from osdp_compile.integrations.hf_trainer import OsdpTrainer
+
+    with pytest.raises(osdp_compile.OsdpError, match="osdp_options"):
+        OsdpTrainer(torch.compile(made("GPT-2"), backend="osdp"), arguments(tmp_path))

@@ -1,0 +1,128 @@
+"""The examples run as their docstrings say."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.chosen import more
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+#: How often training is killed; more by hand.
+KILLS = int(os.environ.get("OSDP_TEST_KILLS", "1"))
+
+
+def environment(folder: Path, cache: Path, **more: str) -> dict[str, str]:
+    """Of an example's processes; what is measured is kept in their folder."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "PYTHONPATH": str(EXAMPLES.parent),
+        "OSDP_CACHE_DIR": str(folder / "profiles"),
+        **more,
+    }
+
+
+def torchrun(folder: Path, cache: Path, ranks: int, script: str, *arguments: str) -> str:
+    """What ranks of an example print, run in a folder of their own."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", str(EXAMPLES / script), *arguments]
+    given = environment(folder, cache)
+    done = subprocess.run(
+        command, cwd=folder, env=given, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
+def test_a_pass_of_your_own(tmp_path, inductor_cache):
+    lines = (EXAMPLES / "custom_pass.py").read_text().splitlines()
+    assert len(lines) < 40
+    printed = torchrun(tmp_path, inductor_cache, 2, "custom_pass.py")
+    norms = {line.split(": ")[1] for line in printed.splitlines() if line.startswith("rank ")}
+    assert len(norms) == 1, "ranks disagree"
+    files = sorted((tmp_path / "graphs").iterdir())
+    texts = {path.stem.split("-", 1)[1]: path.read_text() for path in files}
+    names = list(texts)
+    assert names.index("backward-half_gradients") == names.index("backward-shard") - 1
+    sent = [line for line in texts["backward-reorder"].splitlines() if "# reduce" in line]
+    assert sent and all(": bf16[" in line for line in sent)
+
+
+@pytest.mark.parametrize("ranks", [2, *more(1)])
+def test_training_a_gpt(tmp_path, inductor_cache, ranks):
+    small = ["--layers", "1", "--width", "64", "--steps", "3"]
+    small += ["--sample", "20" if ranks > 1 else "0"]
+    limit = ["--memory-limit", "8MiB", "--save-plan", "plan.json"] if ranks > 1 else []
+    printed = torchrun(tmp_path, inductor_cache, ranks, "train_gpt.py", *small, *limit)
+    assert "held-out loss" in printed and "measured" in printed
+    assert ("a sample" in printed) == (ranks > 1)
+    assert ("predicted" in printed) == (ranks > 1)
+    assert (tmp_path / "plan.json").exists() == (ranks > 1)
+
+
+class Ranks:
+    """Two ranks of an example that may be killed; what rank 0 prints is ``printed``."""
+
+    def __init__(self, folder: Path, cache: Path, script: str, *arguments: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+        self._ranks = [
+            subprocess.Popen(
+                [sys.executable, str(EXAMPLES / script), *arguments],
+                cwd=folder,
+                env=environment(folder, cache, RANK=str(rank), **address),
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        self.printed = self._ranks[0].stdout
+
+    def kill(self) -> str:
+        """Both, at once; returns what was printed and not read yet."""
+        for rank in self._ranks:
+            rank.kill()
+        return self._ranks[0].communicate()[0] + self._ranks[1].communicate()[0]
+
+
+def losses(printed: str) -> dict[int, float]:
+    """What was printed of each step; the last line may have been cut off."""
+    lines = printed[: printed.rfind("\n") + 1].splitlines()
+    words = [line.split() for line in lines if line.startswith("step ")]
+    return {int(one[1]): float(one[3]) for one in words}
+
+
+def test_training_that_is_killed_goes_on(tmp_path, inductor_cache):
+    """At random moments, also while it saves: nothing is lost but steps after a checkpoint."""
+    steps = 8 * (KILLS + 1)
+    asked = ["resume.py", "--steps", str(steps), "--every", "3"]
+    whole = losses(torchrun(tmp_path, inductor_cache, 2, *asked, "--folder", "whole"))
+    assert sorted(whole) == [*range(1, steps + 1)]
+    draw, seen, killed = random.Random(0), {}, []
+    for _ in range(KILLS):
+        run = Ranks(tmp_path, inductor_cache, *asked)
+        until, own = draw.randrange(1, 9), ""
+        for line in run.printed:
+            own += line
+            until -= line.startswith("step ")
+            if not until:
+                break
+        time.sleep(draw.random() / 10)
+        seen.update(losses(own + run.kill()))
+        killed.append(max(seen))
+    seen.update(losses(torchrun(tmp_path, inductor_cache, 2, *asked)))
+    assert max(killed) < steps and sorted(seen) == sorted(whole)
+    assert all(abs(seen[step] - whole[step]) <= 1e-6 for step in whole)
