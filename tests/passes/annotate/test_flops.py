@@ -10,7 +10,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from passes._torch import FakeTensorMode
-from passes.annotate.annotate_costs import flops as module
+from passes.annotate import flops as module
 from passes.annotate.flops import flops_of
 from tests.passes.graphs import GraphBuilder
 

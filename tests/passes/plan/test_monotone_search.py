@@ -9,7 +9,7 @@ import pytest
 from passes.pipeline import default_passes
 from passes.plan.monotone_search import Ladder
 from passes.plan.planner import Infeasible, make_plan
-from passes.plan.planner import monotone_search as ladder_of
+from passes.plan import monotone_search as ladder_of
 from passes.types.plan import Plan, Prediction
 from tests.passes.plan.test_planner import captured, peak_of, seconds_of
 
