@@ -24,7 +24,7 @@ from torch import nn
 from osdp_compile.planning.traced_step import TracedStep, predicted, trace
 from passes.annotate.training_state import state_bytes
 from passes.candidates.recompute_sets import recompute_sets
-from passes.candidates.slice_groups import split_families
+from passes.candidates.slice_groups import find_slice_groups
 from passes.plan.evaluator import RECOMPUTE_SETS
 from passes.plan.predict import predict
 from passes.plan.slice_some import SLICES
@@ -234,10 +234,10 @@ def _decided(step: TracedStep, ctx: Context) -> Iterator[Plan]:
 
 def _in_slices(step: TracedStep, ctx: Context, plans: Sequence[Plan]) -> Iterator[Plan]:
     """Plans with one family in slices; of a weight that is gathered again any number is kept."""
-    for family in split_families(step.captured, ctx):
+    for slice_group in find_slice_groups(step.captured, ctx):
         for plan, slices in itertools.product(plans, SLICES):
-            splits = family.into(slices)
-            some = [not family.of_input and plan.decision(one.name).again for one in splits]
+            splits = slice_group.into(slices)
+            some = [not slice_group.of_input and plan.decision(one.name).again for one in splits]
             for kept in itertools.product(*(range(slices if own else 1) for own in some)):
                 split = {
                     one.name: one._replace(kept_slices=count)
@@ -249,4 +249,4 @@ def _in_slices(step: TracedStep, ctx: Context, plans: Sequence[Plan]) -> Iterato
                     else row
                     for row in plan.parameters
                 )
-                yield plan.replace(parameters=tuple(rows), recompute=family.recompute)
+                yield plan.replace(parameters=tuple(rows), recompute=slice_group.recompute)

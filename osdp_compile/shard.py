@@ -39,7 +39,7 @@ from osdp_compile.options import Options
 from osdp_compile.runtime.collectives import backend_of
 from osdp_compile.runtime.eager_markers import register_group
 from osdp_compile.runtime.meshes import flat_mesh, groups_along, level, own_mesh
-from osdp_compile.tracking.pending_model import LaidOut, wait_for_first_call
+from osdp_compile.tracking.pending_model import PendingModel, wait_for_first_call
 from osdp_compile.tracking.session import plan_of
 from passes.types.context import Context
 from passes.types.hardware import generic
@@ -122,7 +122,7 @@ def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) 
     for one in along.values():
         register_group(one)
     shard_in_place(entries, own, context, optimizers, reading)
-    wait_for_first_call(root, LaidOut(context, flat, options.mesh, own, reading))
+    wait_for_first_call(root, PendingModel(context, flat, options.mesh, own, reading))
     write_as_into_whole_ones()
     return model
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from torch import fx
 
 from passes.annotate.annotate_costs import annotate
-from passes.graph.metadata import MEMORY, WIRING
+from passes.graph.metadata import DATAFLOW, MEMORY
 from passes.overlap.bucket_collectives import bucket
 from passes.overlap.hierarchical_collectives import levels
 from passes.overlap.hoist_gradients import hoist
@@ -114,7 +114,7 @@ def _index(passes: Sequence[Pass], name: str) -> int:
 
 
 #: What a pass finds out of a whole graph, for the next one only, which may change the graph.
-_OF_ONE_PASS = (WIRING, MEMORY)
+_OF_ONE_PASS = (DATAFLOW, MEMORY)
 
 Observer = Callable[[Pass, fx.GraphModule, Context], None]
 

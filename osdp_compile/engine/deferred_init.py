@@ -27,12 +27,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
 from osdp_compile.tracking.pending_model import any_waits, is_waiting
-from passes.types.shard_layout import Cut
+from passes.types.shard_layout import ShardLayout
 
 _aten = torch.ops.aten
 
 
-def _cut_of(tensor: DTensor) -> tuple[int, Cut] | None:
+def _cut_of(tensor: DTensor) -> tuple[int, ShardLayout] | None:
     """Along which dimension ranks have parts of a tensor, and how it is cut; None: all have all.
 
     On a mesh of two levels over all ranks (for the hosts first), or within each host.
@@ -47,9 +47,9 @@ def _cut_of(tensor: DTensor) -> tuple[int, Cut] | None:
         return None
     dim, ranks, place = parts[-1]
     if len(parts) == 1:
-        return dim, Cut(ranks, place, "")
+        return dim, ShardLayout(ranks, place, "")
     _, hosts, host = parts[0]
-    return dim, Cut(hosts * ranks, host * ranks + place, "", hosts)
+    return dim, ShardLayout(hosts * ranks, host * ranks + place, "", hosts)
 
 
 def _local_part(full: Tensor, tensor: DTensor) -> Tensor:

@@ -53,7 +53,7 @@ from osdp_compile.runtime.eager_markers import register_group
 from osdp_compile.runtime.meshes import flat_mesh, groups_along, level, levels_of, own_mesh
 from osdp_compile.runtime.p2p import by_messages, staged_kinds
 from osdp_compile.tracking.other_models import OtherModels, other_models, planned_under_share
-from osdp_compile.tracking.pending_model import LaidOut, end_waiting
+from osdp_compile.tracking.pending_model import PendingModel, end_waiting
 from osdp_compile.tracking.session import Session, base_parts, remember, session_for
 from osdp_compile.tracking.uncovered import compiled_models
 from passes.annotate.training_state import held_between_steps
@@ -136,7 +136,7 @@ def first_call_of_sharded(
     inputs: Sequence[Any],
     options: Options,
     root: nn.Module,
-    laid_out: LaidOut,
+    laid_out: PendingModel,
 ) -> None:
     """Take a model that was laid out by ``osdp_compile.shard`` as it is.
 

@@ -27,7 +27,7 @@ from osdp_compile.tracking.session import Session, base_parts, find
 from osdp_compile.tracking.step_timer import OTHER_FRAMES, CompiledStep, timed
 from passes.capture.captured_step import mark_inputs
 from passes.graph.fx_utils import bytes_of
-from passes.graph.metadata import GATHERED, MEMORY, PACKABLE, SAVES, WIRING
+from passes.graph.metadata import DATAFLOW, GATHERED, MEMORY, PACKABLE, SAVES
 from passes.graph.printer import graph_text
 from passes.graph.verifier import check
 from passes.ops.markers import UNSHARD
@@ -147,7 +147,7 @@ def lower(
         if symbols and phase in step.timelines:
             alive = {one.name for one in step.timelines[phase].peak_buffers}
             step.growing[phase] = GrowingPeak(graph.graph, alive, growing, symbols)
-        for key in (MEMORY, PACKABLE, WIRING):
+        for key in (MEMORY, PACKABLE, DATAFLOW):
             graph.meta.pop(key, None)  # Inductor's key of its cache is of all that a graph holds
         with in_place():
             return (compile_inner or _torch.compile_fx_inner)(graph, example_inputs, **kwargs)

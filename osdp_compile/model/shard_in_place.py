@@ -42,7 +42,7 @@ from osdp_compile.runtime import eager_markers
 from osdp_compile.runtime.inside_forward import is_inside_forward
 from passes.types.context import Context
 from passes.types.plan import Decision, Plan
-from passes.types.shard_layout import Cut
+from passes.types.shard_layout import ShardLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +174,7 @@ def synchronize(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
                 tensor.copy_(whole)
 
 
-def _local_rows(full: Tensor, cut: Cut) -> Tensor:
+def _local_rows(full: Tensor, cut: ShardLayout) -> Tensor:
     """This rank's rows of a tensor, copied so that the whole can be freed."""
     start, stop = cut.rows(full.shape[0])
     return full[start:stop].clone(memory_format=torch.contiguous_format)
@@ -187,7 +187,7 @@ def placements_of(decision: Decision, mesh: DeviceMesh) -> list[Shard | Replicat
     return [Shard(0) if decision.sharded else Replicate()] * mesh.ndim
 
 
-def lay_out(full: Tensor, mesh: DeviceMesh, decision: Decision, cut: Cut) -> DTensor:
+def lay_out(full: Tensor, mesh: DeviceMesh, decision: Decision, cut: ShardLayout) -> DTensor:
     """A DTensor of which this rank holds its rows (sharded) or everything.
 
     No communication: every rank must hold the same ``full``.
@@ -389,7 +389,7 @@ def keep_in_place(
 
 
 def _hand_on_gradients(
-    entry: ModelParameter, new: nn.Parameter, decision: Decision, cut: Cut
+    entry: ModelParameter, new: nn.Parameter, decision: Decision, cut: ShardLayout
 ) -> None:
     """Give a new parameter, reduced, the gradients of what read the old one before.
 
@@ -420,7 +420,9 @@ def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
         parameter.grad = gradient
 
 
-def _mean_gradient(entry: ModelParameter, local: Tensor, decision: Decision, cut: Cut) -> Tensor:
+def _mean_gradient(
+    entry: ModelParameter, local: Tensor, decision: Decision, cut: ShardLayout
+) -> Tensor:
     """Of the gradients that the ranks have by now, laid out as ``local``."""
     mean: Tensor = torch.ops.osdp.reduce_grad(
         entry.parameter.grad, local, entry.name, decision.sharded, *cut.marks

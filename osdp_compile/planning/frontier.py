@@ -91,7 +91,7 @@ def each_by_itself(
     of them need once.
     """
     if search == "thorough":
-        ladder = step.ladder(ranks, hardware, say)
+        ladder = step.monotone_search(ranks, hardware, say)
         most, least = predicted(ladder.free).peak_bytes, ladder.least.peak_bytes
         return [(limit, ladder.plan(limit)) for limit in _spaced(least, most, points)]
     started = time.perf_counter()

@@ -33,9 +33,9 @@ from passes.capture.captured_step import Captured
 from passes.capture.fold_layers import Folded, fold
 from passes.overlap.bucket_collectives import bucket_bytes_for
 from passes.pipeline import Pass, default_passes, validate
-from passes.plan.monotone_search import Ladder
+from passes.plan.monotone_search import MonotoneSearch
 from passes.plan.planner import Infeasible, complete, make_plan
-from passes.types.context import Context, Level, Parameter
+from passes.types.context import Context, MeshDim, Parameter
 from passes.types.hardware import Hardware, generic
 from passes.types.plan import Decision, Plan, Prediction
 
@@ -93,7 +93,7 @@ class TracedStep:
         world_size = math.prod(ranks.values())
         hardware = hardware.over(ranks)
         by_exchange = hardware.collectives["all_gather"].carried_out == "messages"
-        levels = [Level(name, size, f"{_GROUP}_{name}") for name, size in ranks.items()]
+        levels = [MeshDim(name, size, f"{_GROUP}_{name}") for name, size in ranks.items()]
         return Context(
             plan=Plan((), world_size=world_size),
             hardware=hardware,
@@ -127,20 +127,20 @@ class TracedStep:
         step = chosen(self.captured, self.folded, ctx)
         return planned(step, ctx, self.passes, search, say)
 
-    def ladder(
+    def monotone_search(
         self,
         ranks: Mapping[str, int],
         hardware: Hardware,
         say: Callable[[str], None] = lambda text: None,
-    ) -> Ladder:
+    ) -> MonotoneSearch:
         """To search thoroughly under several limits, under each rung once."""
         ctx = self.context(ranks, hardware, None)
         step = chosen(self.captured, self.folded, ctx)
-        return Ladder(step, ctx, self.passes, say, progress.detail)
+        return MonotoneSearch(step, ctx, self.passes, say, progress.detail)
 
     def least_bytes(self, ranks: Mapping[str, int], hardware: Hardware) -> int:
         """The least limit that works: what the error about one that no plan fits says."""
-        return self.ladder(ranks, hardware).least.peak_bytes
+        return self.monotone_search(ranks, hardware).least.peak_bytes
 
     def uniform(
         self,
@@ -201,7 +201,7 @@ def planned(
     """
     try:
         if search == "thorough" and ctx.limit_bytes is not None:
-            return Ladder(step, ctx, passes, say, progress.detail).plan(ctx.limit_bytes)
+            return MonotoneSearch(step, ctx, passes, say, progress.detail).plan(ctx.limit_bytes)
         return make_plan(step, ctx, passes, progress.detail)
     except Infeasible as error:
         raise InfeasibleLimit(str(error), error.least_bytes) from None

@@ -126,7 +126,7 @@ def read(
     Args:
         local: this rank's rows ``[rows/N, ...]`` if sharded, else the whole parameter.
         shape: the whole parameter's.
-        marks: of its :class:`passes.types.shard_layout.Cut`.
+        marks: of its :class:`passes.types.shard_layout.ShardLayout`.
         dtypes: of its :class:`osdp_compile.model.mixed_precision.Precision`.
     """
     if sharded or dtypes or torch.compiler.is_compiling():

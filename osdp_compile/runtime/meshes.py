@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from osdp_compile import _torch
-from passes.types.context import Level
+from passes.types.context import MeshDim
 from passes.types.hardware import Hardware
 from passes.types.plan import Plan
 
@@ -85,14 +85,14 @@ def check_mesh(mesh: DeviceMesh) -> None:
             )
 
 
-def level(name: str, group: dist.ProcessGroup) -> Level:
+def level(name: str, group: dist.ProcessGroup) -> MeshDim:
     """A dimension as the passes see it."""
-    return Level(name, group.size(), group.group_name)
+    return MeshDim(name, group.size(), group.group_name)
 
 
 def levels_of(
-    levels: Sequence[Level], hardware: Hardware, by_exchange: bool
-) -> tuple[Level, Level] | None:
+    levels: Sequence[MeshDim], hardware: Hardware, by_exchange: bool
+) -> tuple[MeshDim, MeshDim] | None:
     """The levels of a mesh, if the profile prices whatever the passes may emit along both.
 
     ``levels``: the dimensions, the outer first; a mesh with one dimension, or one rank along

@@ -33,7 +33,7 @@ from passes.types.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class LaidOut:
+class PendingModel:
     """How a model was laid out.
 
     ``mesh``: flat. ``given_mesh``: what the user gave, of one or two dimensions; None: all ranks.
@@ -110,7 +110,7 @@ class LaidOut:
         return found
 
 
-def _check(entry: ModelParameter, laid_out: LaidOut) -> None:
+def _check(entry: ModelParameter, laid_out: PendingModel) -> None:
     name, parameter = entry.name, cast(DTensor, entry.parameter)
     if not isinstance(parameter, DTensor):
         raise_replaced(name)
@@ -131,10 +131,10 @@ def _check(entry: ModelParameter, laid_out: LaidOut) -> None:
         )
 
 
-_of_root: WeakKeyDictionary[nn.Module, LaidOut] = WeakKeyDictionary()
+_of_root: WeakKeyDictionary[nn.Module, PendingModel] = WeakKeyDictionary()
 
 
-def wait_for_first_call(root: nn.Module, laid_out: LaidOut) -> None:
+def wait_for_first_call(root: nn.Module, laid_out: PendingModel) -> None:
     """Remember how a model was laid out until it is called."""
     _of_root[root] = laid_out
 
@@ -157,7 +157,7 @@ def is_waiting(mesh: DeviceMesh) -> bool:
     return any(laid_out.own_mesh == mesh for laid_out in list(_of_root.values()))
 
 
-def waiting(parameters: Iterable[Any]) -> list[tuple[nn.Module, LaidOut]]:
+def waiting(parameters: Iterable[Any]) -> list[tuple[nn.Module, PendingModel]]:
     """The models, with how each was laid out, that own some of these and were not called yet."""
     wanted = {id(parameter) for parameter in parameters}
     return [

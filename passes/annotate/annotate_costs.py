@@ -24,8 +24,8 @@ from torch import fx
 from passes.annotate.flops import flops_of
 from passes.annotate.fusion_regions import NO_REGION, materialized, regions
 from passes.annotate.workspace import workspace_bytes
-from passes.graph.attribution import serves
-from passes.graph.dataflow import Wiring
+from passes.graph.attribution import attribution
+from passes.graph.dataflow import Dataflow
 from passes.graph.fx_utils import (
     ALL_REDUCE,
     COLLECTIVES,
@@ -39,7 +39,7 @@ from passes.graph.fx_utils import (
     is_packing,
     once_for,
 )
-from passes.graph.metadata import COST, PHASE, REGION, WIRING
+from passes.graph.metadata import COST, DATAFLOW, PHASE, REGION
 from passes.graph.op_traits import is_fusible
 from passes.ops.packing import PICKING
 from passes.types.context import Context
@@ -147,21 +147,21 @@ def flops_by_dtype(graph: fx.Graph) -> dict[str, int]:
 
 def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Put a :class:`Cost` on every node. See the module's docstring."""
-    wiring = Wiring(gm.graph)
-    gm.meta[WIRING] = wiring
-    region = regions(wiring)
-    real = materialized(wiring, region)
+    dataflow = Dataflow(gm.graph)
+    gm.meta[DATAFLOW] = dataflow
+    region = regions(dataflow)
+    real = materialized(dataflow, region)
     align = ctx.hardware.allocator_alignment_bytes
     launch_seconds = ctx.hardware.launch_seconds
     rate = ctx.hardware.memory_bytes_per_second
     measured_seconds = ctx.hardware.kernel_seconds
-    served = serves(wiring)
+    served = attribution(dataflow)
     phase = ctx.phase.value
     on_cpu = ctx.hardware.device_type == "cpu"
     entered: set[tuple[int, int]] = set()
     size_bytes: list[int] = []  # of one tensor; of several results none
-    for index, node in enumerate(wiring.nodes[:-1]):
-        meta, traits, own = node.meta, wiring.traits[index], region[index]
+    for index, node in enumerate(dataflow.nodes[:-1]):
+        meta, traits, own = node.meta, dataflow.traits[index], region[index]
         meta[PHASE] = phase
         meta[REGION] = None if own == NO_REGION else own
         value = meta.get("val")
@@ -184,23 +184,23 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
                 serves=names,
             )
             continue
-        if not wiring.called[index] or traits.alias or traits.marker or traits.getitem:
+        if not dataflow.called[index] or traits.alias or traits.marker or traits.getitem:
             in_function = on_cpu and own != NO_REGION
             meta[COST] = _cost(0, 0, 0, memory_bytes, 0.0, names, 0, in_function)
             continue
         read_bytes = _packing_read_bytes(node) if traits.packing else 0
-        for source in () if traits.packing else wiring.inputs[index]:
+        for source in () if traits.packing else dataflow.inputs[index]:
             if own == NO_REGION:
-                read_bytes += size_bytes[source] or bytes_of(wiring.nodes[source].meta.get("val"))
+                read_bytes += size_bytes[source] or bytes_of(dataflow.nodes[source].meta.get("val"))
                 continue
-            root = wiring.root[source]
+            root = dataflow.root[source]
             if region[root] == own or (own, root) in entered:
                 continue
-            if not _is_tensor(wiring.nodes[source]):
+            if not _is_tensor(dataflow.nodes[source]):
                 continue
             entered.add((own, root))
             # An embedding or a gather reads as much as it gives, not its whole table.
-            source_bytes = size_bytes[source] or bytes_of(wiring.nodes[source].meta["val"])
+            source_bytes = size_bytes[source] or bytes_of(dataflow.nodes[source].meta["val"])
             read_bytes += min(source_bytes, 4 * max(own_bytes, 1024))
         write_bytes = bytes_of(value) if is_real else 0
         flops, seconds = 0, (read_bytes + write_bytes) / rate

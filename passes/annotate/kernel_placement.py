@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from passes.annotate.annotate_costs import cost_of, region_of
-from passes.graph.dataflow import Wiring
+from passes.graph.dataflow import Dataflow
 from passes.graph.fx_utils import numel_of, once_for
 from passes.graph.op_traits import is_reduction
 
@@ -70,8 +70,8 @@ class _Fused(NamedTuple):
 class Kernels:
     """The kernels of an annotated graph, for any order that its nodes are put in."""
 
-    def __init__(self, wiring: Wiring) -> None:
-        nodes = wiring.nodes
+    def __init__(self, dataflow: Dataflow) -> None:
+        nodes = dataflow.nodes
         self._fused: list[_Fused | None] = [None] * len(nodes)
         self._same_kernel: dict[int, int] = {}  # one of several results, and the kernel
         self._alone = [False] * len(nodes)  # whether it writes
@@ -82,9 +82,9 @@ class Kernels:
         reduces = [is_reduction(node) for node in nodes]
         reduced: dict[int, _Loop] = {}  # of reductions, and of what is computed of one alone
         for index, node in enumerate(nodes):
-            traits = wiring.traits[index]
-            if traits.getitem and not traits.fusible and wiring.inputs[index]:
-                self._same_kernel[index] = wiring.inputs[index][0]
+            traits = dataflow.traits[index]
+            if traits.getitem and not traits.fusible and dataflow.inputs[index]:
+                self._same_kernel[index] = dataflow.inputs[index][0]
                 continue
             own = region[index]
             if own is None:
@@ -93,8 +93,8 @@ class Kernels:
             writes = memory[index] or reduces[index]
             inside, outside = [], []
             mine = reads[index] = {}
-            for source in wiring.inputs[index]:
-                read = wiring.written[source]
+            for source in dataflow.inputs[index]:
+                read = dataflow.written[source]
                 if region[read] == own:
                     inside.append((read, memory[read] or reduces[read]))
                     if not reduces[read]:

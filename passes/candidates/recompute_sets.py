@@ -31,7 +31,7 @@ from passes.capture.captured_step import Captured
 from passes.graph.fx_utils import bytes_of, copy_module, is_alias, is_getitem, positions, root_of
 from passes.graph.op_traits import effective_users
 from passes.ops.markers import UNSHARD
-from passes.recompute.recompute_activations import Cut, keys_of
+from passes.recompute.recompute_activations import PartitionBoundary, keys_of
 from passes.types.context import Context, Phase
 
 #: Bounds on a cluster, each twice the one before.
@@ -160,7 +160,7 @@ def _spaced(
 
 def _saved_tensors(forward: fx.Graph, backward: fx.Graph) -> list[_Saved]:
     """What the graph saves of its own, and what it might save instead, in the forward's order."""
-    cut = Cut(forward, backward)
+    cut = PartitionBoundary(forward, backward)
     keys = keys_of(forward)
     returned = {root_of(node) for node in _returned(forward, cut)}
     views: dict[fx.Node, list[fx.Node]] = {}
@@ -201,7 +201,9 @@ def _saved_tensors(forward: fx.Graph, backward: fx.Graph) -> list[_Saved]:
     return found
 
 
-def _instead(cut: Cut, root: fx.Node, node: fx.Node, known: Collection[fx.Node]) -> fx.Node | None:
+def _instead(
+    cut: PartitionBoundary, root: fx.Node, node: fx.Node, known: Collection[fx.Node]
+) -> fx.Node | None:
     """What to save in place of a tensor, so that no large kernel must run to have it again.
 
     The nearest tensor on the way back that all else comes from, pointwise and in reductions; no
@@ -225,7 +227,7 @@ def _instead(cut: Cut, root: fx.Node, node: fx.Node, known: Collection[fx.Node])
     return None
 
 
-def _returned(forward: fx.Graph, cut: Cut) -> list[fx.Node]:
+def _returned(forward: fx.Graph, cut: PartitionBoundary) -> list[fx.Node]:
     """What the forward returns to its caller."""
     outputs = [*forward.nodes][-1].args[0]
     own = outputs[: len(outputs) - len(cut.saved)]

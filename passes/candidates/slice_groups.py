@@ -26,7 +26,7 @@ from passes.candidates.parameter_groups import alike
 from passes.capture.captured_step import Captured
 from passes.graph.fx_utils import bytes_of, copy_module, root_of
 from passes.ops.markers import UNSHARD
-from passes.recompute.recompute_activations import Cut, keys_of
+from passes.recompute.recompute_activations import PartitionBoundary, keys_of
 from passes.split.split_operators import Splitter
 from passes.split.split_rules import PRODUCTS, along_weight, read_along
 from passes.types.context import Context, Parameter
@@ -41,7 +41,7 @@ _MANY = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Layer:
+class SliceGroupInstance:
     """What is split together in one layer.
 
     ``along``: of each parameter its dimension, and like whose rows
@@ -55,10 +55,10 @@ class Layer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Family:
+class SliceGroup:
     """Parameters that are split together, and alike in every layer."""
 
-    layers: tuple[Layer, ...]
+    layers: tuple[SliceGroupInstance, ...]
 
     @functools.cached_property
     def names(self) -> frozenset[str]:
@@ -80,10 +80,11 @@ class Family:
         """Whether not the weights but what they are multiplied with is sliced."""
         return self.layers[0].along[0][1] == OF_INPUT
 
-    def is_in(self, other: Family) -> bool:
+    def is_in(self, other: SliceGroup) -> bool:
         """Whether another one slices all its parameters, and along the same if they are several."""
         own, theirs = (
-            {name: along for name, along, _ in family.layers[0].along} for family in (self, other)
+            {name: along for name, along, _ in slice_group.layers[0].along}
+            for slice_group in (self, other)
         )
         return own.keys() <= theirs.keys() and (len(own) == 1 or own.items() <= theirs.items())
 
@@ -112,13 +113,13 @@ class Family:
         }
 
 
-def split_families(captured: Captured, ctx: Context) -> list[Family]:
+def find_slice_groups(captured: Captured, ctx: Context) -> list[SliceGroup]:
     """What could be split, the largest first; not weights much smaller than the largest."""
     largest = max((one.full_bytes for one in ctx.parameters if len(one.shape) > 1), default=0)
     return _families(captured, ctx, round(_SMALL * largest))
 
 
-def _families(captured: Captured, ctx: Context, least_bytes: int = 0) -> list[Family]:
+def _families(captured: Captured, ctx: Context, least_bytes: int = 0) -> list[SliceGroup]:
     """The largest first; a matrix that is in one is not there by itself again.
 
     Nor are several, if the larger family slices them along the same dimensions. (In a GPT the two
@@ -128,7 +129,7 @@ def _families(captured: Captured, ctx: Context, least_bytes: int = 0) -> list[Fa
     ``least_bytes``: of the weights that families are looked for of.
     """
     found = sorted(_all(captured, ctx, least_bytes), key=lambda one: -one.layer_bytes)
-    kept: list[Family] = []
+    kept: list[SliceGroup] = []
     for one in found:
         within = any(one.is_in(other) for other in kept if not other.of_input)
         batched = any(len(ctx.parameter(name).shape) > 2 for name in one.names)
@@ -137,7 +138,7 @@ def _families(captured: Captured, ctx: Context, least_bytes: int = 0) -> list[Fa
     return kept
 
 
-def _all(captured: Captured, ctx: Context, least_bytes: int) -> Iterator[Family]:
+def _all(captured: Captured, ctx: Context, least_bytes: int) -> Iterator[SliceGroup]:
     graph = captured.forward.graph
     readers = {node.args[1]: node for node in graph.find_nodes(op="call_function", target=UNSHARD)}
     groups = [[ctx.parameters[index] for index in own] for own in alike(ctx.parameters)]
@@ -165,7 +166,7 @@ def splits_by_hand(captured: Captured, ctx: Context) -> tuple[tuple[Split, ...],
     Raises:
         ValueError: naming a parameter that cannot run in slices, or is there twice.
     """
-    families = _families(captured, ctx)
+    slice_groups = _families(captured, ctx)
     found: dict[str, Split] = {}
     again: dict[str, None] = {}
     kept_of = {name: kept for name, _, kept in ctx.slices or ()}
@@ -173,9 +174,9 @@ def splits_by_hand(captured: Captured, ctx: Context) -> tuple[tuple[Split, ...],
         if slices == 1:
             continue
         own = [
-            (family.of_input, layer)
-            for family in families
-            for layer in family.layers
+            (slice_group.of_input, layer)
+            for slice_group in slice_groups
+            for layer in slice_group.layers
             if name in {one for one, _, _ in layer.along}
         ]
         if not own:
@@ -200,7 +201,7 @@ def splits_by_hand(captured: Captured, ctx: Context) -> tuple[tuple[Split, ...],
     return tuple(sorted(found.values())), tuple(again)
 
 
-def _meant(name: str, of_input: bool, layer: Layer) -> tuple[bool, bool, int]:
+def _meant(name: str, of_input: bool, layer: SliceGroupInstance) -> tuple[bool, bool, int]:
     """How much a layer is what is meant by naming one of its parameters.
 
     Its rows are, with what goes with them, or else the smallest group that it is in.
@@ -214,7 +215,7 @@ def _together(
     groups: Sequence[Sequence[Parameter]],
     heads: Sequence[Parameter],
     along: int,
-) -> Family:
+) -> SliceGroup:
     """A group of weights that are alike, with those that are sliced like them.
 
     What that is in the first layer says it for all.
@@ -244,8 +245,8 @@ def _together(
         own = {name: group_of[name][place] for name in chosen}
         like = None if leader is None else own[leader].name
         rows = [(own[n].name, dim, like if dim else None) for n, dim in chosen.items()]
-        layers.append(Layer(tuple(rows), sum(one.full_bytes for one in own.values())))
-    return Family(tuple(layers))
+        layers.append(SliceGroupInstance(tuple(rows), sum(one.full_bytes for one in own.values())))
+    return SliceGroup(tuple(layers))
 
 
 def _leader(chosen: Mapping[str, int]) -> str | None:
@@ -273,7 +274,7 @@ def _cut_out(captured: Captured, ctx: Context, chosen: Mapping[str, int]) -> lis
     return list(trial.weights_cut)
 
 
-def _by_input(captured: Captured, marker: fx.Node, one: Parameter) -> Iterator[Family]:
+def _by_input(captured: Captured, marker: fx.Node, one: Parameter) -> Iterator[SliceGroup]:
     """A weight of which the rows of its input may be sliced: its product is larger than it.
 
     And has many more columns than its input, as a head's of many words.
@@ -284,7 +285,7 @@ def _by_input(captured: Captured, marker: fx.Node, one: Parameter) -> Iterator[F
     size_bytes = bytes_of(product.meta["val"])
     if size_bytes >= one.full_bytes and max(one.shape) >= _MANY * min(one.shape):
         again = tuple(_after(captured, product))
-        yield Family((Layer(((one.name, OF_INPUT, None),), size_bytes, again),))
+        yield SliceGroup((SliceGroupInstance(((one.name, OF_INPUT, None),), size_bytes, again),))
 
 
 def _product_of(marker: fx.Node) -> fx.Node | None:
@@ -302,7 +303,7 @@ def _product_of(marker: fx.Node) -> fx.Node | None:
 
 def _after(captured: Captured, product: fx.Node) -> list[str]:
     """Keys of what is saved of the product, and what is as large and is made of it."""
-    cut = Cut(captured.forward.graph, captured.backward.graph)
+    cut = PartitionBoundary(captured.forward.graph, captured.backward.graph)
     keys = keys_of(captured.forward.graph)
     size_bytes = bytes_of(product.meta["val"])
     behind, stack = {product}, [product]

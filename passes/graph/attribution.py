@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from passes.graph.dataflow import Traits, Wiring
+from passes.graph.dataflow import Dataflow, OpTraits
 from passes.graph.fx_utils import is_collective
 from passes.graph.metadata import COLLECTIVE, GATHERED, PARAMETER
 from passes.ops.markers import REDUCE_GRAD, UNSHARD
@@ -19,18 +19,18 @@ from passes.ops.packing import UNPACK
 _CONVERSIONS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
 
 
-def serves(wiring: Wiring) -> list[tuple[str, ...]]:
+def attribution(dataflow: Dataflow) -> list[tuple[str, ...]]:
     """Names of parameters, for every node by its place; empty for those that serve none."""
-    found: list[tuple[str, ...]] = [()] * len(wiring.nodes)
-    weight = [False] * len(wiring.nodes)  # parameters in whatever form: whole, cut, in a bucket
-    for index, node in enumerate(wiring.nodes):
-        traits = wiring.traits[index]
-        called = wiring.called[index]
+    found: list[tuple[str, ...]] = [()] * len(dataflow.nodes)
+    weight = [False] * len(dataflow.nodes)  # parameters in whatever form: whole, cut, in a bucket
+    for index, node in enumerate(dataflow.nodes):
+        traits = dataflow.traits[index]
+        called = dataflow.called[index]
         names: tuple[str, ...] = ()
         if traits.collective or traits.marker or node.op == "placeholder":
             names, weight[index] = _own(node)
         if not names and called:
-            sources = wiring.inputs[index]
+            sources = dataflow.inputs[index]
             passes_on = _passes_on(traits)
             if not passes_on:
                 sources = [source for source in sources if weight[source]]
@@ -46,14 +46,14 @@ def serves(wiring: Wiring) -> list[tuple[str, ...]]:
             )
         found[index] = names
     leads: set[int] = set()  # to a reduction: from there back to the kernel that it follows
-    for index in range(len(wiring.nodes) - 1, -1, -1):
+    for index in range(len(dataflow.nodes) - 1, -1, -1):
         if index in leads:
-            goes_on = _passes_on(wiring.traits[index]) or len(wiring.inputs[index]) == 1
+            goes_on = _passes_on(dataflow.traits[index]) or len(dataflow.inputs[index]) == 1
         else:
             goes_on = False
-        if goes_on or _reduces(wiring.nodes[index], wiring.traits[index]):
-            for source in wiring.inputs[index]:
-                if not weight[source] and wiring.called[source] and not found[source]:
+        if goes_on or _reduces(dataflow.nodes[index], dataflow.traits[index]):
+            for source in dataflow.inputs[index]:
+                if not weight[source] and dataflow.called[source] and not found[source]:
                     found[source] = found[index]
                     leads.add(source)
     return found
@@ -74,14 +74,14 @@ def _own(node: fx.Node) -> tuple[tuple[str, ...], bool]:
     return (), False
 
 
-def _reduces(node: fx.Node, traits: Traits) -> bool:
+def _reduces(node: fx.Node, traits: OpTraits) -> bool:
     if not traits.collective:
         return node.target is REDUCE_GRAD
     purpose = node.meta.get(COLLECTIVE)
     return purpose is not None and not purpose.gathers
 
 
-def _passes_on(traits: Traits) -> bool:
+def _passes_on(traits: OpTraits) -> bool:
     """Whether a node only lays out anew what goes in."""
     return traits.alias or traits.packing or traits.getitem
 

@@ -1,4 +1,4 @@
-"""Wiring: what reads what in a graph, found once for all who ask, by place in its order.
+"""Dataflow: what reads what in a graph, found once for all who ask, by place in its order.
 
 Views and waits are looked through in several ways: a node's *writer* wrote last what it shows, a
 node's *root* is the one whose memory it shows (an all-reduce works in place), and its *readers*
@@ -19,7 +19,7 @@ from passes.ops.markers import LEFT_OUT, REDUCE_GRAD, UNSHARD
 from passes.ops.packing import PACKING
 
 
-class Traits(NamedTuple):
+class OpTraits(NamedTuple):
     """Properties of an operator, by the functions of these names in ``fx_utils.py``."""
 
     alias: bool = False
@@ -36,9 +36,9 @@ class Traits(NamedTuple):
 
 
 @by_target
-def traits_of(target: Any) -> Traits:
+def traits_of(target: Any) -> OpTraits:
     """Of an operator that is called; of ``getitem`` fusible is left open."""
-    return Traits(
+    return OpTraits(
         aliases(target),
         fuses(target),
         target in COLLECTIVES,
@@ -48,7 +48,7 @@ def traits_of(target: Any) -> Traits:
     )
 
 
-class Wiring:
+class Dataflow:
     """The nodes of a graph, the output last, and by their places what is said above.
 
     ``called``: whether a node calls an operator; its ``traits`` are those of that, ``alias`` and
@@ -61,7 +61,7 @@ class Wiring:
         self.nodes = list(graph.nodes)
         self.place = place = {node: index for index, node in enumerate(self.nodes)}
         self.called: list[bool] = []
-        self.traits: list[Traits] = []
+        self.traits: list[OpTraits] = []
         self.inputs: list[list[int]] = []
         self.writer: list[int] = []
         self.written: list[int] = []
@@ -117,5 +117,5 @@ class Wiring:
         return {self.root[source] for source in self.inputs[-1]}
 
 
-_FRAME = Traits()
-_FUSED_ITEM = Traits(fusible=True, getitem=True)
+_FRAME = OpTraits()
+_FUSED_ITEM = OpTraits(fusible=True, getitem=True)

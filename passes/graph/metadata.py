@@ -46,7 +46,7 @@ ANCHOR = "anchor"
 #: Of a module: the :class:`passes.simulate.memory.Memory` of its graph; the next pass takes it
 #: away.
 MEMORY = "memory"
-#: Of a module: the :class:`passes.graph.dataflow.Wiring` of its graph.
-WIRING = "wiring"
+#: Of a module: the :class:`passes.graph.dataflow.Dataflow` of its graph.
+DATAFLOW = "dataflow"
 #: Of a module: which collectives could travel together. ``bucket`` writes it.
 PACKABLE = "packable"

@@ -15,9 +15,9 @@ no operator carries a rank's own sizes.
 
 ``sharded=False`` marks a replicated parameter: ``unshard`` is then the identity and
 ``reduce_grad`` an all-reduce. ``group_name``, ``between`` and ``hosts`` say which ranks share
-the rows, and how (:class:`passes.types.shard_layout.Cut`). This file holds schemas, shapes and
-derivatives; ``osdp_compile/runtime/eager_markers.py`` holds the eager implementation, which needs
-process groups.
+the rows, and how (:class:`passes.types.shard_layout.ShardLayout`). This file holds schemas, shapes
+and derivatives; ``osdp_compile/runtime/eager_markers.py`` holds the eager implementation, which
+needs process groups.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, fx
 
-from passes.types.shard_layout import Cut
+from passes.types.shard_layout import ShardLayout
 
 _LIBRARY = torch.library.Library("osdp", "FRAGMENT")
 _LIBRARY.define(
@@ -87,7 +87,7 @@ class Slices:
     def strips(self, index: int) -> Iterator[tuple[int, int]]:
         """Of a slice, for every rank, its first element in the whole, and how many there are."""
         for place in range(self.ranks):
-            start, stop = Cut(self.ranks, place, "", self.hosts).rows(self.size)
+            start, stop = ShardLayout(self.ranks, place, "", self.hosts).rows(self.size)
             first = min(start + index * self.strip, stop)
             yield first, min(self.strip, stop - first)
 

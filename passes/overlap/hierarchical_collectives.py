@@ -55,7 +55,7 @@ from passes.graph.metadata import COLLECTIVE, GRADIENT_OF
 from passes.ops.p2p import EXCHANGE, GATHER_PARTS
 from passes.ops.packing import FIRST_OF, MEAN_RANKS, PACK_COLUMNS, SUM_RANKS, UNPACK
 from passes.shard.lower_markers import after_wait, flat, reduce_rows, start_collective
-from passes.types.context import Context, Level
+from passes.types.context import Context, MeshDim
 from passes.types.plan import Collective
 
 _VIEW = torch.ops.aten.view.default
@@ -85,7 +85,7 @@ def levels(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     return gm
 
 
-def legs_of(kind: str, full_bytes: int, ctx: Context) -> list[tuple[str, Level, int]]:
+def legs_of(kind: str, full_bytes: int, ctx: Context) -> list[tuple[str, MeshDim, int]]:
     """What a collective is leg by leg: kinds, along what, and of how many bytes.
 
     ``kind``, ``full_bytes``: of the flat one, as for ``Hardware.collective_seconds``.
@@ -158,7 +158,7 @@ def _table(start: fx.Node) -> fx.Node:
     return source
 
 
-def _gather_in_legs(start: fx.Node, outer: Level, inner: Level, ctx: Context) -> None:
+def _gather_in_legs(start: fx.Node, outer: MeshDim, inner: MeshDim, ctx: Context) -> None:
     graph, purpose, wait = start.graph, start.meta[COLLECTIVE], _wait_of(start)
     packed = _table(start)
     with graph.inserting_before(start):
@@ -184,7 +184,7 @@ def _gather_in_legs(start: fx.Node, outer: Level, inner: Level, ctx: Context) ->
     graph.erase_node(start)
 
 
-def _scatter_in_legs(start: fx.Node, outer: Level, inner: Level, ctx: Context) -> None:
+def _scatter_in_legs(start: fx.Node, outer: MeshDim, inner: MeshDim, ctx: Context) -> None:
     graph, purpose = start.graph, start.meta[COLLECTIVE]
     table = _table(start)
     packed = table.target is PACK_COLUMNS
@@ -198,7 +198,7 @@ def _scatter_in_legs(start: fx.Node, outer: Level, inner: Level, ctx: Context) -
     _replace(start, rows)
 
 
-def _all_reduce_in_legs(start: fx.Node, outer: Level, inner: Level, ctx: Context) -> None:
+def _all_reduce_in_legs(start: fx.Node, outer: MeshDim, inner: MeshDim, ctx: Context) -> None:
     graph, purpose = start.graph, start.meta[COLLECTIVE]
     value = start.meta["val"]
     numel, padded = numel_of(value), numel_of(value) % inner.size != 0

@@ -25,7 +25,7 @@ _URGENT = 1.5
 
 
 @dataclasses.dataclass(eq=False)
-class Job:
+class CollectiveTask:
     """One collective: what must run before it starts, itself, and what follows its wait.
 
     ``follows``, ``then``: the legs before and after it, where it is one of several that carry
@@ -46,8 +46,8 @@ class Job:
     extra_bytes: int
     flying_bytes: int
     first_use: fx.Node
-    follows: Job | None = None
-    then: Job | None = None
+    follows: CollectiveTask | None = None
+    then: CollectiveTask | None = None
 
     @functools.cached_property
     def group(self) -> str:
@@ -71,7 +71,7 @@ class Job:
         return purpose
 
 
-class Room:
+class Headroom:
     """Bytes that may be alive besides, at each compute node. Below zero there is none."""
 
     def __init__(self, free_bytes: Sequence[int]) -> None:
@@ -92,7 +92,7 @@ class Room:
         self._free[start:end] -= size_bytes
 
 
-class Frame:
+class ScheduleProblem:
     """What does not depend on room or cap of a graph whose collectives are to be scheduled.
 
     ``compute``: the nodes that stay in their order, and what each takes (``seconds``).
@@ -102,40 +102,43 @@ class Frame:
     """
 
     def __init__(
-        self, original: Sequence[fx.Node], jobs: Sequence[Job], seconds: Callable[[fx.Node], float]
+        self,
+        original: Sequence[fx.Node],
+        tasks: Sequence[CollectiveTask],
+        seconds: Callable[[fx.Node], float],
     ) -> None:
         """
         Args:
             original: all nodes, in the order they have.
             seconds: what a compute node takes.
         """
-        mine = moved(jobs)
+        mine = moved(tasks)
         self.inputs = [node for node in original if node.op == "placeholder"]
         self.compute = [node for node in original if is_compute(node, mine)]
         self.seconds = [seconds(node) for node in self.compute]
         self.place = {node: index for index, node in enumerate(self.compute)}
         order = {node: index for index, node in enumerate(original)}
         self.gathers = sorted(
-            (job for job in jobs if job.gathers and job.follows is None),
-            key=lambda job: (order[job.first_use], order[job.start]),
+            (task for task in tasks if task.gathers and task.follows is None),
+            key=lambda task: (order[task.first_use], order[task.start]),
         )
-        self.used: list[list[Job]] = [[] for _ in self.compute]
-        reductions = [job for job in jobs if not job.gathers and job.follows is None]
-        for job in [*self.gathers, *reductions]:
-            if job.first_use in self.place:
-                self.used[self.place[job.first_use]].append(job)
-        self.ready: list[list[Job]] = [[] for _ in self.compute]
-        self.ready_at_once: list[Job] = []
-        for job in reductions:
-            after = _ready_after(job, mine, order)
-            (self.ready_at_once if after is None else self.ready[self.place[after]]).append(job)
+        self.used: list[list[CollectiveTask]] = [[] for _ in self.compute]
+        reductions = [task for task in tasks if not task.gathers and task.follows is None]
+        for task in [*self.gathers, *reductions]:
+            if task.first_use in self.place:
+                self.used[self.place[task.first_use]].append(task)
+        self.ready: list[list[CollectiveTask]] = [[] for _ in self.compute]
+        self.ready_at_once: list[CollectiveTask] = []
+        for task in reductions:
+            after = _ready_after(task, mine, order)
+            (self.ready_at_once if after is None else self.ready[self.place[after]]).append(task)
         self.stall_free: dict[fx.Node, float] = {}
         self.finish_seconds = 0.0
         for node, took in zip(self.compute, self.seconds, strict=True):
             self.stall_free[node] = self.finish_seconds
             self.finish_seconds += took
-        self.total_bytes = sum(job.bytes for job in jobs if job.follows is None)
-        self.has_legs = any(job.then is not None for job in jobs)
+        self.total_bytes = sum(task.bytes for task in tasks if task.follows is None)
+        self.has_legs = any(task.then is not None for task in tasks)
 
 
 class Scheduler:
@@ -147,10 +150,10 @@ class Scheduler:
 
     def __init__(
         self,
-        frame: Frame,
+        problem: ScheduleProblem,
         cap_bytes: int,
-        sequence: list[Job] | None = None,
-        room: Room | None = None,
+        sequence: list[CollectiveTask] | None = None,
+        headroom: Headroom | None = None,
     ) -> None:
         """
         Args:
@@ -159,26 +162,26 @@ class Scheduler:
             sequence: the order in which the collectives must start (None: the best found).
             room: what may be alive besides, at each compute node (None: whatever it takes).
         """
-        self.frame, self.gathers, self.compute = frame, frame.gathers, frame.compute
+        self.problem, self.gathers, self.compute = problem, problem.gathers, problem.compute
         self.cap_bytes, self.sequence = cap_bytes, sequence
-        self.room = room
+        self.headroom = headroom
         self.at = 0  # the place of the compute node that runs next
         self.horizon_seconds = 0.0  # how far ahead queues must have something to do
-        self.result = list(frame.inputs)
+        self.result = list(problem.inputs)
         self.placed: set[fx.Node] = set()
         self.network = Network()
-        self.started: set[Job] = set()
+        self.started: set[CollectiveTask] = set()
         self.stalled = 0.0  # in all, so far
         # Kept waiting while the network was idle, by the cap or for want of room (the last of
         # the two); and waited for early, for want of room.
-        self.held_back: dict[Job, Reason] = {}
-        self.drained: dict[Job, None] = {}
-        self.ahead: dict[Job, None] = {}  # gathers started and not waited for
-        self.flying: list[Job] = []  # reductions started and not waited for
-        self.pending = list(frame.ready_at_once)  # reductions that may start
-        self.later: list[Job] = []  # legs that may start: the former one was waited for
+        self.held_back: dict[CollectiveTask, Reason] = {}
+        self.drained: dict[CollectiveTask, None] = {}
+        self.ahead: dict[CollectiveTask, None] = {}  # gathers started and not waited for
+        self.flying: list[CollectiveTask] = []  # reductions started and not waited for
+        self.pending = list(problem.ready_at_once)  # reductions that may start
+        self.later: list[CollectiveTask] = []  # legs that may start: the former one was waited for
         #: What the gradients on their way, or in line, keep alive for longer than on the spot.
-        self.held_bytes = sum(job.extra_bytes for job in self.pending)
+        self.held_bytes = sum(task.extra_bytes for task in self.pending)
         self.next_gather = 0
         self.in_line = iter(sequence or ())
         self.head = next(self.in_line, None)
@@ -189,25 +192,25 @@ class Scheduler:
         Raises:
             InvalidGraph: if the graph cannot follow the given sequence.
         """
-        frame, has_legs = self.frame, self.frame.has_legs
-        for place, node in enumerate(frame.compute):
+        problem, has_legs = self.problem, self.problem.has_legs
+        for place, node in enumerate(problem.compute):
             self.at = place
-            for job in frame.used[place]:
-                self.finish(job)
+            for task in problem.used[place]:
+                self.finish(task)
             if has_legs:
                 self.advance()
-            seconds = frame.seconds[place]
+            seconds = problem.seconds[place]
             self.keep_busy(seconds)
             self.result.append(node)
             self.network.compute(seconds)
             self.after(place)
-        for job in self.sequence or [*self.gathers, *self.pending]:
-            self.start_now(job)
-        for job in self.gathers:
-            self.finish(job)
+        for task in self.sequence or [*self.gathers, *self.pending]:
+            self.start_now(task)
+        for task in self.gathers:
+            self.finish(task)
         while self.flying or self.later:
-            for job in [*self.later]:
-                self.start_now(job)
+            for task in [*self.later]:
+                self.start_now(task)
             self.wait_for(self.flying[0])
         return self.result
 
@@ -219,26 +222,26 @@ class Scheduler:
 
     def after(self, place: int) -> None:
         """What a node's end brings: gradients to reduce, and reductions that have ended."""
-        for job in self.frame.ready[place]:
-            self.pending.append(job)
-            self.held_bytes += job.extra_bytes
+        for task in self.problem.ready[place]:
+            self.pending.append(task)
+            self.held_bytes += task.extra_bytes
             if self.cap_bytes == 0 and self.sequence is None:
-                self.finish(job)
+                self.finish(task)
         while self.cap_bytes == 0 and self.head in (*self.pending, *self.later):
             assert self.head is not None
-            job, self.head = self.head, next(self.in_line, None)
-            self.begin(job)
-            self.wait_for(job)
+            task, self.head = self.head, next(self.in_line, None)
+            self.begin(task)
+            self.wait_for(task)
         if self.flying:
-            for job in [job for job in self.flying if job.start in self.network.ends]:
-                self.wait_for(job)
+            for task in [task for task in self.flying if task.start in self.network.ends]:
+                self.wait_for(task)
         self.advance()
         # Gradients that wait in line take memory too: above the cap, stall for the oldest.
-        capped = self.cap_bytes < self.frame.total_bytes
+        capped = self.cap_bytes < self.problem.total_bytes
         while capped and self.flying and _bytes(self.reductions()) > self.cap_bytes:
             self.wait_for(self.flying[0])
             self.advance()
-        while self.room is not None and self.is_short(self.room, self.at + 1):
+        while self.headroom is not None and self.is_short(self.headroom, self.at + 1):
             oldest = next((one for one in self.flying if one.extra_bytes), None)
             if oldest is not None:
                 self.drained[oldest] = None
@@ -247,15 +250,15 @@ class Scheduler:
             elif not self.start_pending():
                 break
 
-    def is_short(self, room: Room, place: int) -> bool:
+    def is_short(self, headroom: Headroom, place: int) -> bool:
         """Whether the gradients on their way take more than there is room for at a node."""
         if place >= len(self.compute) or not self.held_bytes:
             return False
-        return self.held_bytes > max(0, room.at(place))
+        return self.held_bytes > max(0, headroom.at(place))
 
-    def reductions(self) -> list[Job]:
+    def reductions(self) -> list[CollectiveTask]:
         """Gradients on their way, or in line: of each the leg that it is at."""
-        return [*self.flying, *self.pending, *(job for job in self.later if not job.gathers)]
+        return [*self.flying, *self.pending, *(task for task in self.later if not task.gathers)]
 
     def start_pending(self) -> bool:
         """Start the gradient that is first in line, if one may start."""
@@ -265,65 +268,65 @@ class Scheduler:
         self.start_now(first)
         return True
 
-    def begin(self, job: Job) -> None:
+    def begin(self, task: CollectiveTask) -> None:
         """Start a collective."""
-        self.result.extend(node for node in job.before if node not in self.placed)
-        self.placed.update(job.before)
-        self.result.append(job.start)
-        self.started.add(job)
-        cost = job.cost
-        self.network.start(job.start, job.group, cost.seconds, cost.wake_seconds)
+        self.result.extend(node for node in task.before if node not in self.placed)
+        self.placed.update(task.before)
+        self.result.append(task.start)
+        self.started.add(task)
+        cost = task.cost
+        self.network.start(task.start, task.group, cost.seconds, cost.wake_seconds)
         self.network.compute(cost.busy_seconds)
-        if job.follows is not None:
-            self.later.remove(job)
-            self.held_bytes -= 0 if job.gathers else job.extra_bytes
-        elif job.gathers:
+        if task.follows is not None:
+            self.later.remove(task)
+            self.held_bytes -= 0 if task.gathers else task.extra_bytes
+        elif task.gathers:
             self.next_gather += 1
         else:
-            self.pending.remove(job)
-            self.held_bytes -= job.extra_bytes
-        if job.gathers:
-            self.ahead[job] = None
-            if self.room is not None:
-                self.room.take(job.extra_bytes, self.at, self.used(job))
+            self.pending.remove(task)
+            self.held_bytes -= task.extra_bytes
+        if task.gathers:
+            self.ahead[task] = None
+            if self.headroom is not None:
+                self.headroom.take(task.extra_bytes, self.at, self.used(task))
         else:
-            self.flying.append(job)
-            self.held_bytes += job.flying_bytes + job.extra_bytes
+            self.flying.append(task)
+            self.held_bytes += task.flying_bytes + task.extra_bytes
 
-    def wait_for(self, job: Job) -> None:
+    def wait_for(self, task: CollectiveTask) -> None:
         """Wait for a collective, unless that was done already. The leg after it may then start."""
-        if job not in self.ahead and job not in self.flying:
+        if task not in self.ahead and task not in self.flying:
             return
-        self.stalled += self.network.wait(job.start)
-        self.result.append(job.wait)
-        self.result.extend(job.after)
-        if job.gathers:
-            del self.ahead[job]
+        self.stalled += self.network.wait(task.start)
+        self.result.append(task.wait)
+        self.result.extend(task.after)
+        if task.gathers:
+            del self.ahead[task]
         else:
-            self.flying.remove(job)
-            self.held_bytes -= job.flying_bytes + job.extra_bytes
-        if job.then is not None:
-            self.later.append(job.then)
-            self.held_bytes += 0 if job.then.gathers else job.then.extra_bytes
+            self.flying.remove(task)
+            self.held_bytes -= task.flying_bytes + task.extra_bytes
+        if task.then is not None:
+            self.later.append(task.then)
+            self.held_bytes += 0 if task.then.gathers else task.then.extra_bytes
 
     def advance(self) -> None:
         """Wait for legs that have ended, which costs nothing, and start those after them."""
-        if not self.frame.has_legs:
+        if not self.problem.has_legs:
             return
-        for job in [*self.ahead, *self.flying]:
-            if job.then is not None and job.start in self.network.ends:
-                self.wait_for(job)
+        for task in [*self.ahead, *self.flying]:
+            if task.then is not None and task.start in self.network.ends:
+                self.wait_for(task)
         if self.sequence is None:
-            for job in [*self.later]:
-                if self.has_room(job):
-                    self.begin(job)
+            for task in [*self.later]:
+                if self.has_room(task):
+                    self.begin(task)
         else:
             while self.head in self.later and self.start_next():
                 pass
 
-    def finish(self, job: Job) -> None:
+    def finish(self, task: CollectiveTask) -> None:
         """Start a collective and wait for it now, leg by leg; meanwhile queues stay filled."""
-        leg: Job | None = job
+        leg: CollectiveTask | None = task
         while leg is not None:
             self.start_now(leg)
             self.advance()
@@ -332,32 +335,32 @@ class Scheduler:
             self.wait_for(leg)
             leg = leg.then
 
-    def has_room(self, job: Job) -> bool:
+    def has_room(self, task: CollectiveTask) -> bool:
         """Whether a collective can start within the room and the cap.
 
         For the cap, one alone always can, and a later leg: its first one was counted whole.
         """
-        beside: list[Job] = []
-        if job.follows is None and self.cap_bytes < self.frame.total_bytes:
-            beside = [*(self.ahead if job.gathers else self.flying)]
-            beside += [leg for leg in self.later if leg.gathers == job.gathers]
-        if self.room is not None:
-            least, more = self.room.at(self.at), job.flying_bytes
-            if job.gathers:
-                least, more = self.room.least(self.at, self.used(job)), job.extra_bytes
+        beside: list[CollectiveTask] = []
+        if task.follows is None and self.cap_bytes < self.problem.total_bytes:
+            beside = [*(self.ahead if task.gathers else self.flying)]
+            beside += [leg for leg in self.later if leg.gathers == task.gathers]
+        if self.headroom is not None:
+            least, more = self.headroom.at(self.at), task.flying_bytes
+            if task.gathers:
+                least, more = self.headroom.least(self.at, self.used(task)), task.extra_bytes
             if more + self.held_bytes > least:
-                self.held_back[job] = Reason.MEMORY
+                self.held_back[task] = Reason.MEMORY
                 return False
-        if beside and _bytes(beside) + job.bytes > self.cap_bytes:
-            self.held_back[job] = Reason.IN_FLIGHT
+        if beside and _bytes(beside) + task.bytes > self.cap_bytes:
+            self.held_back[task] = Reason.IN_FLIGHT
             return False
         return True
 
-    def used(self, job: Job) -> int:
+    def used(self, task: CollectiveTask) -> int:
         """The place of the compute node that first uses what is gathered."""
-        return self.frame.place.get(job.first_use, len(self.compute))
+        return self.problem.place.get(task.first_use, len(self.compute))
 
-    def is_due(self, job: Job) -> bool:
+    def is_due(self, task: CollectiveTask) -> bool:
         """Whether a collective may start by now, as far as its queue goes.
 
         It may when the queue would run dry before the time is over and so much longer as the
@@ -365,19 +368,19 @@ class Scheduler:
         something left when they do stays filled. A gradient that no gather is to overtake need
         not wait at all.
         """
-        if not job.gathers and self.next_gather == len(self.gathers):
+        if not task.gathers and self.next_gather == len(self.gathers):
             return True
-        due = self.network.now + self.horizon_seconds + job.cost.seconds
-        return self.network.free_seconds(job.group) <= due
+        due = self.network.now + self.horizon_seconds + task.cost.seconds
+        return self.network.free_seconds(task.group) <= due
 
     def start_best(self) -> bool:
         """Start what is best now: an urgent gather, a gradient, a gather further ahead."""
         gather = self.gathers[self.next_gather] if self.next_gather < len(self.gathers) else None
         if gather is not None and not self.is_due(gather):
             gather = None
-        room = gather is not None and self.has_room(gather)
-        if gather is not None and room:
-            used = self.frame.stall_free.get(gather.first_use, self.frame.finish_seconds)
+        headroom = gather is not None and self.has_room(gather)
+        if gather is not None and headroom:
+            used = self.problem.stall_free.get(gather.first_use, self.problem.finish_seconds)
             used += self.stalled
             free = self.network.free_seconds(gather.group)
             if used - free <= _URGENT * gather.seconds_left:
@@ -387,51 +390,51 @@ class Scheduler:
         if first is not None and self.is_due(first) and self.has_room(first):
             self.begin(first)
             return True
-        if gather is not None and room and self.cap_bytes > 0:
+        if gather is not None and headroom and self.cap_bytes > 0:
             self.begin(gather)
             return True
-        if gather is not None and room:
+        if gather is not None and headroom:
             self.held_back[gather] = Reason.IN_FLIGHT
         return False
 
     def start_next(self) -> bool:
         """Start what is next in the given sequence, if it can start now."""
-        job = self.head
-        if job is None or not self.may_start(job):
+        task = self.head
+        if task is None or not self.may_start(task):
             return False
-        if job.follows is None and not self.is_due(job):
+        if task.follows is None and not self.is_due(task):
             return False
         if self.cap_bytes == 0:
-            self.held_back[job] = Reason.IN_FLIGHT
+            self.held_back[task] = Reason.IN_FLIGHT
             return False
-        if not self.has_room(job):
+        if not self.has_room(task):
             return False
         self.head = next(self.in_line, None)
-        self.begin(job)
+        self.begin(task)
         return True
 
-    def may_start(self, job: Job) -> bool:
+    def may_start(self, task: CollectiveTask) -> bool:
         """Whether what a collective sends is there."""
-        if job.follows is not None:
-            return job in self.later
-        return job.gathers or job in self.pending
+        if task.follows is not None:
+            return task in self.later
+        return task.gathers or task in self.pending
 
-    def start_now(self, job: Job) -> None:
+    def start_now(self, task: CollectiveTask) -> None:
         """Start a collective that must start now, and all that are before it in line."""
-        while job not in self.started:
+        while task not in self.started:
             if self.sequence is not None:
                 assert self.head is not None
                 first, self.head = self.head, next(self.in_line, None)
-            elif job.follows is not None:
-                first = job
+            elif task.follows is not None:
+                first = task
             else:
-                first = self.gathers[self.next_gather] if job.gathers else self.pending[0]
+                first = self.gathers[self.next_gather] if task.gathers else self.pending[0]
             if first.follows is not None:
                 self.wait_for(first.follows)
             if not self.may_start(first):
                 raise InvalidGraph(
                     f"pass 'reorder': {first.purpose.label!r} cannot start before "
-                    f"{job.purpose.label!r}, as the plan's order says: the plan was made "
+                    f"{task.purpose.label!r}, as the plan's order says: the plan was made "
                     "for another model; make it again"
                 )
             self.begin(first)
@@ -442,9 +445,9 @@ _PLENTY = 1 << 62
 _FRAME = ("placeholder", "output")
 
 
-def moved(jobs: Iterable[Job]) -> set[fx.Node]:
+def moved(tasks: Iterable[CollectiveTask]) -> set[fx.Node]:
     """The nodes that move with collectives."""
-    return {n for job in jobs for n in (*job.before, job.start, job.wait, *job.after)}
+    return {n for task in tasks for n in (*task.before, task.start, task.wait, *task.after)}
 
 
 def is_compute(node: fx.Node, mine: set[fx.Node]) -> bool:
@@ -452,11 +455,13 @@ def is_compute(node: fx.Node, mine: set[fx.Node]) -> bool:
     return node not in mine and node.op not in _FRAME
 
 
-def _bytes(jobs: Iterable[Job]) -> int:
-    return sum(job.bytes for job in jobs)
+def _bytes(tasks: Iterable[CollectiveTask]) -> int:
+    return sum(task.bytes for task in tasks)
 
 
-def _ready_after(job: Job, mine: set[fx.Node], order: dict[fx.Node, int]) -> fx.Node | None:
+def _ready_after(
+    task: CollectiveTask, mine: set[fx.Node], order: dict[fx.Node, int]
+) -> fx.Node | None:
     """The last compute node a reduction depends on; None if it depends on placeholders only."""
-    inputs = [n for n in job.start.all_input_nodes if n.op == "call_function" and n not in mine]
+    inputs = [n for n in task.start.all_input_nodes if n.op == "call_function" and n not in mine]
     return max(inputs, key=order.__getitem__, default=None)

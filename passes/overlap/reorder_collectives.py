@@ -36,13 +36,20 @@ import dataclasses
 from torch import fx
 
 from passes.annotate.annotate_costs import collective_full_bytes, cost_of
-from passes.graph.dataflow import Wiring
+from passes.graph.dataflow import Dataflow
 from passes.graph.fx_utils import ALL_REDUCE, COLLECTIVES, output_node, positions, root_of
-from passes.graph.metadata import AFTER_WAIT, COLLECTIVE, DRAINED, HELD_BACK, MEMORY, WIRING
+from passes.graph.metadata import AFTER_WAIT, COLLECTIVE, DATAFLOW, DRAINED, HELD_BACK, MEMORY
 from passes.graph.op_traits import is_fusible
-from passes.overlap.list_scheduler import Frame, Job, Room, Scheduler, is_compute, moved
+from passes.overlap.list_scheduler import (
+    CollectiveTask,
+    Headroom,
+    ScheduleProblem,
+    Scheduler,
+    is_compute,
+    moved,
+)
 from passes.simulate.exposure import Reason
-from passes.simulate.memory import Course, MemoryModel
+from passes.simulate.memory import MemoryModel, MemoryTrace
 from passes.types.context import Context
 from passes.types.plan import Collective
 
@@ -53,69 +60,71 @@ _ROOM_TRIES = 6
 def reorder(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Schedule the collectives. See the module's docstring."""
     graph = gm.graph
-    jobs = _jobs(graph)
-    if not jobs:
+    tasks = _jobs(graph)
+    if not tasks:
         return gm
     original = list(graph.nodes)
-    sequence = None if ctx.deciding else _sequence(original, jobs, ctx)
-    total = _total_bytes(jobs)
+    sequence = None if ctx.deciding else _sequence(original, tasks, ctx)
+    total = _total_bytes(tasks)
     bound = ctx.plan.in_flight_bytes
     cap = allowed = total if bound is None else bound
-    memory = MemoryModel(gm.meta.get(WIRING) or Wiring(graph))
-    free_bytes = _free_bytes(graph, jobs, memory, ctx)
-    frame = Frame(original, jobs, _seconds)
+    memory = MemoryModel(gm.meta.get(DATAFLOW) or Dataflow(graph))
+    free_bytes = _free_bytes(graph, tasks, memory, ctx)
+    problem = ScheduleProblem(original, tasks, _seconds)
     spare_bytes = 0  # of the room, to be on the safe side
     output = output_node(graph)
-    tried: list[tuple[Course, Scheduler]] = []
-    course: Course | None = None
+    tried: list[tuple[MemoryTrace, Scheduler]] = []
+    trace: MemoryTrace | None = None
     while True:
-        room = None if free_bytes is None else Room([free - spare_bytes for free in free_bytes])
-        scheduler = Scheduler(frame, cap, sequence, room)
+        headroom = (
+            None if free_bytes is None else Headroom([free - spare_bytes for free in free_bytes])
+        )
+        scheduler = Scheduler(problem, cap, sequence, headroom)
         order = scheduler.run()
         if ctx.limit_bytes is None:
             break
-        course = memory.course([*order, output])
-        tried.append((course, scheduler))
-        above_bytes = ctx.base_bytes + course.peak_bytes - ctx.limit_bytes
+        trace = memory.trace([*order, output])
+        tried.append((trace, scheduler))
+        above_bytes = ctx.base_bytes + trace.peak_bytes - ctx.limit_bytes
         if above_bytes <= 0:
             break
         if cap == 0:
-            course, scheduler = min(tried, key=lambda one: one[0].peak_bytes)
+            trace, scheduler = min(tried, key=lambda one: one[0].peak_bytes)
             break
         spare_bytes += above_bytes
-        if len(tried) >= _ROOM_TRIES or (room is not None and not room.any_at_first):
+        if len(tried) >= _ROOM_TRIES or (headroom is not None and not headroom.any_at_first):
             cap = 0  # where there was no room at all, less of it gives the same schedule
     _apply(graph, scheduler.result)
-    if ctx.deciding and course is None:
-        course = memory.course([*scheduler.result, output])
-    if course is not None:
-        gm.meta[MEMORY] = memory.described(course)
+    if ctx.deciding and trace is None:
+        trace = memory.trace([*scheduler.result, output])
+    if trace is not None:
+        gm.meta[MEMORY] = memory.described(trace)
     if not ctx.deciding:
         graph.lint()
-    for job in jobs:
-        job.start.meta[HELD_BACK] = _held_back(job, scheduler, allowed)
-        job.start.meta[DRAINED] = job in scheduler.drained
+    for task in tasks:
+        task.start.meta[HELD_BACK] = _held_back(task, scheduler, allowed)
+        task.start.meta[DRAINED] = task in scheduler.drained
     return gm
 
 
-def _held_back(job: Job, scheduler: Scheduler, allowed_bytes: int) -> Reason:
+def _held_back(task: CollectiveTask, scheduler: Scheduler, allowed_bytes: int) -> Reason:
     """Why a collective started no earlier; ``allowed_bytes``: the plan's in-flight limit."""
-    if job not in scheduler.held_back:
-        return Reason.MEMORY if job in scheduler.drained else Reason.ORDER
+    if task not in scheduler.held_back:
+        return Reason.MEMORY if task in scheduler.drained else Reason.ORDER
     if scheduler.cap_bytes < allowed_bytes:
         return Reason.MEMORY  # nothing is in flight because the memory limit leaves no room
-    return scheduler.held_back[job]
+    return scheduler.held_back[task]
 
 
 def _free_bytes(
-    graph: fx.Graph, jobs: list[Job], memory: MemoryModel, ctx: Context
+    graph: fx.Graph, tasks: list[CollectiveTask], memory: MemoryModel, ctx: Context
 ) -> list[int] | None:
     """What the limit leaves at each compute node while every collective is on the spot."""
     if ctx.limit_bytes is None:
         return None
-    mine = moved(jobs)
+    mine = moved(tasks)
     free_bytes: list[int] = []
-    for node, alive_bytes in zip(graph.nodes, memory.course().curve, strict=True):
+    for node, alive_bytes in zip(graph.nodes, memory.trace().curve, strict=True):
         left = ctx.limit_bytes - ctx.base_bytes - alive_bytes
         if is_compute(node, mine):
             free_bytes.append(left)
@@ -133,28 +142,30 @@ def _seconds(node: fx.Node) -> float:
     return cost_of(node).seconds
 
 
-def _sequence(original: list[fx.Node], jobs: list[Job], ctx: Context) -> list[Job]:
+def _sequence(
+    original: list[fx.Node], tasks: list[CollectiveTask], ctx: Context
+) -> list[CollectiveTask]:
     """The order in which the collectives start, the same for every batch size."""
-    planned = ctx.plan.order_for(ctx.phase.value, [job.purpose for job in jobs])
+    planned = ctx.plan.order_for(ctx.phase.value, [task.purpose for task in tasks])
     if planned is not None:
-        by_purpose = {job.purpose: job for job in jobs}
+        by_purpose = {task.purpose: task for task in tasks}
         # Where the mesh has no levels, what the plan has in legs is flat: the first of them.
         own = [one for one in planned if one.leg == 0 or one in by_purpose]
         return [by_purpose[purpose] for purpose in own]
     # As much computing as communication, evenly spread over what is no fused kernel.
     kernels = {n for n in original if n.op == "call_function" and not is_fusible(n)}
-    each = sum(cost_of(job.start).seconds for job in jobs) / max(1, len(kernels))
-    total = _total_bytes(jobs)
+    each = sum(cost_of(task.start).seconds for task in tasks) / max(1, len(kernels))
+    total = _total_bytes(tasks)
     bound = ctx.plan.in_flight_bytes
-    frame = Frame(original, jobs, lambda node: each if node in kernels else 0.0)
-    order = Scheduler(frame, total if bound is None else bound).run()
-    by_start = {job.start: job for job in jobs}
+    problem = ScheduleProblem(original, tasks, lambda node: each if node in kernels else 0.0)
+    order = Scheduler(problem, total if bound is None else bound).run()
+    by_start = {task.start: task for task in tasks}
     return [by_start[node] for node in order if node in by_start]
 
 
-def _jobs(graph: fx.Graph) -> list[Job]:
+def _jobs(graph: fx.Graph) -> list[CollectiveTask]:
     order = positions(graph)
-    jobs = []
+    tasks = []
     for start in graph.nodes:
         if start.target not in COLLECTIVES or COLLECTIVE not in start.meta:
             continue
@@ -166,8 +177,8 @@ def _jobs(graph: fx.Graph) -> list[Job]:
         own = {wait, *after}
         readers = [user for node in own for user in node.users if user not in own]
         first_use = min(readers, key=order.__getitem__, default=output_node(graph))
-        jobs.append(
-            Job(
+        tasks.append(
+            CollectiveTask(
                 before,
                 start,
                 wait,
@@ -179,30 +190,30 @@ def _jobs(graph: fx.Graph) -> list[Job]:
                 first_use,
             )
         )
-    _join_legs(jobs)
-    return jobs
+    _join_legs(tasks)
+    return tasks
 
 
-def _join_legs(jobs: list[Job]) -> None:
+def _join_legs(tasks: list[CollectiveTask]) -> None:
     """Tell legs which one they follow; all have the bytes of the largest and the last one's use."""
-    latest: dict[Collective, Job] = {}
-    for job in jobs:
-        latest[job.purpose] = job
-        if job.purpose.leg:
-            former = latest[dataclasses.replace(job.purpose, leg=job.purpose.leg - 1)]
-            job.follows, former.then = former, job
-            job.bytes = max(job.bytes, former.bytes)
-    for job in reversed(jobs):  # from each last leg to the first
-        if job.then is not None:
-            job.bytes, job.first_use = job.then.bytes, job.then.first_use
+    latest: dict[Collective, CollectiveTask] = {}
+    for task in tasks:
+        latest[task.purpose] = task
+        if task.purpose.leg:
+            former = latest[dataclasses.replace(task.purpose, leg=task.purpose.leg - 1)]
+            task.follows, former.then = former, task
+            task.bytes = max(task.bytes, former.bytes)
+    for task in reversed(tasks):  # from each last leg to the first
+        if task.then is not None:
+            task.bytes, task.first_use = task.then.bytes, task.then.first_use
 
 
-def _total_bytes(jobs: list[Job]) -> int:
-    return sum(job.bytes for job in jobs if job.follows is None)
+def _total_bytes(tasks: list[CollectiveTask]) -> int:
+    return sum(task.bytes for task in tasks if task.follows is None)
 
 
 def _extra_bytes(start: fx.Node, before: list[fx.Node]) -> int:
-    """What a gather's early start, or a reduction's late wait, keeps alive; see :class:`Job`."""
+    """Bytes that a gather's early start, or a reduction's late wait, keeps alive."""
     if start.meta[COLLECTIVE].gathers:
         copied_bytes = cost_of(start).workspace_bytes
         return copied_bytes + sum(cost_of(node).memory_bytes for node in (start, *before))

@@ -22,7 +22,7 @@ import numpy as np
 
 from passes.overlap.bucket_collectives import bucket_bytes_for
 from passes.overlap.hierarchical_collectives import legs_seconds
-from passes.types.context import Context, Level, Parameter
+from passes.types.context import Context, MeshDim, Parameter
 from passes.types.plan import Decision, shardable
 
 #: Of the limit, or of what all parameters take if that is less.
@@ -48,7 +48,7 @@ def choices_of(parameter: Parameter, ctx: Context) -> list[Choice]:
     # Small collectives share a bucket and so most of what each costs whatever its size.
     spared = 1 - min(1.0, full / bucket_bytes_for(ctx))
 
-    def link(kind: str, size_bytes: int = full, level: Level | None = None) -> float:
+    def link(kind: str, size_bytes: int = full, level: MeshDim | None = None) -> float:
         """Seconds of a collective along a level of the mesh; None: over all ranks."""
         hardware, ranks = (ctx.hardware, world) if level is None else ctx.along(level)
         latency_seconds = hardware.collectives[kind].latency_seconds
@@ -58,7 +58,7 @@ def choices_of(parameter: Parameter, ctx: Context) -> list[Choice]:
         latency_seconds = legs_seconds(kind, 0, ctx)
         return min(seconds, legs_seconds(kind, size_bytes, ctx) - spared * latency_seconds)
 
-    def busy(kind: str, size_bytes: int = full, level: Level | None = None) -> float:
+    def busy(kind: str, size_bytes: int = full, level: MeshDim | None = None) -> float:
         hardware, ranks = (ctx.hardware, world) if level is None else ctx.along(level)
         start_seconds = spared * hardware.collectives[kind].start_seconds
         return hardware.busy_seconds(kind, size_bytes, ranks) - start_seconds
@@ -67,11 +67,11 @@ def choices_of(parameter: Parameter, ctx: Context) -> list[Choice]:
         return ctx.hardware.update_seconds(state, 1)
 
     def sharded(
-        keep: Decision, again: Decision, ranks: int, level: Level | None = None
+        keep: Decision, again: Decision, ranks: int, level: MeshDim | None = None
     ) -> tuple[Choice, Choice]:
         """Sharded along the inner level, or over all ranks."""
         part, gather = parameter.state_bytes(ranks), ("all_gather", full, level)
-        reductions: list[tuple[str, int, Level | None]] = []
+        reductions: list[tuple[str, int, MeshDim | None]] = []
         if trained:
             kinds = ["all_to_all"]
             if level is None or not ctx.by_exchange:  # else a level has no rate for it

@@ -1,4 +1,4 @@
-"""Looks: the plans that a search looked at, and what the simulator said of each."""
+"""The plan evaluator: lower and simulate candidate plans, and keep every prediction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from passes.annotate.training_state import state_bytes
 from passes.candidates.parameter_groups import alike
 from passes.candidates.recompute_sets import RecomputeSet, recompute_sets
-from passes.candidates.slice_groups import Family, split_families, splits_by_hand
+from passes.candidates.slice_groups import SliceGroup, find_slice_groups, splits_by_hand
 from passes.capture.captured_step import Captured
 from passes.capture.fold_layers import Folded, recomputes_regularly
 from passes.graph.metadata import PACKABLE
@@ -18,7 +18,7 @@ from passes.overlap.bucket_collectives import Packable, bucket_bytes_for, packed
 from passes.pipeline import Pass
 from passes.plan.dynamic_program import choices_of, together
 from passes.plan.orders import orders
-from passes.plan.predict import Step, predict
+from passes.plan.predict import LoweredStep, predict
 from passes.types.context import Context
 from passes.types.hardware import generic
 from passes.types.plan import (
@@ -41,7 +41,7 @@ _MOST_REFINED, _REFINED_NODES = 300, 20_000
 _FOLDED_REFINED = 6
 
 
-class Key(NamedTuple):
+class Candidate(NamedTuple):
     """What a plan decides: of every parameter, what is recomputed, and what runs in slices."""
 
     decisions: tuple[Decision, ...]
@@ -49,14 +49,14 @@ class Key(NamedTuple):
     also_save: tuple[str, ...] = ()
     splits: tuple[Split, ...] = ()
 
-    def recomputing(self, one: RecomputeSet | None) -> Key:
+    def recomputing(self, one: RecomputeSet | None) -> Candidate:
         """The same decisions with a set of activations recomputed."""
         return self._replace(
             recompute=one.recompute if one else (), also_save=one.also_save if one else ()
         )
 
 
-class Looks:
+class PlanEvaluator:
     """The plans that were looked at, and what the simulator said of each."""
 
     def __init__(
@@ -98,16 +98,16 @@ class Looks:
         self.most_bucket_bytes = MOST_BUCKET_BYTES
         if isinstance(captured, Folded):  # a bucket of several layers is not seen in it
             self.most_bucket_bytes = min(MOST_BUCKET_BYTES, captured.layer_bytes(ctx))
-        self.seen: dict[Key, tuple[Plan, Prediction]] = {}
+        self.seen: dict[Candidate, tuple[Plan, Prediction]] = {}
         #: Of a folded step: what the last proposal that fits may take, by what is recomputed.
         self.budgets: dict[RecomputeSet | None, int] = {}
         self.left = self.affordable()  # that refining may still take
         #: Bucket sizes that were priced under the limit: what was seen is the best of them.
-        self.sizes: dict[Key, set[int]] = {}
+        self.sizes: dict[Candidate, set[int]] = {}
         #: The collectives of a forward and a backward before they were packed.
-        self.packable: dict[Key, list[list[Packable] | None]] = {}
+        self.packable: dict[Candidate, list[list[Packable] | None]] = {}
 
-    def look(self, key: Key) -> Prediction:
+    def evaluate(self, key: Candidate) -> Prediction:
         """Lower and simulate a plan, once; the order of its collectives becomes its own."""
         if key not in self.seen:
             self.seen[key] = self.price(key, self.ctx)
@@ -115,7 +115,7 @@ class Looks:
         return self.seen[key][1]
 
     def price(
-        self, key: Key, ctx: Context, bucket_bytes: int | None = None
+        self, key: Candidate, ctx: Context, bucket_bytes: int | None = None
     ) -> tuple[Plan, Prediction]:
         """Lower and simulate a plan, whatever was seen; it gets the order that was found."""
         _collect()
@@ -133,26 +133,26 @@ class Looks:
         self.packable[key] = [gm.meta.get(PACKABLE) for gm in (step.forward, step.backward)]
         return plan.replace(order=orders(step)), step.prediction
 
-    def fits(self, said: Prediction) -> bool:
+    def fits(self, prediction: Prediction) -> bool:
         """Whether a peak is within the limit."""
         limit_bytes = self.ctx.limit_bytes
-        return limit_bytes is None or said.peak_bytes <= limit_bytes
+        return limit_bytes is None or prediction.peak_bytes <= limit_bytes
 
-    def fitting(self) -> list[Key]:
+    def fitting(self) -> list[Candidate]:
         """What was looked at and fits."""
-        return [key for key, (_, said) in self.seen.items() if self.fits(said)]
+        return [key for key, (_, prediction) in self.seen.items() if self.fits(prediction)]
 
-    def fastest(self) -> tuple[Key, float]:
+    def fastest(self) -> tuple[Candidate, float]:
         """Of what fits, and its seconds."""
         best = min(self.fitting(), key=self.seconds)
         return best, self.seconds(best)
 
-    def feasible(self, most: int = _LOWERED) -> list[tuple[Plan, Step]]:
+    def feasible(self, most: int = _LOWERED) -> list[tuple[Plan, LoweredStep]]:
         """Plans that fit, with what the simulator says of each as it will be lowered.
 
         ``most``: so many of the fastest are lowered. The fastest of them is the first.
         """
-        found: list[tuple[Plan, Step]] = []
+        found: list[tuple[Plan, LoweredStep]] = []
         for key in sorted(self.fitting(), key=self.seconds):
             step = self.lowered(key)
             if self.fits(step.prediction):
@@ -161,7 +161,7 @@ class Looks:
                 break
         return sorted(found, key=lambda pair: pair[1].prediction.step_seconds)
 
-    def lowered(self, key: Key) -> Step:
+    def lowered(self, key: Candidate) -> LoweredStep:
         """A plan that was looked at as it will be lowered."""
         return predict(self.captured, self.seen[key][0], self.ctx, self.passes)
 
@@ -198,7 +198,7 @@ class Looks:
         ]
 
     @functools.cached_property
-    def families(self) -> list[Family]:
+    def slice_groups(self) -> list[SliceGroup]:
         """What may run in slices, the largest first; of a folded step or of frames nothing.
 
         Slices of operators in two frames cannot run one after the other.
@@ -207,9 +207,9 @@ class Looks:
             return []
         if self.ctx.slices is not None:
             return []
-        return split_families(self.captured, self.ctx)
+        return find_slice_groups(self.captured, self.ctx)
 
-    def deciding(self, key: Key, decisions: Sequence[Decision]) -> Key:
+    def deciding(self, key: Candidate, decisions: Sequence[Decision]) -> Candidate:
         """Another decision for some parameters; only of what is gathered again slices are kept."""
         if not any(one.kept_slices for one in key.splits):
             return key._replace(decisions=tuple(decisions))
@@ -222,44 +222,46 @@ class Looks:
     def _by_name(self, decisions: Sequence[Decision]) -> dict[str, Decision]:
         return dict(zip((one.name for one in self.ctx.parameters), decisions, strict=True))
 
-    def slicing(self, key: Key, family: Family, slices: int, kept: int | None = None) -> Key:
+    def slicing(
+        self, key: Candidate, slice_group: SliceGroup, slices: int, kept: int | None = None
+    ) -> Candidate:
         """The same with a family in so many slices; 1: whole.
 
         ``kept``: so many slices of each layer are kept, and the others gathered again
-        (:meth:`Family.keeping`); None: what was decided on the weights stays, as it does where the
-        weights themselves are not sliced.
+        (:meth:`SliceGroup.keeping`); None: what was decided on the weights stays, as it does where
+        the weights themselves are not sliced.
         """
-        others = [one for one in key.splits if one.name not in family.names]
+        others = [one for one in key.splits if one.name not in slice_group.names]
         if slices == 1:
             return key._replace(splits=tuple(others))
-        split = family.into(slices)
+        split = slice_group.into(slices)
         decisions = list(key.decisions)
-        if kept is not None and not family.of_input:
-            keeping = family.keeping(slices, kept)
+        if kept is not None and not slice_group.of_input:
+            keeping = slice_group.keeping(slices, kept)
             for index, one in enumerate(self.ctx.parameters):
                 if one.name in keeping:
                     whole = keeping[one.name] == slices
                     decisions[index] = _sharded(decisions[index].within_host, keeps=whole)
             split = tuple(one._replace(kept_slices=keeping[one.name] % slices) for one in split)
-        again = [name for name in family.recompute if name not in key.recompute]
+        again = [name for name in slice_group.recompute if name not in key.recompute]
         return key._replace(
             decisions=tuple(decisions),
             recompute=(*key.recompute, *again),
             splits=tuple(sorted([*others, *split])),
         )
 
-    def slices_of(self, key: Key, family: Family) -> tuple[int, int | None]:
+    def slices_of(self, key: Candidate, slice_group: SliceGroup) -> tuple[int, int | None]:
         """In how many slices a family runs, and how many of a layer's are kept.
 
         None: its weights are replicated, or not sliced themselves.
         """
         own = {(one.name, one.along): one for one in key.splits}
-        places = [(name, along) for name, along, _ in family.layers[0].along]
+        places = [(name, along) for name, along, _ in slice_group.layers[0].along]
         if not all(place in own for place in places):
             return 1, None
         split = [own[place] for place in places]
         by_name = self._by_name(key.decisions)
-        if family.of_input or not all(by_name[one.name].sharded for one in split):
+        if slice_group.of_input or not all(by_name[one.name].sharded for one in split):
             return split[0].slices, None
         kept = (one.slices if by_name[one.name].keeps else one.kept_slices for one in split)
         return split[0].slices, sum(kept)
@@ -274,21 +276,21 @@ class Looks:
         if self.ctx.limit_bytes is None:
             return False
         fastest = min(self.seen, key=self.seconds)
-        plan, said = self.seen[fastest]
-        fits = self.fits(said)
+        plan, prediction = self.seen[fastest]
+        fits = self.fits(prediction)
         if not fits or isinstance(self.captured, Folded):
             return not fits
         _, free = self.price(fastest, self.ctx.replace(limit_bytes=None), plan.bucket_bytes)
         return not self.fits(free)
 
-    def spread(self, decisions: Sequence[Decision]) -> Key:
+    def spread(self, decisions: Sequence[Decision]) -> Candidate:
         """Decisions for every parameter, from those for what is decided on together."""
         by_index = {
             index: decision
             for members, decision in zip(self.tied, decisions, strict=True)
             for index in members
         }
-        return Key(tuple(by_index[index] for index in range(len(self.choices))))
+        return Candidate(tuple(by_index[index] for index in range(len(self.choices))))
 
     def may_fit(self, decisions: tuple[Decision, ...]) -> bool:
         """Whether what is held between steps leaves anything of the limit."""
@@ -304,7 +306,7 @@ class Looks:
         graphs = self.captured.forward.graph, self.captured.backward.graph
         return min(_MOST_REFINED, _REFINED_NODES // sum(len(graph.nodes) for graph in graphs))
 
-    def seconds(self, key: Key) -> float:
+    def seconds(self, key: Candidate) -> float:
         """Of a step, by a plan that was looked at."""
         return self.seen[key][1].step_seconds
 
@@ -316,7 +318,7 @@ class Looks:
         """Of some parameters, whole."""
         return sum(self.ctx.parameters[index].full_bytes for index in members)
 
-    def with_buckets(self, key: Key, size_bytes: int) -> bool:
+    def with_buckets(self, key: Candidate, size_bytes: int) -> bool:
         """Whether a plan fits and is faster with buckets of another size; it then has them."""
         self.sizes[key].add(size_bytes)
         if self.packs_alike(key, self.seen[key][0].bucket_bytes, size_bytes):
@@ -328,7 +330,7 @@ class Looks:
             return True
         return False
 
-    def packs_alike(self, key: Key, one_bytes: int, other_bytes: int) -> bool:
+    def packs_alike(self, key: Candidate, one_bytes: int, other_bytes: int) -> bool:
         """Whether a plan that was priced has the same buckets by both sizes."""
         return all(
             starts is not None and packed(starts, one_bytes) == packed(starts, other_bytes)

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 
 from passes.graph.metadata import COLLECTIVE
 from passes.ops.slicing import parameter_of
-from passes.plan.predict import Step
+from passes.plan.predict import LoweredStep
 from passes.types.context import Context
 from passes.types.plan import Decision, Plan, shardable
 from passes.types.units import format_seconds
 
 
-def explained(plan: Plan, step: Step, ctx: Context, stand_ins: Mapping[str, str]) -> Plan:
+def explained(plan: Plan, step: LoweredStep, ctx: Context, stand_ins: Mapping[str, str]) -> Plan:
     """The plan with its prediction and, for every parameter, why.
 
     ``stand_ins``: parameters that are not in the graphs, and those whose figures are theirs.

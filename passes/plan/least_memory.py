@@ -6,7 +6,7 @@ from passes.capture.fold_layers import Folded
 from passes.overlap.bucket_collectives import bucket_bytes_for
 from passes.plan.bucket_sizes import BUCKET_MISSES
 from passes.plan.dynamic_program import Choice
-from passes.plan.evaluator import LEAST_BUCKET_BYTES, Key, Looks
+from passes.plan.evaluator import LEAST_BUCKET_BYTES, Candidate, PlanEvaluator
 from passes.plan.predict import predict
 from passes.plan.slice_some import SLICES
 from passes.types.plan import Plan, Prediction
@@ -17,7 +17,7 @@ _MOST_LOOKS, _FOLDED_LOOKS = 48, 12
 _MOST_STARTS = 2
 
 
-def least_memory(looks: Looks) -> Prediction:
+def least_memory(evaluator: PlanEvaluator) -> Prediction:
     """The least peak that is found, or the first on the way there that fits.
 
     Not always that of gathering everything again: a second gather may be in flight at
@@ -26,54 +26,54 @@ def least_memory(looks: Looks) -> Prediction:
     slices, then smaller buckets while that takes less; the way does not depend on the limit, so
     that the least limit an error names is one that works.
     """
-    ctx = looks.ctx.replace(limit_bytes=0)
+    ctx = evaluator.ctx.replace(limit_bytes=0)
     # What is cut within hosts mostly takes more than what is cut over all ranks, where both
     # can be: it is tried last.
     flat = [
         [one for one in options if not (one.decision.within_host and len(options) > 3)]
-        for options in looks.choices
+        for options in evaluator.choices
     ]
     starts = [
-        Key(tuple(options[min(place, len(options) - 1)].decision for options in flat))
+        Candidate(tuple(options[min(place, len(options) - 1)].decision for options in flat))
         for place in (2, 1, 0)
     ]
     size_bytes = bucket_bytes_for(ctx)
-    most_looks = _FOLDED_LOOKS if isinstance(looks.captured, Folded) else _MOST_LOOKS
-    known: dict[Key, tuple[Plan, Prediction]] = {}
+    most_looks = _FOLDED_LOOKS if isinstance(evaluator.captured, Folded) else _MOST_LOOKS
+    known: dict[Candidate, tuple[Plan, Prediction]] = {}
 
-    def priced(key: Key, bucket_bytes: int) -> tuple[Plan, Prediction]:
-        plan, _ = looks.price(key, ctx, bucket_bytes)
-        return plan, predict(looks.captured, plan, ctx, looks.passes).prediction
+    def priced(key: Candidate, bucket_bytes: int) -> tuple[Plan, Prediction]:
+        plan, _ = evaluator.price(key, ctx, bucket_bytes)
+        return plan, predict(evaluator.captured, plan, ctx, evaluator.passes).prediction
 
-    def peak(key: Key) -> int:
+    def peak(key: Candidate) -> int:
         if key not in known:
             known[key] = priced(key, size_bytes)
         return known[key][1].peak_bytes
 
-    def descended(best: Key, choices: list[list[Choice]]) -> Key:
+    def descended(best: Candidate, choices: list[list[Choice]]) -> Candidate:
         most, improved = len(known) + most_looks, True
-        while improved and len(known) < most and not looks.fits(known[best][1]):
+        while improved and len(known) < most and not evaluator.fits(known[best][1]):
             improved = False
-            for members in looks.alike():
+            for members in evaluator.alike():
                 for option in choices[members[0]]:
                     decisions = list(best.decisions)
                     for index in members:
                         decisions[index] = option.decision
-                    tried = looks.deciding(best, decisions)
+                    tried = evaluator.deciding(best, decisions)
                     if len(known) < most and peak(tried) < peak(best):
                         best, improved = tried, True
-                        if looks.fits(known[best][1]):
+                        if evaluator.fits(known[best][1]):
                             break
         return best
 
-    def sliced(best: Key) -> Key:
+    def sliced(best: Candidate) -> Candidate:
         """In slices what spares most, then what does beside that."""
         improved = True
-        while improved and not looks.fits(known[best][1]):
+        while improved and not evaluator.fits(known[best][1]):
             before = best
-            for family in looks.families:
-                best = min(best, looks.slicing(before, family, SLICES[-1], 0), key=peak)
-                if looks.fits(known[best][1]):
+            for slice_group in evaluator.slice_groups:
+                best = min(best, evaluator.slicing(before, slice_group, SLICES[-1], 0), key=peak)
+                if evaluator.fits(known[best][1]):
                     break
             improved = best != before
         return best
@@ -81,7 +81,7 @@ def least_memory(looks: Looks) -> Prediction:
     # Where all weights of a step fit into one bucket, smaller ones decide what is best; where
     # something else takes the most for now, they will once that is spared.
     best = min(starts, key=peak)
-    if not looks.fits(known[best][1]):
+    if not evaluator.fits(known[best][1]):
         smaller = [(size_bytes // factor, key) for factor in (4, 16) for key in starts]
         found = {one: priced(one[1], one[0]) for one in smaller if one[0]}
         least = min(found, key=lambda one: (found[one][1].peak_bytes, one[0]))
@@ -89,29 +89,29 @@ def least_memory(looks: Looks) -> Prediction:
             size_bytes, best = least
             known = {best: found[least]}
     best = descended(best, flat)
-    if flat != looks.choices:
-        best = descended(best, looks.choices)
+    if flat != evaluator.choices:
+        best = descended(best, evaluator.choices)
     without, starting = best, [best]
-    for one in [] if looks.fits(known[best][1]) else looks.lean_sets:
+    for one in [] if evaluator.fits(known[best][1]) else evaluator.lean_sets:
         starting.append(without.recomputing(one))
         best = min(best, starting[-1], key=peak)
-        if looks.fits(known[best][1]):
+        if evaluator.fits(known[best][1]):
             break
     for start in sorted(starting, key=peak)[:_MOST_STARTS]:
-        if not looks.fits(known[best][1]):
+        if not evaluator.fits(known[best][1]):
             best = min(best, sliced(start), key=peak)
     if best is not without:
-        best = descended(best, looks.choices)
+        best = descended(best, evaluator.choices)
     chosen, misses = known[best], 0
     size_bytes //= 4
     while size_bytes >= LEAST_BUCKET_BYTES and misses < BUCKET_MISSES:
-        if looks.fits(chosen[1]):
+        if evaluator.fits(chosen[1]):
             break
         tried = priced(best, size_bytes)
         misses += 1
         if tried[1].peak_bytes < chosen[1].peak_bytes:
             chosen, misses = tried, 0
         size_bytes //= 4
-    looks.seen[best] = chosen
-    looks.sizes[best] = set()  # this was priced on schedules without overlap
+    evaluator.seen[best] = chosen
+    evaluator.sizes[best] = set()  # this was priced on schedules without overlap
     return chosen[1]

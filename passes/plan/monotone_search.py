@@ -1,4 +1,4 @@
-"""Ladder: a search that is never slower with more memory, for it searches under less of it too.
+"""Monotone search: one that is never slower with more memory, for it searches under less of it too.
 
 One search (``passes/plan/planner.py``) follows its own way under every limit, and with more memory
 the way may end at a slower plan. So here a limit is not searched under by itself: fixed limits up
@@ -29,7 +29,7 @@ from passes.types.units import format_limit
 _RUNGS = 32
 
 
-class Ladder:
+class MonotoneSearch:
     """The rungs of a training step, each searched under once.
 
     ``ctx``: its limit does not count. ``say``: is told what is searched under. ``detail``: is told

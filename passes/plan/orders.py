@@ -17,7 +17,7 @@ from passes.capture.captured_step import Captured
 from passes.graph.metadata import HELD_BACK
 from passes.overlap.reorder_collectives import order_of
 from passes.pipeline import Pass
-from passes.plan.predict import Step, predict
+from passes.plan.predict import LoweredStep, predict
 from passes.simulate.exposure import Reason
 from passes.types.context import Context, Phase
 from passes.types.plan import Collective, Plan
@@ -26,7 +26,7 @@ from passes.types.plan import Collective, Plan
 _IN_FLIGHT_BYTES = (0, 1)
 
 
-def orders(step: Step) -> dict[str, tuple[Collective, ...]]:
+def orders(step: LoweredStep) -> dict[str, tuple[Collective, ...]]:
     """In what order the collectives of a lowered step start, by phase."""
     return {
         phase.value: order_of(gm.graph)
@@ -35,8 +35,8 @@ def orders(step: Step) -> dict[str, tuple[Collective, ...]]:
 
 
 def with_fastest_order(
-    plan: Plan, step: Step, captured: Captured, ctx: Context, passes: Sequence[Pass]
-) -> tuple[Plan, Step]:
+    plan: Plan, step: LoweredStep, captured: Captured, ctx: Context, passes: Sequence[Pass]
+) -> tuple[Plan, LoweredStep]:
     """A plan in the order that is the fastest within the limit, and how it is lowered so.
 
     ``step``: the plan as it is lowered with the order that it has, which stays where no collective
@@ -52,15 +52,15 @@ def with_fastest_order(
         if other.order != plan.order:
             found.append((other, predict(captured, other, ctx, passes)))
 
-    def rank(one: tuple[Plan, Step]) -> tuple[bool, float]:
-        said = one[1].prediction
-        above = ctx.limit_bytes is not None and said.peak_bytes > ctx.limit_bytes
-        return above, said.step_seconds
+    def rank(one: tuple[Plan, LoweredStep]) -> tuple[bool, float]:
+        prediction = one[1].prediction
+        above = ctx.limit_bytes is not None and prediction.peak_bytes > ctx.limit_bytes
+        return above, prediction.step_seconds
 
     return min(found, key=rank)
 
 
-def _short_of_room(step: Step) -> bool:
+def _short_of_room(step: LoweredStep) -> bool:
     """Whether the limit kept a collective from starting earlier, or from being waited for later."""
     return any(
         node.meta.get(HELD_BACK) is Reason.MEMORY

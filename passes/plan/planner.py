@@ -35,7 +35,7 @@ from passes.capture.captured_step import Captured
 from passes.capture.fold_layers import Folded
 from passes.pipeline import Pass
 from passes.plan.bucket_sizes import SIZED_PLANS, share_sizes, size_buckets, size_buckets_of_sets
-from passes.plan.evaluator import Looks
+from passes.plan.evaluator import PlanEvaluator
 from passes.plan.explain import explained
 from passes.plan.least_memory import least_memory
 from passes.plan.mix_layers import mix_layers
@@ -96,7 +96,7 @@ def least_limit(captured: Captured | Folded, ctx: Context, passes: Sequence[Pass
     It does not depend on ``ctx.limit_bytes``.
     """
     with _young_garbage_only():
-        return least_memory(Looks(captured, ctx.replace(limit_bytes=0), passes))
+        return least_memory(PlanEvaluator(captured, ctx.replace(limit_bytes=0), passes))
 
 
 def _searched(
@@ -105,37 +105,43 @@ def _searched(
     passes: Sequence[Pass],
     say: Callable[[str], None],
 ) -> Plan:
-    looks = Looks(captured, ctx, passes, say)
-    uniform = look_at_uniform(looks)
-    recompute_some(looks, propose_all(looks))
-    slice_some(looks)
-    if ctx.limit_bytes is not None and not looks.feasible(1):
-        least = least_memory(looks)
+    evaluator = PlanEvaluator(captured, ctx, passes, say)
+    uniform = look_at_uniform(evaluator)
+    recompute_some(evaluator, propose_all(evaluator))
+    slice_some(evaluator)
+    if ctx.limit_bytes is not None and not evaluator.feasible(1):
+        least = least_memory(evaluator)
         if least.peak_bytes > ctx.limit_bytes:
             raise Infeasible(ctx.limit_bytes, least, ctx.world_size)
-    size_buckets_of_sets(looks)
-    size_buckets(looks, 1)
+    size_buckets_of_sets(evaluator)
+    size_buckets(evaluator, 1)
     if isinstance(captured, Folded):  # a large model: few looks
-        refine(looks)
-        mix_layers(looks)
+        refine(evaluator)
+        mix_layers(evaluator)
     else:
-        refine_other_slices(looks, _REFINED_FIRST)
-        refine(looks, _REFINED_FIRST)
+        refine_other_slices(evaluator, _REFINED_FIRST)
+        refine(evaluator, _REFINED_FIRST)
         best = None
-        while best != (best := looks.fastest()):
-            size_buckets(looks, SIZED_PLANS)
-            share_sizes(looks)
-            refine(looks)  # from the plan that is the fastest with the buckets it now has
-        look_at_all(looks)
-        share_sizes(looks)
-    found = looks.feasible()
+        while best != (best := evaluator.fastest()):
+            size_buckets(evaluator, SIZED_PLANS)
+            share_sizes(evaluator)
+            refine(evaluator)  # from the plan that is the fastest with the buckets it now has
+        look_at_all(evaluator)
+        share_sizes(evaluator)
+    found = evaluator.feasible()
     if isinstance(captured, Folded):
         plan = explained(*found[0], ctx, captured.stand_ins(found[0][0]))
         return plan.replace(order={})  # of a few layers only
     # Everything gathered again leaves the most room, which its first order may not use.
     known = [plan for plan, _ in found[:_ORDERED]]
-    others = [(looks.seen[key][0], looks.lowered(key)) for key in looks.fitting() if key in uniform]
-    others = [pair for pair in others if pair[0] not in known and looks.fits(pair[1].prediction)]
+    others = [
+        (evaluator.seen[key][0], evaluator.lowered(key))
+        for key in evaluator.fitting()
+        if key in uniform
+    ]
+    others = [
+        pair for pair in others if pair[0] not in known and evaluator.fits(pair[1].prediction)
+    ]
     found = [*found[:_ORDERED], *others]
     ordered = [with_fastest_order(*pair, captured, ctx, passes) for pair in found]
     fastest = min(ordered, key=lambda pair: pair[1].prediction.step_seconds)

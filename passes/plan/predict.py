@@ -29,7 +29,7 @@ from passes.types.plan import Plan, Prediction
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class LoweredStep:
     """A plan's lowered graphs, how they ran in the simulator, and the sum of it."""
 
     prediction: Prediction
@@ -38,7 +38,9 @@ class Step:
     simulations: tuple[Simulation, Simulation]
 
 
-def predict(captured: Captured | Folded, plan: Plan, ctx: Context, passes: Sequence[Pass]) -> Step:
+def predict(
+    captured: Captured | Folded, plan: Plan, ctx: Context, passes: Sequence[Pass]
+) -> LoweredStep:
     """Lower a captured step as the plan says, and simulate it.
 
     ``captured``: or folded; then the graphs lack layers, and the prediction does not.
@@ -54,7 +56,7 @@ def predict(captured: Captured | Folded, plan: Plan, ctx: Context, passes: Seque
 
 def _predict(
     captured: Captured, folded: Folded | None, plan: Plan, ctx: Context, passes: Sequence[Pass]
-) -> Step:
+) -> LoweredStep:
     laid = lay_out(captured, folded.without_inner(plan) if folded else plan, ctx)
     if folded is not None:
         put_in(laid, folded, plan, ctx)
@@ -105,7 +107,7 @@ def _predict(
         recomputed_bytes=recomputed_bytes,
         recomputed_seconds=recomputed_seconds,
     )
-    return Step(prediction, lowered[0], lowered[1], (forward, backward))
+    return LoweredStep(prediction, lowered[0], lowered[1], (forward, backward))
 
 
 def _between(ctx: Context, forward: Simulation) -> dict[str, int]:

@@ -8,7 +8,7 @@ import math
 from passes.candidates.recompute_sets import RecomputeSet
 from passes.capture.fold_layers import Folded
 from passes.plan.dynamic_program import Table
-from passes.plan.evaluator import Key, Looks
+from passes.plan.evaluator import Candidate, PlanEvaluator
 from passes.types.plan import Decision
 
 #: Of the forward's and the backward's communication.
@@ -17,7 +17,7 @@ WEIGHTS = ((1.0, 1.0), (0.0, 1.0), (1.0, 0.0), (0.3, 1.0))
 _MOST_TRIES, _CLOSER_TRIES = 6, 2
 
 
-def look_at_uniform(looks: Looks) -> list[Key]:
+def look_at_uniform(evaluator: PlanEvaluator) -> list[Candidate]:
     """Look at replicating all; under a limit and of a folded step also at sharding all.
 
     Proposals may miss that: they are as near the limit as the additive model says, and leave less
@@ -25,18 +25,18 @@ def look_at_uniform(looks: Looks) -> list[Key]:
 
     Returns what was looked at.
     """
-    limited = looks.ctx.limit_bytes is not None or isinstance(looks.captured, Folded)
+    limited = evaluator.ctx.limit_bytes is not None or isinstance(evaluator.captured, Folded)
     options = len(Decision) if limited else 1
     keys = [
-        Key(tuple(o[min(option, len(o) - 1)].decision for o in looks.choices))
+        Candidate(tuple(o[min(option, len(o) - 1)].decision for o in evaluator.choices))
         for option in range(options)
     ]
     for key in keys:
-        looks.look(key)
+        evaluator.evaluate(key)
     return keys
 
 
-def propose_all(looks: Looks) -> tuple[float, float]:
+def propose_all(evaluator: PlanEvaluator) -> tuple[float, float]:
     """Look at proposals of all weightings; returns that of the fastest plan that fits.
 
     Of a folded step, where nothing fits by the first, not by the others: only what is recomputed
@@ -44,80 +44,82 @@ def propose_all(looks: Looks) -> tuple[float, float]:
     """
     seconds: dict[tuple[float, float], float] = {}
     for weights in WEIGHTS:
-        seconds[weights] = propose(looks, weights)
-        if isinstance(looks.captured, Folded) and seconds[weights] == math.inf:
+        seconds[weights] = propose(evaluator, weights)
+        if isinstance(evaluator.captured, Folded) and seconds[weights] == math.inf:
             break
     return min(seconds, key=seconds.__getitem__)
 
 
-def propose(looks: Looks, weights: tuple[float, float], one: RecomputeSet | None = None) -> float:
+def propose(
+    evaluator: PlanEvaluator, weights: tuple[float, float], one: RecomputeSet | None = None
+) -> float:
     """Look at the dynamic programme's plans for ever smaller budgets until one fits.
 
     Then for budgets between that one and the last that did not.
 
     Returns the seconds of the fastest that fits, infinity if none does.
     """
-    table = Table(looks.tied_choices, weights, looks.ctx)
-    limit_bytes = looks.ctx.limit_bytes
-    bounds = (table.most_bytes, limit_bytes, looks.budgets.get(one))
+    table = Table(evaluator.tied_choices, weights, evaluator.ctx)
+    limit_bytes = evaluator.ctx.limit_bytes
+    bounds = (table.most_bytes, limit_bytes, evaluator.budgets.get(one))
     budget = min(bound for bound in bounds if bound is not None)
-    too_much, shrink_bytes, known = budget, table.unit_bytes, len(looks.seen)
-    while len(looks.seen) < known + _MOST_TRIES:
+    too_much, shrink_bytes, known = budget, table.unit_bytes, len(evaluator.seen)
+    while len(evaluator.seen) < known + _MOST_TRIES:
         decisions = table.best(budget)
         if decisions is None:
             return math.inf
-        said = looks.look(looks.spread(decisions).recomputing(one))
-        if limit_bytes is None or looks.fits(said):
+        prediction = evaluator.evaluate(evaluator.spread(decisions).recomputing(one))
+        if limit_bytes is None or evaluator.fits(prediction):
             break
         # Where a plan is just above the limit, a budget that is just smaller need not help:
         # the peak may be somewhere else than what the budget is of.
-        over = said.peak_bytes - limit_bytes
+        over = prediction.peak_bytes - limit_bytes
         too_much = min(budget, table.memory_bytes(decisions))
         budget = too_much - max(over, shrink_bytes)
         shrink_bytes *= 2
     else:
         return math.inf
-    seconds = said.step_seconds
+    seconds = prediction.step_seconds
     if isinstance(
-        looks.captured, Folded
+        evaluator.captured, Folded
     ):  # few looks: ``passes/plan/mix_layers.py`` fits more closely
-        looks.budgets[one] = budget
+        evaluator.budgets[one] = budget
         return seconds
     for _ in range(_CLOSER_TRIES if limit_bytes is not None else 0):
         between = (budget + too_much) // 2
         decisions = table.best(between)
         if decisions is not None:
-            said = looks.look(looks.spread(decisions).recomputing(one))
-        if decisions is not None and looks.fits(said):
+            prediction = evaluator.evaluate(evaluator.spread(decisions).recomputing(one))
+        if decisions is not None and evaluator.fits(prediction):
             budget = between
-            seconds = min(seconds, said.step_seconds)
+            seconds = min(seconds, prediction.step_seconds)
         else:
             too_much = between
     return seconds
 
 
-def recompute_some(looks: Looks, weights: tuple[float, float]) -> None:
+def recompute_some(evaluator: PlanEvaluator, weights: tuple[float, float]) -> None:
     """Where the limit takes anything from the fastest plan: plans that recompute, more or less."""
-    if not looks.limited or not looks.sets:
+    if not evaluator.limited or not evaluator.sets:
         return
 
     @functools.cache
     def seconds(index: int) -> tuple[float, int]:
-        found = propose(looks, weights, looks.sets[index])
+        found = propose(evaluator, weights, evaluator.sets[index])
         return found, -index if found == math.inf else index  # more, where nothing fits
 
-    best, step = (len(looks.sets) - 1) // 2, 2
+    best, step = (len(evaluator.sets) - 1) // 2, 2
     while step:
-        near = [i for i in (best, best - step, best + step) if 0 <= i < len(looks.sets)]
+        near = [i for i in (best, best - step, best + step) if 0 <= i < len(evaluator.sets)]
         best = min(near, key=seconds)
         step //= 2
-    if isinstance(looks.captured, Folded):  # few looks
+    if isinstance(evaluator.captured, Folded):  # few looks
         return
     for other in WEIGHTS:
         if other != weights:
-            propose(looks, other, looks.sets[best])
+            propose(evaluator, other, evaluator.sets[best])
     # Peaks do not fall from set to set: one that is far from all these may fit.
-    if looks.fitting():
-        fastest, _ = looks.fastest()
-        for one in looks.sets:
-            looks.look(fastest.recomputing(one))
+    if evaluator.fitting():
+        fastest, _ = evaluator.fastest()
+        for one in evaluator.sets:
+            evaluator.evaluate(fastest.recomputing(one))

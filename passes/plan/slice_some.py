@@ -9,8 +9,8 @@ knows.
 
 from __future__ import annotations
 
-from passes.candidates.slice_groups import Family
-from passes.plan.evaluator import Key, Looks
+from passes.candidates.slice_groups import SliceGroup
+from passes.plan.evaluator import Candidate, PlanEvaluator
 
 #: In how many slices a family may run.
 SLICES = (2, 4, 8)
@@ -18,56 +18,62 @@ SLICES = (2, 4, 8)
 _MOST_FASTER, _MOST_FAMILIES = 3, 3
 
 
-def slice_some(looks: Looks) -> None:
+def slice_some(evaluator: PlanEvaluator) -> None:
     """Where the limit takes anything from the fastest plan: that and others in slices."""
-    if not looks.limited:
+    if not evaluator.limited:
         return
-    families = looks.families[:_MOST_FAMILIES]
-    if not families:
+    slice_groups = evaluator.slice_groups[:_MOST_FAMILIES]
+    if not slice_groups:
         return
-    fitting = looks.fitting()
-    for key in _faster_ones(looks):
-        for family in families:
-            _until_it_fits(looks, key, family)
+    fitting = evaluator.fitting()
+    for key in _faster_ones(evaluator):
+        for slice_group in slice_groups:
+            _until_it_fits(evaluator, key, slice_group)
     if fitting:
-        best, _ = looks.fastest()
-        for family in families:
+        best, _ = evaluator.fastest()
+        for slice_group in slice_groups:
             for slices in SLICES[:2]:
-                looks.look(looks.slicing(best, family, slices))
-                _keep_some(looks, best, family, slices)
+                evaluator.evaluate(evaluator.slicing(best, slice_group, slices))
+                _keep_some(evaluator, best, slice_group, slices)
 
 
-def _faster_ones(looks: Looks) -> list[Key]:
+def _faster_ones(evaluator: PlanEvaluator) -> list[Candidate]:
     """The fastest of what does not fit, whose peaks slices could bring under the limit."""
-    limit_bytes = looks.ctx.limit_bytes
+    limit_bytes = evaluator.ctx.limit_bytes
     assert limit_bytes is not None
-    most_bytes = 2 * looks.families[0].layer_bytes  # the weights of a layer, and their gradients
-    bound = looks.fastest()[1] if looks.fitting() else None
+    most_bytes = (
+        2 * evaluator.slice_groups[0].layer_bytes
+    )  # the weights of a layer, and their gradients
+    bound = evaluator.fastest()[1] if evaluator.fitting() else None
     found = [
         key
-        for key, (_, said) in looks.seen.items()
-        if limit_bytes < said.peak_bytes <= limit_bytes + most_bytes
-        and (bound is None or said.step_seconds < bound)
+        for key, (_, prediction) in evaluator.seen.items()
+        if limit_bytes < prediction.peak_bytes <= limit_bytes + most_bytes
+        and (bound is None or prediction.step_seconds < bound)
     ]
-    return sorted(found, key=looks.seconds)[:_MOST_FASTER]
+    return sorted(found, key=evaluator.seconds)[:_MOST_FASTER]
 
 
-def _until_it_fits(looks: Looks, key: Key, family: Family) -> None:
+def _until_it_fits(evaluator: PlanEvaluator, key: Candidate, slice_group: SliceGroup) -> None:
     """In ever more slices, with what was decided on the weights or some of the slices kept."""
     for slices in SLICES:
-        said = looks.look(looks.slicing(key, family, slices))
-        if looks.fits(said) or _keep_some(looks, key, family, slices):
+        prediction = evaluator.evaluate(evaluator.slicing(key, slice_group, slices))
+        if evaluator.fits(prediction) or _keep_some(evaluator, key, slice_group, slices):
             return
 
 
-def _keep_some(looks: Looks, key: Key, family: Family, slices: int) -> bool:
+def _keep_some(
+    evaluator: PlanEvaluator, key: Candidate, slice_group: SliceGroup, slices: int
+) -> bool:
     """As many slices kept as fit, the others gathered again; whether any number of them fits."""
-    if family.of_input or not looks.fits(looks.look(looks.slicing(key, family, slices, 0))):
+    if slice_group.of_input or not evaluator.fits(
+        evaluator.evaluate(evaluator.slicing(key, slice_group, slices, 0))
+    ):
         return False
-    fits, too_many = 0, family.most_kept(slices) + 1
+    fits, too_many = 0, slice_group.most_kept(slices) + 1
     while too_many - fits > 1:
         kept = (fits + too_many) // 2
-        if looks.fits(looks.look(looks.slicing(key, family, slices, kept))):
+        if evaluator.fits(evaluator.evaluate(evaluator.slicing(key, slice_group, slices, kept))):
             fits = kept
         else:
             too_many = kept

@@ -86,7 +86,7 @@ def _operator(target: Any) -> str:
     return str(target).removeprefix("aten.").removesuffix(".default")
 
 
-class Cut:
+class PartitionBoundary:
     """How a step was cut: what the backward is given, and what it can make of that.
 
     ``saved``: the forward's nodes that are saved, each with the backward's placeholder.
@@ -242,9 +242,10 @@ class _Rewriting:
         self, forward: fx.GraphModule, backward: fx.GraphModule, kept: Collection[str]
     ) -> None:
         self.forward, self.backward, self.kept = forward, backward, kept
-        self.cut = Cut(forward.graph, backward.graph)
+        self.cut = PartitionBoundary(forward.graph, backward.graph)
         self.besides: dict[fx.Node, None] = {}  # to be saved where it is read
-        self.now_saved: dict[fx.Node, fx.Node] = {}  # as Cut.saved, what was not before
+        # As PartitionBoundary.saved; a node is in it that was not saved before.
+        self.now_saved: dict[fx.Node, fx.Node] = {}
         self.copies: dict[fx.Node, fx.Node] = {}
         self.chosen: dict[fx.Node, str] = {}  # and its key
         nodes = backward.graph.nodes

@@ -56,7 +56,7 @@ from passes.ops.p2p import EXCHANGE, GATHER_PARTS
 from passes.ops.packing import MEAN_RANKS, PACK, PACK_COLUMNS, PAD_ROWS, TRIM_ROWS, UNPACK
 from passes.types.context import Context
 from passes.types.plan import Collective
-from passes.types.shard_layout import Cut
+from passes.types.shard_layout import ShardLayout
 
 _aten = torch.ops.aten
 
@@ -129,7 +129,7 @@ def unpack(
     start: int,
     shape: Sequence[int],
     sent: fx.Node | None,
-    cut: Cut,
+    cut: ShardLayout,
 ) -> fx.Node:
     """A full tensor out of what was gathered, from a column on; see :func:`gather` for ``sent``."""
     args: tuple[Any, ...] = (gathered, cut.ranks, start, list(shape))

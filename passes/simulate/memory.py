@@ -21,7 +21,7 @@ from torch import fx
 
 from passes.annotate.annotate_costs import cost_of
 from passes.annotate.kernel_placement import Kernels
-from passes.graph.dataflow import Wiring
+from passes.graph.dataflow import Dataflow
 from passes.graph.fx_utils import (
     WAIT,
     is_collective,
@@ -59,7 +59,7 @@ class Memory:
         return max(self.curve, default=0)
 
 
-class Course(NamedTuple):
+class MemoryTrace(NamedTuple):
     """How the memory of a graph changes as its nodes run in one order, all in bytes.
 
     ``order``: the nodes, by their places in the wiring. ``birth``, ``death``: the places in the
@@ -92,10 +92,10 @@ class MemoryModel:
     those who live only inside others' kernels looked through.
     """
 
-    def __init__(self, wiring: Wiring) -> None:
-        self._wiring = wiring
-        self._kernels = Kernels(wiring)
-        self._returned = [*wiring.returned()]
+    def __init__(self, dataflow: Dataflow) -> None:
+        self._wiring = dataflow
+        self._kernels = Kernels(dataflow)
+        self._returned = [*dataflow.returned()]
         self._size: list[int] = []
         self._inlined: list[bool] = []
         self._over: list[bool] = []
@@ -106,32 +106,32 @@ class MemoryModel:
         self._part: list[bool] = []
         self._ends: list[bool] = []
         self._needed: dict[tuple[int, int], bool] = {}
-        for index, node in enumerate(wiring.nodes):
-            meta, traits, cost = node.meta, wiring.traits[index], cost_of(node)
+        for index, node in enumerate(dataflow.nodes):
+            meta, traits, cost = node.meta, dataflow.traits[index], cost_of(node)
             size_bytes = 0 if meta.get(STATIC) else cost.memory_bytes
             self._size.append(size_bytes)
-            readers = bool(wiring.readers[index])
+            readers = bool(dataflow.readers[index])
             inlined = traits.fusible and cost.memory_bytes == 0 and readers
             self._inlined.append(inlined and not is_reduction(node))
             self._part.append(cost.in_function and cost.memory_bytes > 0)
             is_view = traits.alias and node.target is not WAIT
             self._ends.append(
-                wiring.called[index] and not (traits.fusible or traits.getitem or is_view)
+                dataflow.called[index] and not (traits.fusible or traits.getitem or is_view)
             )
             self._over.append(traits.fusible and size_bytes > 0)
             given = bool(meta.get(SAVED)) and LENT not in meta
-            self._own.append(wiring.called[index] or given)
+            self._own.append(dataflow.called[index] or given)
             self._workspace.append(cost.workspace_bytes)
             if node.target is WAIT and isinstance(node.args[0], fx.Node):
-                start = wiring.place[node.args[0]]
-                if wiring.traits[start].collective:
-                    source = wiring.root[wiring.place[node.args[0].args[0]]]
+                start = dataflow.place[node.args[0]]
+                if dataflow.traits[start].collective:
+                    source = dataflow.root[dataflow.place[node.args[0].args[0]]]
                     self._held += [(source, index), (start, index)]
                     if self._workspace[start]:
                         self._staged.append((start, index))
-        self._reading: list[list[int]] = list(wiring.readers)
-        for index in reversed(range(len(wiring.nodes))):
-            own = wiring.readers[index]
+        self._reading: list[list[int]] = list(dataflow.readers)
+        for index in reversed(range(len(dataflow.nodes))):
+            own = dataflow.readers[index]
             if any(map(self._inlined.__getitem__, own)):
                 seen: dict[int, None] = {}
                 for user in own:
@@ -139,7 +139,7 @@ class MemoryModel:
                     seen.update(dict.fromkeys(self._reading[user] if inside else [user]))
                 self._reading[index] = list(seen)
 
-    def course(self, nodes: Iterable[fx.Node] | None = None) -> Course:
+    def trace(self, nodes: Iterable[fx.Node] | None = None) -> MemoryTrace:
         """How memory changes, with the nodes in this order (None: that of the wiring)."""
         place_of = self._wiring.place
         count = len(place_of)
@@ -190,31 +190,31 @@ class MemoryModel:
                         freed[ends[place]].append(one)
             for one in freed[place]:
                 alive_bytes -= size[one]
-        return Course(order, curve, birth, death, at, over)
+        return MemoryTrace(order, curve, birth, death, at, over)
 
-    def described(self, course: Course) -> Memory:
+    def described(self, trace: MemoryTrace) -> Memory:
         """What there is at the peak, and at the end."""
-        nodes, size, at = self._wiring.nodes, self._size, course.at
+        nodes, size, at = self._wiring.nodes, self._size, trace.at
         alive = [
             index
-            for index, last in course.death.items()
-            if course.birth[index] <= at <= last and size[index] and index not in course.over
+            for index, last in trace.death.items()
+            if trace.birth[index] <= at <= last and size[index] and index not in trace.over
         ]
         peak = dict.fromkeys(KINDS, 0)
         returned = set(self._returned)
         for index in alive:
             peak[kind_of(nodes[index], index in returned)] += size[index]
-        runs = course.order[at]
+        runs = trace.order[at]
         if not self._wiring.traits[runs].collective:
             peak["workspace"] = self._workspace[runs]
-        place = {index: where for where, index in enumerate(course.order)}
+        place = {index: where for where, index in enumerate(trace.order)}
         in_flight = [start for start, wait in self._staged if place[start] <= at < place[wait]]
         peak["communication"] += sum([self._workspace[start] for start in in_flight])
         end = len(nodes) - 1
-        kept_bytes = sum([size[index] for index, last in course.death.items() if last == end])
+        kept_bytes = sum([size[index] for index, last in trace.death.items() if last == end])
         return Memory(
-            course.curve,
-            nodes[course.order[at]],
+            trace.curve,
+            nodes[trace.order[at]],
             [nodes[index] for index in alive],
             [nodes[index] for index in in_flight],
             {kind: size_bytes for kind, size_bytes in peak.items() if size_bytes},
@@ -295,8 +295,8 @@ class MemoryModel:
         for where, index in enumerate(order):
             place[index] = where
         last = len(order) - 1
-        wiring = self._wiring
-        alias, readers, inlined = wiring.alias, wiring.readers, self._inlined
+        dataflow = self._wiring
+        alias, readers, inlined = dataflow.alias, dataflow.readers, self._inlined
         runs = [last] * len(order)  # where the kernel of a node really runs
         death: dict[int, int] = {}
         held = [0] * len(order)
@@ -321,8 +321,8 @@ class MemoryModel:
 
 def memory_of(graph: fx.Graph) -> Memory:
     """Memory of an annotated graph in its order. See the module's docstring."""
-    model = MemoryModel(Wiring(graph))
-    return model.described(model.course())
+    model = MemoryModel(Dataflow(graph))
+    return model.described(model.trace())
 
 
 def returned_roots(graph: fx.Graph) -> set[fx.Node]:

@@ -28,7 +28,7 @@ from passes.graph.fx_utils import call, copy_module, output_node
 from passes.graph.metadata import GATHERED, SAVED, SAVES
 from passes.ops.markers import UNSHARD
 from passes.ops.slicing import JOIN_SLICES, TAKE_SLICE, Slices, slice_name
-from passes.recompute.recompute_activations import Cut, save_instead
+from passes.recompute.recompute_activations import PartitionBoundary, save_instead
 from passes.split.split_operators import Sliced, splits, splitter_of
 from passes.types.context import Context
 
@@ -40,7 +40,7 @@ def split_saved(forward: fx.GraphModule, backward: fx.GraphModule, ctx: Context)
     known = splitter_of(copy_module(forward), ctx)
     known.run()
     sliced = {node.name: found for node, found in known.sliced.items()}
-    cut = Cut(forward.graph, backward.graph)
+    cut = PartitionBoundary(forward.graph, backward.graph)
     output = output_node(forward.graph)
     returned = list(output.args[0])  # type: ignore[arg-type]
     first = len(returned) - len(cut.saved)

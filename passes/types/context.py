@@ -14,7 +14,7 @@ import torch
 
 from passes.types.hardware import Hardware
 from passes.types.plan import Decision, Plan
-from passes.types.shard_layout import Cut
+from passes.types.shard_layout import ShardLayout
 
 
 class Phase(str, enum.Enum):
@@ -69,7 +69,7 @@ class Parameter:
 
 
 @dataclasses.dataclass(frozen=True)
-class Level:
+class MeshDim:
     """One dimension of a two-level mesh of the ranks.
 
     ``name``: as the profile has it (``Hardware.dimensions``).
@@ -128,7 +128,7 @@ class Context:
     slices: tuple[tuple[str, int, int], ...] | None = None
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
-    levels: tuple[Level, Level] | None = None
+    levels: tuple[MeshDim, MeshDim] | None = None
 
     def network(self, group_name: str) -> tuple[Hardware, int]:
         """What collectives on a group cost, and how many ranks it has."""
@@ -137,7 +137,7 @@ class Context:
                 return self.along(level)
         return self.hardware, self.world_size
 
-    def along(self, level: Level) -> tuple[Hardware, int]:
+    def along(self, level: MeshDim) -> tuple[Hardware, int]:
         """What collectives along a level cost, and how many ranks it has."""
         return self.hardware.along(level.name), level.size
 
@@ -146,7 +146,7 @@ class Context:
         """Ranks along the inner level; None: the mesh has no levels."""
         return None if self.levels is None else self.levels[1].size
 
-    def cut(self, decision: Decision) -> Cut:
+    def cut(self, decision: Decision) -> ShardLayout:
         """How a parameter with this decision lies on the ranks.
 
         In a plan that shards within hosts, what is sharded over all ranks is cut for the hosts
@@ -161,12 +161,12 @@ class Context:
         return found
 
     @functools.cached_property
-    def _cuts(self) -> dict[Decision, Cut]:
+    def _cuts(self) -> dict[Decision, ShardLayout]:
         return {}
 
-    def _cut(self, decision: Decision) -> Cut:
+    def _cut(self, decision: Decision) -> ShardLayout:
         if not decision.sharded:
-            return Cut(1, 0, self.group_name)
+            return ShardLayout(1, 0, self.group_name)
         if decision.within_host:
             if self.levels is None:
                 raise ValueError(
@@ -175,11 +175,11 @@ class Context:
                 )
             outer, inner = self.levels
             place, names = self.rank % inner.size, (inner.group_name, outer.group_name)
-            return Cut(inner.size, place, names[0], between=names[1], copies=outer.size)
+            return ShardLayout(inner.size, place, names[0], between=names[1], copies=outer.size)
         hosts = self.levels[0].size if self.levels and self.plan.within_hosts else 1
-        return Cut(self.world_size, self.rank, self.group_name, hosts=hosts)
+        return ShardLayout(self.world_size, self.rank, self.group_name, hosts=hosts)
 
-    def cut_by(self, group_name: str) -> Cut:
+    def cut_by(self, group_name: str) -> ShardLayout:
         """How what is gathered and scattered on a process group lies on the ranks."""
         within = self.levels is not None and group_name == self.levels[1].group_name
         return self.cut(Decision.SHARD_HOST_AGAIN if within else Decision.SHARD_AGAIN)

@@ -6,7 +6,7 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class ShardLayout:
     """How a parameter lies on the ranks.
 
     ``ranks``: how many share its rows; 1: every rank has all.

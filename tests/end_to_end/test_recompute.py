@@ -15,7 +15,7 @@ from osdp_compile.engine.backend import compile_graph
 from osdp_compile.options import Options
 from osdp_compile.planning.traced_step import trace
 from osdp_compile.trace import fake_world, trace_graphs
-from passes.recompute.recompute_activations import Cut, keys_of, recompute
+from passes.recompute.recompute_activations import PartitionBoundary, keys_of, recompute
 from passes.types.plan import FLAT_DECISIONS
 from passes.types.units import parse_bytes
 from tests.training import SLOW, Recipe, Reference, adamw, train_osdp
@@ -61,7 +61,7 @@ def llama():
 
 def saved_keys(forward, backward) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors that a step saves and could compute again, by their keys."""
-    cut = Cut(forward.graph, backward.graph)
+    cut = PartitionBoundary(forward.graph, backward.graph)
     return {
         key: tuple(node.meta["val"].shape)
         for node, key in keys_of(forward.graph).items()

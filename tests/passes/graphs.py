@@ -14,7 +14,7 @@ from passes._torch import FakeTensorMode
 from passes.annotate.annotate_costs import Cost
 from passes.graph.fx_utils import set_value
 from passes.graph.metadata import COST, STATIC
-from passes.types.context import Context, Level, Parameter
+from passes.types.context import Context, MeshDim, Parameter
 from passes.types.hardware import Hardware, LinkRate
 from passes.types.plan import Decision, ParameterPlan, Plan
 
@@ -78,9 +78,9 @@ def hardware(**changes: Any) -> Hardware:
     return Hardware(**{**fields, **changes})
 
 
-def two_levels(hosts: int, world_size: int) -> tuple[Level, Level]:
+def two_levels(hosts: int, world_size: int) -> tuple[MeshDim, MeshDim]:
     """The levels of a mesh of hosts with as many ranks each."""
-    return Level("host", hosts, OUTER), Level("gpu", world_size // hosts, INNER)
+    return MeshDim("host", hosts, OUTER), MeshDim("gpu", world_size // hosts, INNER)
 
 
 def with_levels(given: Hardware, outer: LinkRate, inner: LinkRate) -> Hardware:

@@ -18,7 +18,7 @@ from osdp_compile.engine import backend
 from osdp_compile.options import Options
 from osdp_compile.torch_versions import TESTED, newer_than_tested, release
 from osdp_compile.trace import fake_world
-from passes.graph.metadata import MEMORY, PACKABLE, WIRING
+from passes.graph.metadata import DATAFLOW, MEMORY, PACKABLE
 from tests.training import SLOW
 from tools import compat, environment
 
@@ -50,7 +50,7 @@ def test_inductors_cache_key_holds_nothing_of_the_passes():
     kept = []
 
     def inner(gm, inputs, **kwargs):
-        kept.append(sorted({MEMORY, PACKABLE, WIRING} & set(gm.meta)))
+        kept.append(sorted({MEMORY, PACKABLE, DATAFLOW} & set(gm.meta)))
         return make_boxed_func(gm.forward)
 
     def compiled(gm, inputs):

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from osdp_compile.runtime.meshes import check_mesh, flat_mesh, groups_along, levels_of
 from osdp_compile.trace import fake_world
-from passes.types.context import Level
+from passes.types.context import MeshDim
 from passes.types.hardware import generic
 
 
@@ -47,7 +47,7 @@ def test_one_rank_along_a_dimension_is_no_level(shape):
 
 
 def test_levels_need_all_rates_along_both_dimensions():
-    levels = [Level("host", 2, "hosts"), Level("gpu", 4, "gpus")]
+    levels = [MeshDim("host", 2, "hosts"), MeshDim("gpu", 4, "gpus")]
     both = generic(dimensions=("host", "gpu"))
     assert levels_of(levels, both, by_exchange=False) == tuple(levels)
     assert levels_of(levels, generic(), by_exchange=False) is None

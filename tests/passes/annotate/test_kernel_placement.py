@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from passes.annotate.kernel_placement import FAR_KERNELS, Kernels
-from passes.graph.dataflow import Wiring
+from passes.graph.dataflow import Dataflow
 from passes.graph.fx_utils import positions
 from passes.graph.metadata import REGION
 from tests.passes.graphs import price
@@ -29,9 +29,9 @@ def fused(
 
 def places(b: Priced, *outputs: fx.Node) -> dict[fx.Node, int]:
     """Where each kernel runs, in a graph that returns these."""
-    wiring = Wiring(b.finish(*outputs).graph)
-    found = Kernels(wiring).places(range(len(wiring.nodes)))
-    return dict(zip(wiring.nodes, found, strict=True))
+    dataflow = Dataflow(b.finish(*outputs).graph)
+    found = Kernels(dataflow).places(range(len(dataflow.nodes)))
+    return dict(zip(dataflow.nodes, found, strict=True))
 
 
 def test_results_that_share_what_they_read_are_written_by_the_first_ones_kernel():
@@ -43,7 +43,7 @@ def test_results_that_share_what_they_read_are_written_by_the_first_ones_kernel(
     second = fused(b, aten.mul.Tensor, source, inside, memory_bytes=10)
     found = b.simulated(product, b.kernel(second, memory_bytes=1))
     place = positions(b.graph)
-    runs = dict(zip(place, Kernels(Wiring(b.graph)).places(range(len(place))), strict=True))
+    runs = dict(zip(place, Kernels(Dataflow(b.graph)).places(range(len(place))), strict=True))
     assert runs[second] == runs[first] == place[first]
     assert runs[product] == place[product]
     # Both results are there as the kernel runs, and none in the source's place: both read it.
@@ -131,7 +131,7 @@ def test_what_is_computed_of_a_sum_alone_reads_the_sum_and_not_what_was_summed()
     last = fused(b, aten.rsqrt.default, total, memory_bytes=1)
     found = b.simulated(product, last)
     place = positions(b.graph)
-    runs = dict(zip(place, Kernels(Wiring(b.graph)).places(range(len(place))), strict=True))
+    runs = dict(zip(place, Kernels(Dataflow(b.graph)).places(range(len(place))), strict=True))
     assert runs[last] == runs[first] == runs[total] == place[total]
     # Once the first result is in its place, the source is no more.
     assert found.memory.curve == [0, 10, 11, 11, 12, 2, 2]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from passes.candidates.slice_groups import split_families, splits_by_hand
+from passes.candidates.slice_groups import find_slice_groups, splits_by_hand
 from passes.types.context import Context
 from passes.types.plan import OF_INPUT, Split
 from tests.passes.captures import capture_step
@@ -63,28 +63,30 @@ def test_what_is_sliced_together_is_found(model, batch, wanted):
     captured, ctx = capture_step(model, batch, world_size=2)
     found = [
         {name: (along, like) for name, along, like in layer.along}
-        for family in split_families(captured, ctx)
-        for layer in family.layers
+        for slice_group in find_slice_groups(captured, ctx)
+        for layer in slice_group.layers
     ]
     assert wanted in found
 
 
 def test_a_head_of_many_words_by_rows_of_its_input():
     captured, ctx = capture_step(Guessing(), WORDS, world_size=2)
-    first, *_ = split_families(captured, ctx)
+    first, *_ = find_slice_groups(captured, ctx)
     assert first.of_input and first.layer_bytes == 10 * 64 * 4
     assert first.into(3) == (Split("head.weight", 3, OF_INPUT),)
     assert first.recompute  # of the logits
     # A head that makes less than it holds.
     captured, ctx = capture_step(Words(), WORDS[:1, :2], world_size=2)
-    assert not any(family.of_input for family in split_families(captured, ctx))
+    assert not any(slice_group.of_input for slice_group in find_slice_groups(captured, ctx))
 
 
 def test_layers_that_are_alike_are_split_alike_and_each_by_itself():
     captured, ctx = capture_step(Blocks(), TOKENS, world_size=2)
-    (family,) = [one for one in split_families(captured, ctx) if "blocks.0.up.weight" in one.names]
-    assert len(family.layers) == 2 and family.layer_bytes == 3 * 6 * 16 * 4
-    for number, layer in enumerate(family.layers):
+    (slice_group,) = [
+        one for one in find_slice_groups(captured, ctx) if "blocks.0.up.weight" in one.names
+    ]
+    assert len(slice_group.layers) == 2 and slice_group.layer_bytes == 3 * 6 * 16 * 4
+    for number, layer in enumerate(slice_group.layers):
         assert {like for *_, like in layer.along} == {None, f"blocks.{number}.up.weight"}
         assert all(name.startswith(f"blocks.{number}.") for name, *_ in layer.along)
 
@@ -130,8 +132,8 @@ def test_an_mlp_is_sliced_by_what_lies_between_its_linears_whatever_else_it_is_i
     captured, ctx = capture_step(Residual(), ROWS, world_size=2)
     mlp = {"up.weight": 0, "down.weight": 1}
     found = [
-        {name: along for name, along, _ in family.layers[0].along}
-        for family in split_families(captured, ctx)
+        {name: along for name, along, _ in slice_group.layers[0].along}
+        for slice_group in find_slice_groups(captured, ctx)
     ]
     assert mlp in found
     assert {"proj.weight": 0, "up.weight": 1, "down.weight": 0} in found

@@ -14,7 +14,7 @@ from passes.capture.captured_step import Captured
 from passes.capture.fold_layers import Folded, fold, layers_of
 from passes.overlap.bucket_collectives import bucket_bytes_for
 from passes.pipeline import default_passes
-from passes.plan.evaluator import Looks
+from passes.plan.evaluator import PlanEvaluator
 from passes.plan.planner import Infeasible, make_plan
 from passes.plan.predict import Step, predict
 from passes.types.context import Context
@@ -139,7 +139,7 @@ def test_a_folded_step_takes_as_much_memory_as_the_whole(mix):
 @functools.cache
 def sets() -> list[RecomputeSet]:
     ctx = captured()[1].replace(hardware=network(NETWORKS["even"]))
-    return Looks(folded(), ctx, PASSES).sets
+    return PlanEvaluator(folded(), ctx, PASSES).sets
 
 
 def test_what_is_recomputed_is_in_all_layers():

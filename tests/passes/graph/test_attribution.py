@@ -7,8 +7,8 @@ import torch
 from torch import fx, nn
 
 from passes.annotate.annotate_costs import cost_of
-from passes.graph.attribution import serves
-from passes.graph.dataflow import Wiring
+from passes.graph.attribution import attribution
+from passes.graph.dataflow import Dataflow
 from passes.graph.fx_utils import ALL_GATHER, ALL_REDUCE, WAIT, is_collective
 from passes.graph.metadata import COLLECTIVE, PHASE
 from passes.pipeline import default_passes
@@ -22,8 +22,12 @@ aten = torch.ops.aten
 
 def served(graph: fx.Graph) -> dict[fx.Node, tuple[str, ...]]:
     """What each node serves, but for those that serve nothing."""
-    wiring = Wiring(graph)
-    return {node: names for node, names in zip(wiring.nodes, serves(wiring), strict=True) if names}
+    dataflow = Dataflow(graph)
+    return {
+        node: names
+        for node, names in zip(dataflow.nodes, attribution(dataflow), strict=True)
+        if names
+    }
 
 
 def test_a_gather_serves_its_parameter_and_the_kernel_the_weight_it_reads():

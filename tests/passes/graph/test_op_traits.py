@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from passes.annotate.fusion_regions import NO_REGION, materialized, regions
-from passes.graph.dataflow import Wiring
+from passes.graph.dataflow import Dataflow
 from passes.graph.fx_utils import ALL_REDUCE, WAIT
 from passes.graph.op_traits import effective_users, is_fusible
 from passes.ops.markers import UNSHARD
@@ -36,12 +36,12 @@ class Model(GraphBuilder):
 
     def analysed(self, *outputs: fx.Node) -> tuple[dict[fx.Node, int], set[fx.Node]]:
         graph = self.finish(*outputs).graph
-        wiring = Wiring(graph)
-        region = regions(wiring)
-        real = materialized(wiring, region)
+        dataflow = Dataflow(graph)
+        region = regions(dataflow)
+        real = materialized(dataflow, region)
         return (
-            {n: r for n, r in zip(wiring.nodes, region, strict=True) if r != NO_REGION},
-            {n for n, there in zip(wiring.nodes, real, strict=True) if there},
+            {n: r for n, r in zip(dataflow.nodes, region, strict=True) if r != NO_REGION},
+            {n for n, there in zip(dataflow.nodes, real, strict=True) if there},
         )
 
 

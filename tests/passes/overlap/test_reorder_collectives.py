@@ -14,7 +14,7 @@ from passes.annotate.annotate_costs import annotate
 from passes.graph.fx_utils import WAIT, is_collective, positions
 from passes.graph.metadata import COLLECTIVE, HELD_BACK
 from passes.overlap.bucket_collectives import bucket
-from passes.overlap.list_scheduler import Room
+from passes.overlap.list_scheduler import Headroom
 from passes.overlap.reorder_collectives import reorder
 from passes.shard.lower_markers import shard
 from passes.simulate.exposure import Reason
@@ -238,11 +238,11 @@ def test_a_collective_says_what_held_it_back(deciding: bool):
 
 
 def test_room_is_what_is_left_at_each_node():
-    room = Room([5, 3, 9, 4])
-    assert (room.least(0, 2), room.least(2, 4), room.at(1)) == (3, 4, 3)
-    room.take(2, 1, 3)
-    assert [room.at(place) for place in range(4)] == [5, 1, 7, 4]
-    assert room.least(2, 2) > 1 << 60  # used at once: it takes no more than on the spot
+    headroom = Headroom([5, 3, 9, 4])
+    assert (headroom.least(0, 2), headroom.least(2, 4), headroom.at(1)) == (3, 4, 3)
+    headroom.take(2, 1, 3)
+    assert [headroom.at(place) for place in range(4)] == [5, 1, 7, 4]
+    assert headroom.least(2, 2) > 1 << 60  # used at once: it takes no more than on the spot
 
 
 def test_the_limit_is_of_everything_the_rank_holds():

@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 from passes.pipeline import default_passes
-from passes.plan.monotone_search import Ladder
-from passes.plan.planner import Infeasible, make_plan
 from passes.plan import monotone_search as ladder_of
+from passes.plan.monotone_search import MonotoneSearch
+from passes.plan.planner import Infeasible, make_plan
 from passes.types.plan import Plan, Prediction
 from tests.passes.plan.test_planner import captured, peak_of, seconds_of
 
@@ -33,22 +33,24 @@ def test_a_search_that_goes_astray_does_not_count(monkeypatch):
     monkeypatch.setattr(ladder_of, "least_limit", lambda *given: said(0.0, 60))
     step, ctx = captured("even")
     heard: list[str] = []
-    ladder = Ladder(step, ctx, default_passes(), heard.append)
-    assert ladder.rungs(67) == [60, 61, 62, 63, 64, 66]
-    found = [ladder.plan(limit) for limit in range(60, 70)]
+    monotone_search = MonotoneSearch(step, ctx, default_passes(), heard.append)
+    assert monotone_search.rungs(67) == [60, 61, 62, 63, 64, 66]
+    found = [monotone_search.plan(limit) for limit in range(60, 70)]
     assert [seconds_of(plan) for plan in found] == [3, 2.95, 2.9, 2, 2, 2, 2, 2, 1.9, 1.9]
     assert [plan.memory_limit_bytes for plan in found] == [60, 61, 62, 63, 63, 63, 63, 63, 68, 68]
     assert asked == [None, 60, 61, 62, 63, 64, 66, 68]
     assert heard[-2:] == ["searching under 68 B, 7 of 7", "69 B counts as 68 B"]
-    assert ladder.rungs(1 << 20)[-1] == 100, "more than is taken without a limit is of no use"
+    assert monotone_search.rungs(1 << 20)[-1] == 100, (
+        "more than is taken without a limit is of no use"
+    )
 
 
 @pytest.mark.parametrize("gib", [8, 11, 16, 24, 40, 46, 48, 80, 94, 140, 192])
 def test_limits_that_people_give_are_rungs(gib, monkeypatch):
     monkeypatch.setattr(ladder_of, "least_limit", lambda *given: said(0.0, 7 * 2**30 + 12345))
-    monkeypatch.setattr(Ladder, "free", Plan((), 2, prediction=said(1.0, 1 << 40)))
+    monkeypatch.setattr(MonotoneSearch, "free", Plan((), 2, prediction=said(1.0, 1 << 40)))
     step, ctx = captured("even")
-    rungs = Ladder(step, ctx, default_passes()).rungs(gib << 30)
+    rungs = MonotoneSearch(step, ctx, default_passes()).rungs(gib << 30)
     assert rungs[-1] == gib << 30
     assert all(low < high <= 1.04 * low for low, high in itertools.pairwise(rungs))
 
@@ -56,15 +58,17 @@ def test_limits_that_people_give_are_rungs(gib, monkeypatch):
 def test_more_memory_is_never_slower_and_no_plan_is_above_its_limit():
     step, ctx = captured("hourglass", "slow")
     passes = default_passes()
-    ladder = Ladder(step, ctx, passes)
-    least = ladder.least.peak_bytes
-    found = [(limit, ladder.plan(limit)) for limit in range(least, least + least // 20, 1777)]
+    monotone_search = MonotoneSearch(step, ctx, passes)
+    least = monotone_search.least.peak_bytes
+    found = [
+        (limit, monotone_search.plan(limit)) for limit in range(least, least + least // 20, 1777)
+    ]
     assert len({plan.memory_limit_bytes for _, plan in found}) > 1
     for limit, plan in found:
         assert plan.memory_limit_bytes is not None
         assert peak_of(plan) <= plan.memory_limit_bytes <= limit
     assert all(seconds_of(b) <= seconds_of(a) for (_, a), (_, b) in itertools.pairwise(found))
-    highest = ladder.rungs(found[-1][0])[-1]
+    highest = monotone_search.rungs(found[-1][0])[-1]
     own = make_plan(step, ctx.replace(limit_bytes=highest), passes)
     assert seconds_of(found[-1][1]) <= seconds_of(own)
 
@@ -73,7 +77,7 @@ def test_the_least_limit_is_that_of_the_quick_search():
     step, ctx = captured("hourglass", "slow")
     with pytest.raises(Infeasible) as quick:
         make_plan(step, ctx.replace(limit_bytes=1), default_passes())
-    ladder = Ladder(step, ctx, default_passes())
+    monotone_search = MonotoneSearch(step, ctx, default_passes())
     with pytest.raises(Infeasible) as thorough:
-        ladder.plan(ladder.least.peak_bytes - 1)
+        monotone_search.plan(monotone_search.least.peak_bytes - 1)
     assert thorough.value.least_bytes == quick.value.least_bytes

@@ -12,7 +12,7 @@ from passes.capture.captured_step import Captured
 from passes.overlap.bucket_collectives import bucket_bytes_for
 from passes.pipeline import default_passes
 from passes.plan.orders import orders, with_fastest_order
-from passes.plan.predict import Step, predict
+from passes.plan.predict import LoweredStep, predict
 from passes.types.context import Context
 from passes.types.hardware import LinkRate
 from passes.types.plan import Decision, Plan
@@ -33,7 +33,7 @@ def captured() -> tuple[Captured, Context]:
     return capture_step(model, torch.randn(64, WIDTHS[0]), hardware=hardware(collectives=rates))
 
 
-def lowered(ctx: Context) -> tuple[Plan, Step]:
+def lowered(ctx: Context) -> tuple[Plan, LoweredStep]:
     """Everything gathered again, in the order that ``reorder`` finds."""
     step = captured()[0]
     plan = plan_of(ctx.parameters, Decision.SHARD_AGAIN, ctx.world_size)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from passes.capture.captured_step import Captured
 from passes.pipeline import default_passes
-from passes.plan.evaluator import Key, Looks
+from passes.plan.evaluator import Candidate, PlanEvaluator
 from passes.plan.planner import Infeasible, make_plan
 from passes.plan.predict import predict
 from passes.types.context import Context
@@ -78,33 +78,33 @@ def test_by_hand_whatever_else_is_decided():
 
 def test_slices_and_decisions_are_changed_apart():
     step, ctx = capture_step(Mlp(256, bias=False), torch.randn(3, 6), world_size=4)
-    looks = Looks(step, ctx, default_passes())
-    key = Key((Decision.SHARD_KEEP,) * len(ctx.parameters))
-    (family,) = [one for one in looks.families if "up.weight" in one.names]
-    kept = looks.slicing(key, family, 4)
+    evaluator = PlanEvaluator(step, ctx, default_passes())
+    key = Candidate((Decision.SHARD_KEEP,) * len(ctx.parameters))
+    (slice_group,) = [one for one in evaluator.slice_groups if "up.weight" in one.names]
+    kept = evaluator.slicing(key, slice_group, 4)
     assert kept.decisions == key.decisions
-    assert looks.slicing(key, family, 4, 8) == kept  # all of both weights
-    split = looks.slicing(key, family, 4, 5)
+    assert evaluator.slicing(key, slice_group, 4, 8) == kept  # all of both weights
+    split = evaluator.slicing(key, slice_group, 4, 5)
     decided = dict(zip((one.name for one in ctx.parameters), split.decisions, strict=True))
     # The backward reads the last weight first: that one is kept, and of the other one slice.
     assert decided["up.weight"] is Decision.SHARD_AGAIN
     assert decided["down.weight"] is decided["first.weight"] is Decision.SHARD_KEEP
     assert {one.name: one.kept_slices for one in split.splits} == {"up.weight": 1, "down.weight": 0}
-    whole = looks.slicing(split, family, 1)
-    replicated = looks.deciding(kept, (Decision.REPLICATE,) * len(ctx.parameters))
+    whole = evaluator.slicing(split, slice_group, 1)
+    replicated = evaluator.deciding(kept, (Decision.REPLICATE,) * len(ctx.parameters))
     for one, slices in (
         (kept, (4, 8)),
         (split, (4, 5)),
         (whole, (1, None)),
         (replicated, (4, None)),
     ):
-        assert looks.slices_of(one, family) == slices
-    assert looks.deciding(split, key.decisions) == kept
-    again = looks.slicing(key, family, 4, 0)
+        assert evaluator.slices_of(one, slice_group) == slices
+    assert evaluator.deciding(split, key.decisions) == kept
+    again = evaluator.slicing(key, slice_group, 4, 0)
     tight = ctx.replace(limit_bytes=1)
     peaks = [
-        looks.price(one, tight, 0)[1].peak_bytes
-        for one in (again, split, kept, looks.slicing(again, family, 1))
+        evaluator.price(one, tight, 0)[1].peak_bytes
+        for one in (again, split, kept, evaluator.slicing(again, slice_group, 1))
     ]
     assert peaks[0] < peaks[1] <= peaks[2] and peaks[0] < peaks[3]
 

@@ -23,7 +23,7 @@ from passes.graph.metadata import RECOMPUTED
 from passes.pipeline import default_passes
 from passes.plan.planner import Infeasible, make_plan
 from passes.plan.predict import predict
-from passes.recompute.recompute_activations import Cut, keys_of
+from passes.recompute.recompute_activations import PartitionBoundary, keys_of
 from passes.types.context import Context
 from passes.types.plan import Decision, Plan
 from tests.passes.capture.test_captured_step import MIXED, Training, decided
@@ -60,7 +60,7 @@ def blocks(count: int, dropout: float = 0.0) -> nn.Module:
 def recomputable(step: Captured) -> list[str]:
     """Keys of all that the backward could compute again."""
     forward = step.forward.graph
-    cut = Cut(forward, step.backward.graph)
+    cut = PartitionBoundary(forward, step.backward.graph)
     return [key for node, key in keys_of(forward).items() if node in cut.saved and cut.chain(node)]
 
 
@@ -130,7 +130,7 @@ def test_what_is_saved_besides_is_known_where_the_backward_has_a_node_of_its_nam
     plan = decided(ctx, KEEP if keeps else AGAIN)
     plan = plan.replace(recompute=tuple(recomputable(captured)), also_save=(key,))
     laid = lay_out(dataclasses.replace(captured, backward=backward), plan, ctx)
-    cut = Cut(laid.forward.graph, laid.backward.graph)
+    cut = PartitionBoundary(laid.forward.graph, laid.backward.graph)
     inputs = laid.backward.graph.find_nodes(op="placeholder")
     given = [one for one in inputs if not one.name.startswith("tangents")]
     returned = output_nodes(laid.forward.graph)
@@ -189,7 +189,7 @@ class Counts(nn.Module):
 )
 def test_what_is_random_or_the_user_wants_saved_does_not_run_twice(make, operator, may):
     captured, _ = capture_step(make(), torch.randn(4, 12, 16))
-    cut = Cut(captured.forward.graph, captured.backward.graph)
+    cut = PartitionBoundary(captured.forward.graph, captured.backward.graph)
     assert any(operator in str(node.target) for node in captured.forward.graph.nodes)
     chains = [cut.chain(node) for node in cut.saved]
     running = {str(node.target) for chain in chains if chain for node in chain[0]}
@@ -198,7 +198,7 @@ def test_what_is_random_or_the_user_wants_saved_does_not_run_twice(make, operato
 
 def test_an_input_that_the_step_writes_is_not_read_again():
     captured, _ = capture_step(Counts(), torch.randn(4, 12, 16))
-    cut = Cut(captured.forward.graph, captured.backward.graph)
+    cut = PartitionBoundary(captured.forward.graph, captured.backward.graph)
     chains = {node: cut.chain(node) for node in cut.saved}
     reads = [read.name for chain in chains.values() if chain for read in chain[1]]
     assert any(chain is None and node.op != "placeholder" for node, chain in chains.items())

@@ -17,7 +17,7 @@ from passes.graph.metadata import COLLECTIVE, GATHERED, GRADIENT_OF
 from passes.ops.slicing import JOIN_SLICES, PAD_SLICE, TAKE_SLICE, TRIM_SLICE, cut_into
 from passes.pipeline import Stage, default_passes, run
 from passes.plan.predict import predict
-from passes.recompute.recompute_activations import Cut, keys_of
+from passes.recompute.recompute_activations import PartitionBoundary, keys_of
 from passes.types.context import Phase
 from passes.types.plan import OF_INPUT, Decision, Plan
 from tests.passes.capture.test_captured_step import Training, decided
@@ -296,7 +296,7 @@ def test_a_head_and_its_loss_by_tokens(slices: int, again: bool, decision: Decis
 def logits_of(model: nn.Module, batch: Tensor) -> tuple[str, ...]:
     """Keys of what the forward saves of the size of the logits."""
     captured, _ = capture_step(model, batch, world_size=2)
-    cut = Cut(captured.forward.graph, captured.backward.graph)
+    cut = PartitionBoundary(captured.forward.graph, captured.backward.graph)
     keys = keys_of(captured.forward.graph)
     found = tuple(keys[node] for node in cut.saved if 64 in node.meta["val"].shape and node in keys)
     assert found
