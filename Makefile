@@ -1,6 +1,7 @@
 # make demo   train a small GPT with two ranks under a memory limit (about three minutes)
 # make test   lint, types and tests
 # make compat VERSIONS="2.11.0 2.15.0"   the core of the tests on versions of torch
+# make docs   the documentation as a site in build/site
 #
 # Each makes its own environment in .venv first; nothing need be installed by hand but
 # Python 3.10 or later with its headers, and a C++ compiler (Inductor compiles with both).
@@ -21,7 +22,7 @@ DEMO_FLAGS ?=
 # Versions of torch for make compat; empty: all that are said to work.
 VERSIONS ?=
 
-.PHONY: demo test lint types compat clean
+.PHONY: demo test lint types compat docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -39,6 +40,11 @@ test: lint types
 
 compat:
 	$(PYTHON) tools/compat.py $(VERSIONS)
+
+# The pages of docs/ as a site in build/site; a broken link is an error.
+docs: $(VENV)/installed
+	$(PIP_INSTALL) --editable ".[docs]"
+	$(VENV)/bin/mkdocs build --strict
 
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check

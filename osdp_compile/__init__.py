@@ -2,8 +2,8 @@
 
     model = torch.compile(model, backend="osdp", options={"memory_limit": "8GiB"})
 
-Importing this package changes nothing; ``torch.compile`` finds the backend by its name. What it
-offers is imported, and torch with it, when it is asked for.
+Importing this package changes nothing. ``torch.compile`` finds the backend by its name. The
+package imports its names, and torch with them, on first access.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
     "shard",
 ]
 
-#: The module of each name.
+#: Name -> module that defines it.
 _MODULES = {
     "Decision": "passes.types.plan",
     "Hardware": "passes.types.hardware",
@@ -68,7 +68,7 @@ _MODULES = {
 
 
 class _Package(types.ModuleType):
-    """This package, whose names are imported when they are asked for."""
+    """This package; imports each name on first access."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in _MODULES:
@@ -79,8 +79,8 @@ class _Package(types.ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Python binds a submodule to its name here once it is imported: the function of that name
-        # stays what users get.
+        # Python binds an imported submodule to its name here. Users still get the function of that
+        # name.
         if isinstance(value, types.ModuleType) and _MODULES.get(name) == value.__name__:
             value = getattr(value, name)
         super().__setattr__(name, value)

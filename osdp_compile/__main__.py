@@ -1,4 +1,4 @@
-"""``python -m osdp_compile``: the command line, for torchrun's ``-m``."""
+"""``python -m osdp_compile``: the command line; torchrun's ``-m`` needs this file."""
 
 import sys
 

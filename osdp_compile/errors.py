@@ -1,21 +1,21 @@
-"""What can go wrong, as exceptions a person can act on."""
+"""Exceptions of this package: each message says what to do."""
 
 from __future__ import annotations
 
 
 class OsdpError(RuntimeError):
-    """Base of everything this package raises about a model, a plan or a run.
+    """Base of all errors that this package raises about a model, a plan or a run.
 
-    ``on_every_rank``: all ranks raise it, with the same text.
+    ``on_every_rank``: all ranks raise this error, with the same text.
     """
 
     on_every_rank = False
 
 
 class InfeasibleLimit(OsdpError):
-    """No plan fits under the memory limit; the message says the least limit that would work.
+    """No plan fits under the memory limit; the message names the lowest feasible limit.
 
-    ``least_bytes``: that limit.
+    ``least_bytes``: the lowest feasible limit.
     """
 
     on_every_rank = True
@@ -25,7 +25,7 @@ class InfeasibleLimit(OsdpError):
         self.least_bytes = least_bytes
 
     def __reduce__(self) -> tuple[type[InfeasibleLimit], tuple[str, int]]:
-        return type(self), (str(self), self.least_bytes)  # it is sent from rank to rank
+        return type(self), (str(self), self.least_bytes)  # ranks send it to each other
 
 
 class RanksDiffer(OsdpError):
@@ -35,4 +35,4 @@ class RanksDiffer(OsdpError):
 
 
 class PlanMismatch(OsdpError):
-    """The plan that was given is for another model or world size."""
+    """The given plan is for another model or world size."""

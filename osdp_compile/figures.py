@@ -1,4 +1,4 @@
-"""Figures: matplotlib, where it is installed."""
+"""Figures: an optional matplotlib, and units for axes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 
 def new_figure(what: str, width: float, height: float) -> Any:
-    """An empty figure of so many inches.
+    """An empty figure; ``width`` and ``height`` in inches.
 
-    ``what``: asks for it, for people.
+    ``what``: the option or function that needs the figure, for the error message.
 
     Raises:
-        ImportError: without matplotlib, saying how to get it.
+        ImportError: matplotlib is missing; the message says how to install it.
     """
     try:
         # The object interface: ``pyplot`` would choose a backend for the whole process.
@@ -22,14 +22,14 @@ def new_figure(what: str, width: float, height: float) -> Any:
 
 
 def time_unit_of(step_seconds: float) -> tuple[float, str]:
-    """By what seconds are multiplied for an axis up to here, and its unit."""
+    """Factor from seconds to an axis unit, and the unit, for values up to ``step_seconds``."""
     if step_seconds >= 1:
         return 1.0, "s"
     return (1e3, "ms") if step_seconds >= 1e-3 else (1e6, "us")
 
 
 def byte_unit_of(size_bytes: int) -> tuple[float, str]:
-    """By what bytes are multiplied for an axis up to here, and its unit."""
+    """Factor from bytes to an axis unit, and the unit, for values up to ``size_bytes``."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size_bytes >= 1 << power:
             return 1 / (1 << power), unit

@@ -1,4 +1,4 @@
-"""Full parameters: a model's weights as whole tensors for a while, to evaluate or to export."""
+"""Full parameters: a context with a model's weights as whole tensors, for evaluation or export."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from osdp_compile.tracking.session import session_for
 
 @contextmanager
 def full_parameters(model: nn.Module, *, write_back: bool = False) -> Iterator[None]:
-    """Inside, the model's parameters are whole plain tensors, on every rank. Collective.
+    """Make the model's parameters whole plain tensors on every rank, inside. Collective.
 
     ::
 
         with osdp_compile.full_parameters(model), torch.no_grad():
-            model.eval()(tokens)                  # nothing is gathered any more
+            model.eval()(tokens)                  # no gathers here
             save_file(model.state_dict(), path)
 
-    Each takes as much memory as the whole model, beside what the rank holds. They need no
-    gradients; the model is called itself, not what ``torch.compile`` returned for it. Outside, the
-    parameters are what they were.
+    Every rank needs memory for the whole model, in addition to its shards. The whole tensors have
+    ``requires_grad=False``. Inside, call the model itself, not the result of ``torch.compile``.
+    On exit the model gets its own parameters back.
 
     Args:
-        model: what was trained, what ``torch.compile`` returned for it, or a module in it. Of a
-            model that is not sharded nothing is changed.
-        write_back: what is written into the whole tensors (the same on all ranks) is kept when the
-            context is left without an error; otherwise it is lost.
+        model: the trained model, the result of ``torch.compile`` for it, or a submodule. A model
+            that is not sharded does not change.
+        write_back: copy the whole tensors (equal on all ranks) back into the shards on exit
+            without an error; otherwise all writes are lost.
 
     Raises:
-        OsdpError: on entering, inside another one of the same model; on leaving, if a parameter
-            was replaced that is to be written back.
+        OsdpError: on entry, inside another ``full_parameters`` of the same model; on exit with
+            ``write_back``, if a parameter was replaced.
     """
     root: nn.Module = getattr(model, "_orig_mod", model)
     reading = _reading_of(root)
@@ -65,7 +65,7 @@ def full_parameters(model: nn.Module, *, write_back: bool = False) -> Iterator[N
 
 
 def _reading_of(root: nn.Module) -> Reading | None:
-    """How a model's parameters are read; None if it was not laid out."""
+    """The model's ``Reading``; None: the model is not sharded."""
     session = session_for(root)
     if session is not None:
         return session.reading
@@ -73,7 +73,7 @@ def _reading_of(root: nn.Module) -> Reading | None:
 
 
 def _whole(parameter: nn.Parameter) -> torch.Tensor:
-    """A DTensor's values in a plain tensor that shares no memory with it."""
+    """A DTensor's full value as a plain tensor that shares no memory with it."""
     placed = cast(DTensor, parameter.detach())
     full = placed.full_tensor()
     own = full.untyped_storage().data_ptr() == placed.to_local().untyped_storage().data_ptr()
@@ -86,7 +86,7 @@ def _put(entry: ModelParameter, parameter: nn.Parameter) -> None:
 
 
 def _write_back(entry: ModelParameter, whole: nn.Parameter) -> None:
-    """Into this rank's part, as a state dict is loaded."""
+    """Copy the whole value into this rank's part, as for a loaded state dict."""
     for module, attribute in entry.places:
         if module._parameters[attribute] is not whole:
             raise OsdpError(

@@ -1,4 +1,4 @@
-"""Living objects of a class: who holds a parameter, which itself does not say."""
+"""Live Python objects of a class, to find the holders of a parameter."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _Kind = TypeVar("_Kind")
 
 
 def living(kind: type[_Kind]) -> Iterator[_Kind]:
-    """All objects of a class that there are, by one walk over everything that is collected.
+    """All live objects of a class, from one walk over the garbage collector's objects.
 
-    By their type: asking an object for its class may run code of its own (proxies, lazy modules).
+    Uses ``type(x)``: ``x.__class__`` may run the object's own code (proxies, lazy modules).
     """
     for candidate in gc.get_objects():
         if issubclass(type(candidate), kind):
@@ -20,7 +20,7 @@ def living(kind: type[_Kind]) -> Iterator[_Kind]:
 
 
 def closed_over(function: Any) -> dict[str, Any]:
-    """What a function closes over, by name, without what is not there yet."""
+    """A function's closure variables by name, without those not yet assigned."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     found = {}
     for name, cell in cells:

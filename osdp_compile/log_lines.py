@@ -1,4 +1,4 @@
-"""Log lines: seen on standard error where nobody has configured logging."""
+"""Log lines: shown on standard error where logging is not configured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class _OwnHandler(logging.StreamHandler[Any]):
-    """To standard error, whatever it is by then: what moves on a terminal stands in for it."""
+    """Writes to the current ``sys.stderr``, which a progress display replaces while it runs."""
 
     @property
     def stream(self) -> Any:
@@ -16,16 +16,16 @@ class _OwnHandler(logging.StreamHandler[Any]):
 
     @stream.setter
     def stream(self, value: Any) -> None:
-        """Nothing is kept."""
+        """Ignore the value."""
 
 
 def is_own_handler(log: logging.Logger) -> bool:
-    """Whether the logger has the handler of :func:`ensure_visible`: nobody configured logging."""
+    """Whether the logger has the handler of :func:`ensure_visible`: logging is not configured."""
     return any(isinstance(handler, _OwnHandler) for handler in log.handlers)
 
 
 def ensure_visible(log: logging.Logger) -> None:
-    """Make INFO of this logger visible where nobody has configured logging."""
+    """Show this logger's INFO lines where logging is not configured."""
     if log.hasHandlers() or log.level != logging.NOTSET:
         return
     handler = _OwnHandler()

@@ -23,15 +23,15 @@ from passes.types.hardware_presets import PRESETS, preset
 from passes.types.plan import Plan
 from passes.types.units import parse_limit
 
-#: How the planner searches: once, or under less memory too, which takes minutes
+#: The planner's search: one limit, or lower limits too, which takes minutes
 #: (``passes/plan/monotone_search.py``).
 Search = Literal["quick", "thorough"]
 
-#: Gradients that are there when a backward begins: none, those that earlier backwards reduced, or
-#: whole ones that add up on each rank.
+#: Gradients at the start of a backward: none (False), reduced ones of earlier backwards
+#: ("reduced"), or whole ones that each rank accumulates (True).
 Accumulate = Literal[False, True, "reduced"]
 
-#: What may be given for each option, for people.
+#: Option -> its allowed values, for error messages.
 ALLOWED: dict[str, str] = {
     "memory_limit": "bytes as a whole number, or text such as '8GiB' or '500MB'",
     "mesh": "a DeviceMesh over the data-parallel ranks, with one dimension, or with two: hosts, "
@@ -59,11 +59,11 @@ ALLOWED: dict[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Checked options; None means not given.
+    """Checked options; None: not given.
 
-    ``memory_limit_bytes``: of one rank, for everything a training step holds.
-    ``slices``: by patterns of parameters' names; empty: nothing runs in slices.
-    ``optimizer``: an int is bytes of state for each element of a parameter.
+    ``memory_limit_bytes``: of one rank, for all memory of a training step.
+    ``slices``: by patterns of parameter names; empty: no operator runs in slices.
+    ``optimizer``: an int is bytes of state per element of a parameter.
     """
 
     memory_limit_bytes: int | None = None
@@ -81,13 +81,13 @@ class Options:
 
     @property
     def precision(self) -> Precision:
-        """The two types."""
+        """``param_dtype`` and ``reduce_dtype``."""
         return Precision(self.param_dtype, self.reduce_dtype)
 
     def lines(self) -> list[str]:
-        """What must be the same on every rank, by option, line by line.
+        """The options that must be equal on every rank, one per line.
 
-        Not ``hardware``, of which rank 0's counts, nor ``debug``, each rank's own business.
+        Without ``hardware`` (rank 0's counts) and ``debug`` (each rank's own).
         """
         plan = None
         if self.plan is not None:
@@ -109,10 +109,10 @@ class Options:
 
     @classmethod
     def parse(cls, options: dict[str, Any] | None) -> Options:
-        """Check what the user gave.
+        """Check the user's options.
 
         Raises:
-            ValueError: for an unknown option or a malformed value, listing what is allowed.
+            ValueError: for an unknown option or a malformed value; lists the allowed ones.
         """
         given = dict(options or {})
         for name in given:
@@ -146,7 +146,7 @@ class Options:
         return read if read.plan is None else read.with_plan(read.plan)
 
     def with_plan(self, plan: Plan) -> Options:
-        """These options with a plan, under the limit it was made for if they give none."""
+        """These options with a plan; without a memory limit they take the plan's."""
         limit_bytes = self.memory_limit_bytes
         if limit_bytes is None:
             limit_bytes = plan.memory_limit_bytes
@@ -155,7 +155,7 @@ class Options:
 
 _GRAPHS = "CUDA graphs hold memory of their own, which the plan does not count"
 _TUNED = "autotuned kernels have other times and workspaces than those that are planned with"
-#: Why the plan's figures do not hold in torch.compile's other modes.
+#: torch.compile's other modes -> why the plan's figures are wrong in them.
 _WHY_NO_MODE = {
     "reduce-overhead": f": {_GRAPHS}",
     "max-autotune": f": {_TUNED}, and {_GRAPHS}",
@@ -164,10 +164,10 @@ _WHY_NO_MODE = {
 
 
 def check_mode(mode: str | None) -> None:
-    """Refuse a mode of ``torch.compile`` that the plan's figures would not hold in.
+    """Refuse a mode of ``torch.compile`` in which the plan's figures are wrong.
 
     Raises:
-        ValueError: saying which mode is possible.
+        ValueError: naming the supported mode.
     """
     if mode in (None, "default"):
         return
@@ -183,7 +183,7 @@ def _is_about_a_file(error: Exception) -> TypeGuard[OSError]:
 
 
 def _debug_everywhere() -> bool | Path:
-    """What the environment variable OSDP_DEBUG asks for: 1, or a folder."""
+    """The value of the environment variable OSDP_DEBUG: a switch (0, 1) or a folder."""
     asked = os.environ.get("OSDP_DEBUG", "0")
     return asked == "1" if asked in ("", "0", "1") else Path(asked)
 
@@ -195,7 +195,7 @@ def _unknown(name: str) -> ValueError:
 
 
 def _closest(given: str, known: Iterable[str]) -> str:
-    """A guess at a misspelled name, as a sentence after a space; "" where none is near."""
+    """A guess at a misspelled name, as a sentence after a space; "" without a close name."""
     names = sorted(known)
     close = [one for one in names if one.startswith(given.lower())]
     close = close or difflib.get_close_matches(given.lower(), names, n=1)
@@ -235,7 +235,7 @@ def _profile(value: Any) -> Hardware:
         return value
     if not isinstance(value, str | Path):
         raise ValueError(f"{value!r} is neither a Hardware nor a path")
-    if value in PRESETS:  # a file of that name: give "./name"
+    if value in PRESETS:  # "./name" means a file of the same name
         return preset(str(value))
     path = Path(value)
     if len(path.parts) == 1 and not path.suffix and not path.exists():

@@ -1,4 +1,4 @@
-"""All private names of torch, found before anything needs one: where one is not there, say so."""
+"""Import check for torch's private names: a missing one gives an error that names it."""
 
 from osdp_compile.torch_versions import lacks
 

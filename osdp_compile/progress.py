@@ -1,11 +1,11 @@
-"""Progress of what takes long: one moving line on a terminal, one line a stage in a log.
+"""Progress of long work: one live line on a terminal, one log line per stage elsewhere.
 
     with stages("first call", log.info):
         stage("planning")
         detail("plan 12 of up to 120")
 
-Nothing need be handed down: :func:`stage` and :func:`detail` are of the work that is under way in
-this process, and do nothing where there is none.
+Callees need no handle: :func:`stage` and :func:`detail` apply to the innermost running work of this
+process, and do nothing without one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from osdp_compile.log_lines import ensure_visible, is_own_handler
 from passes.types.units import format_seconds
 
 log = logging.getLogger("osdp_compile")
-#: Less is not worth a reader's time.
+#: Log lines omit shorter times.
 _LEAST_SHOWN_SECONDS = 0.05
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -34,7 +34,7 @@ _under_way: list[_Work] = []
 
 
 class _Work:
-    """Some work, the stages that it had, and the terminal's line if there is a terminal."""
+    """Running work: seconds per stage, and the live line if there is a terminal."""
 
     def __init__(self, name: str, say: Callable[[str], None], terminal: bool) -> None:
         self.name, self._say, self._started = name, say, time.perf_counter()
@@ -84,12 +84,12 @@ class _Work:
 def stages(
     name: str, say: Callable[[str], None], *, lines_too: bool = False
 ) -> Iterator[dict[str, float]]:
-    """Work with stages; gives the seconds that each has taken.
+    """Work with stages; yields the seconds that each stage took so far.
 
     Args:
-        name: of the work, before each stage.
-        say: writes a line, at the start of each stage where standard error is no terminal.
-        lines_too: the lines are wanted beside a terminal's moving line.
+        name: of the work; each line starts with it.
+        say: writes one line at the start of each stage, where standard error is no terminal.
+        lines_too: write these lines on a terminal too, instead of the live line.
     """
     work = _Work(name, say, terminal=sys.stderr.isatty() and not lines_too)
     _under_way.append(work)
@@ -101,19 +101,19 @@ def stages(
 
 
 def stage(name: str) -> None:
-    """The next stage of the work under way begins."""
+    """Begin the next stage of the running work."""
     if _under_way:
         _under_way[-1].stage(name)
 
 
 def detail(text: str) -> None:
-    """How far the stage under way is; shown on a terminal only."""
+    """Show how far the current stage is; on a terminal only."""
     if _under_way:
         _under_way[-1].detail(text)
 
 
 def of_first_call(function: F) -> F:
-    """The function is a first call: rank 0 shows its stages, and logs what each took."""
+    """Decorate a first call: rank 0 shows its stages, and logs the seconds of each."""
 
     @functools.wraps(function)
     def shown(*args: Any, **kwargs: Any) -> Any:
@@ -135,8 +135,8 @@ def compiling(cause: str | None, first: bool) -> Iterator[None]:
     """The compilation of one graph of a sharded model. Rank 0 logs its cause and its seconds.
 
     Args:
-        cause: Dynamo's, of a recompilation; None for a frame's first.
-        first: it is the model's first; a line says so before it begins.
+        cause: Dynamo's reason for a recompilation; None: the frame's first compilation.
+        first: the model's first compilation; a log line announces it.
     """
     if not _is_shown():
         yield
@@ -154,7 +154,7 @@ def compiling(cause: str | None, first: bool) -> Iterator[None]:
 
 
 def shortened(cause: str) -> str:
-    """The cause of a recompilation in one line, without Dynamo's number of the frame.
+    """The cause of a recompilation in one line, without Dynamo's frame number.
 
     >>> shortened("0/0: tensor 'x' size mismatch at index 0. expected 8, actual 12\\n(more)")
     "tensor 'x' size mismatch at index 0. expected 8, actual 12"
@@ -165,7 +165,7 @@ def shortened(cause: str) -> str:
 
 
 def _is_shown() -> bool:
-    """Whether this process shows progress: rank 0, if anyone reads INFO."""
+    """Whether this process shows progress: rank 0, if INFO is enabled."""
     ensure_visible(log)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     return rank == 0 and log.isEnabledFor(logging.INFO)

@@ -1,4 +1,4 @@
-"""Shard: a model laid out as a plan says before it is called, and before it has any memory.
+"""Shard a model in place by a given plan, before its first call and before it has memory.
 
 ::
 
@@ -49,38 +49,38 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) -> M:
-    """Lay a model out as a plan says, now and not at its first call. Collective.
+    """Shard a model by a plan now, not at its first call. Collective.
 
-    Every parameter becomes a ``DTensor`` parameter under its old name: ``Shard(0)``, of which this
-    rank holds its rows, or ``Replicate()`` (along both dimensions of a mesh of two levels, if the
-    plan shards within hosts). Optimizers that hold the parameters get the new ones.
-    What is on the meta device stays there, so that ``model.to_empty(device=...)`` allocates this
-    rank's part only. What has values gets rank 0's.
+    Every parameter becomes a ``DTensor`` parameter of the same name: ``Shard(0)``, of which this
+    rank holds its rows, or ``Replicate()``. A plan that shards within hosts gives placements on
+    both dimensions of a mesh of hosts and ranks. Optimizers that hold the parameters get the new
+    ones. Meta tensors stay on the meta device, so ``model.to_empty(device=...)`` allocates this
+    rank's part only. Tensors with values get rank 0's values.
 
     ``torch.compile(model, backend="osdp")`` then uses this plan and does not search for another.
     Until its first call ``module.weight`` is the DTensor itself, for code that initialises it
-    (:mod:`osdp_compile.engine.deferred_init`: ranks with one seed hold together what one process
-    would), and the model cannot be called uncompiled. At the first compiled call buffers and
-    replicated parameters get rank 0's values; rows are each rank's own.
+    (:mod:`osdp_compile.engine.deferred_init`: with one seed, all ranks together hold the values of
+    a single process), and the model cannot be called uncompiled. The first compiled call
+    broadcasts rank 0's buffers and replicated parameters; each rank keeps its own rows.
 
     Without a process group, or with one rank, nothing is sharded, as with the backend.
 
     Args:
-        model: a module, or what ``torch.compile`` returned for it.
-        plan: as :func:`osdp_compile.plan` or ``plan_of`` returned it, or made by hand; or the path
-            of one that was saved. The same on every rank.
+        model: a module, or the result of ``torch.compile`` for it.
+        plan: a result of :func:`osdp_compile.plan` or ``plan_of``, a hand-made Plan, or the path
+            of a saved one. The same on every rank.
         mesh: as the backend's option: over the data-parallel ranks, with one dimension or two
-            (default: all ranks). It is needed where the model is on the meta device and will not
-            train on the process group's accelerator; and with two dimensions where the plan
-            shards within hosts.
+            (default: all ranks). Needed for a model on the meta device that will not train on the
+            process group's accelerator, and, with two dimensions, for a plan that shards within
+            hosts.
 
     Returns the model.
 
     Raises:
         ValueError: for a malformed argument.
-        RanksDiffer: on every rank, where ranks give different plans or models.
+        RanksDiffer: on every rank, if ranks give different plans or models.
         PlanMismatch: on every rank, naming the first difference between the plan and the model.
-        OsdpError: on every rank, if a parameter cannot be sharded, or is already.
+        OsdpError: on every rank, if a parameter cannot be sharded or is sharded already.
     """
     options = Options.parse({"plan": plan, "mesh": mesh})
     if options.plan is None:
@@ -109,7 +109,7 @@ def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) 
     synchronize(values, group)
     reading = Reading()
     optimizers = OptimizerIndex(entry.parameter for entry in entries)
-    # Of a context only the plan and where this rank is say how a model lies.
+    # The layout depends only on the plan and on the fields about this rank.
     context = Context(
         plan=chosen,
         hardware=generic(),
@@ -128,14 +128,14 @@ def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) 
 
 
 def _device_type(root: nn.Module) -> str:
-    """Where the model is; on the meta device: where it will be, by the process group."""
+    """The model's device type; for a meta model the type that the process group implies."""
     for parameter in root.parameters():
         if parameter.device.type != "meta":
             return parameter.device.type
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or dist.group.WORLD is None:
         return "cpu"
-    # A group that was made for CPUs carries gloo for accelerators too.
+    # A process group made for CPUs names gloo for accelerators too.
     carried = backend_of(dist.group.WORLD, accelerator.type)
     return "cpu" if carried in ("", "gloo") else accelerator.type
 

@@ -1,9 +1,9 @@
-"""The versions of torch that the package was tested with, and a warning about newer ones.
+"""Tested versions of torch, and a warning about newer ones.
 
 Plain Python that imports nothing: ``tools/environment.py`` reads :data:`TESTED` without torch.
 """
 
-#: Oldest first. ``make compat`` tests each; README's table is what it printed.
+#: Oldest first. ``make compat`` tests each and prints a row of a table.
 TESTED = ("2.11.0", "2.12.0", "2.13.0", "2.14.1", "2.15.0")
 
 
@@ -13,7 +13,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def newer_than_tested(version: str) -> str | None:
-    """What to say of a version that came out after the newest tested one; None: nothing."""
+    """The warning for a version newer than all tested ones; None: no warning."""
     newest = TESTED[-1]
     if release(version) <= release(newest):
         return None
@@ -24,7 +24,7 @@ def newer_than_tested(version: str) -> str | None:
 
 
 def lacks(version: str, error: ImportError | AttributeError) -> str:
-    """What to say where a private name of torch is not there."""
+    """The error text for a missing private name of torch."""
     missing = str(error)
     if isinstance(error, ImportError) and error.name and "cannot import name" in missing:
         missing = f"{error.name}.{missing.split(chr(39))[1]}"

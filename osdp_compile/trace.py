@@ -1,7 +1,7 @@
-"""Trace: the graphs a model is lowered to, at any world size, in one process, with no GPU.
+"""Trace: a model's lowered graphs, for any world size, in one process, without a GPU.
 
-A fake process group stands for the ranks; its collectives do nothing. Everything else is
-what training does: Dynamo, the first call, the passes. Only Inductor is left out.
+A fake process group replaces the ranks; its collectives do nothing. The rest is as in training:
+Dynamo, the first call, the passes. Only Inductor is left out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from passes.types.plan import Decision, Plan
 
 @contextlib.contextmanager
 def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
-    """A process group of ``world_size`` ranks of which only this one exists.
+    """A fake process group of ``world_size`` ranks; only this rank exists.
 
     Raises:
         OsdpError: if this process has a real process group already.
@@ -60,16 +60,16 @@ def trace_graphs(
     """The canonical text of a training step's graphs after every pass.
 
     Args:
-        model: a module on any real device; it is copied and left as it is.
+        model: a module on any real device; the trace uses a copy.
         args, kwargs: one rank's inputs.
-        plan: a Plan, or one decision for all parameters (``"shard_again"``); None: planned
-            under ``options["memory_limit"]`` with round figures for the hardware.
+        plan: a Plan, or one decision for all parameters (``"shard_again"``); None: the
+            planner's plan under ``options["memory_limit"]`` for generic hardware.
         options: as for ``torch.compile(model, backend="osdp", options=...)``.
-        levels: ranks by dimension of a mesh of two levels, the outer first, such as
+        levels: ranks by dimension of a two-dimensional mesh, the outer first, such as
             ``{"host": 2, "gpu": 4}``; without a profile the inner one is ten times as fast.
 
-    Returns texts by ``"forward/shard"``, ``"backward/reorder"``, ``"joint/tag"``: which
-    graph, and after which pass; in the order they were made. Every graph is checked.
+    Returns the texts in the order of the passes, by graph and pass: ``"forward/shard"``,
+    ``"backward/reorder"``, ``"joint/tag"``. The graph is checked after every pass.
     """
     model = copy.deepcopy(model)
     given = {"debug": True, **(options or {})}
@@ -109,7 +109,7 @@ def _mesh(model: nn.Module, levels: Mapping[str, int], world_size: int) -> Devic
     """The mesh of all ranks.
 
     Raises:
-        ValueError: if the levels are not so many ranks.
+        ValueError: if the product of ``levels`` is not ``world_size``.
     """
     if math.prod(levels.values()) != world_size:
         raise ValueError(f"levels={dict(levels)} are not {world_size} ranks, as world_size says")

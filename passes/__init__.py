@@ -1,5 +1,5 @@
-"""Graph passes for sharded data-parallel training, and what they share.
+"""Graph passes for sharded data-parallel training, the planner, and the simulator.
 
-Plain functions ``(GraphModule, Context) -> GraphModule``: no process group, no Dynamo, no
-Inductor. ``passes.pipeline.default_passes()`` is the list of what runs in what order.
+Passes are plain functions ``(GraphModule, Context) -> GraphModule``. They need no process group,
+no Dynamo and no Inductor. ``passes.pipeline.default_passes()`` lists them in their order.
 """

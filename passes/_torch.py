@@ -1,6 +1,6 @@
-"""Everything private to torch that the passes rely on, each name with the versions checked.
+"""Private torch: every private name that the passes use, with the torch versions checked.
 
-Nothing else in ``passes/`` imports from ``torch._*``.
+No other file in ``passes/`` imports from ``torch._*``.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch._functorch._aot_autograd.descriptors import (  # noqa: F401
     InputMutationAOTOutput,
 )
 
-# 2.11.0, 2.13.0, 2.15.0: how the partitioner runs a random operator twice with one state.
+# 2.11.0, 2.13.0, 2.15.0: the partitioner's wrappers that run a random operator twice with the
+# same generator state.
 from torch._prims.rng_prims import (
     graphsafe_run_with_rng_state,
     run_and_save_rng_state,
     run_with_rng_state,
 )
 
-# 2.11.0, 2.13.0: FakeTensorMode of a graph's values; enables computing `meta["val"]` of new nodes.
+# 2.11.0, 2.13.0: FakeTensorMode of a graph's values; computes `meta["val"]` of new nodes.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: F401
 
-# 2.11.0, 2.13.0: lazily compiled copies of graph modules are refused by deepcopy; plain ones
-# are not.
+# 2.11.0, 2.13.0: deepcopy refuses lazily compiled graph modules; it accepts plain ones.
 from torch.fx.graph_module import GraphModule  # noqa: F401
 
-# 2.11.0, 2.13.0: the policy tags the partitioner obeys (node.meta["recompute"]).
+# 2.11.0, 2.13.0: the policy tags that the partitioner obeys (node.meta["recompute"]).
 from torch.utils.checkpoint import CheckpointPolicy  # noqa: F401
 
 RUN_AND_SAVE_RNG_STATE = run_and_save_rng_state
@@ -41,9 +41,9 @@ GRAPHSAFE_RUN_WITH_RNG_STATE = graphsafe_run_with_rng_state
 
 
 def copied_graph(source: fx.Graph) -> fx.Graph:
-    """A copy of a graph, as ``Graph.graph_copy`` makes, without its questions about every node.
+    """Copy a graph like ``Graph.graph_copy``, but without its slow checks per node.
 
-    What it uses of torch: 2.13.0. Names are kept.
+    Node names are kept. Private attributes of ``fx.Graph`` and ``fx.Node``: torch 2.13.0.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -54,7 +54,7 @@ def copied_graph(source: fx.Graph) -> fx.Graph:
         args = fx.node.map_arg(node.args, copy_of)
         kwargs = fx.node.map_arg(node.kwargs, copy_of)
         copied = fx.Node(graph, node.name, node.op, node.target, args, kwargs, node.type)
-        copied.meta.update(node.meta)  # to set it asks tables of the graph, by torch's slow hashes
+        copied.meta.update(node.meta)  # assigning ``meta`` would look up tables by slow hashes
         insert(copied)
         copies[node] = copied
         names[copied] = node.name
@@ -72,9 +72,9 @@ def copied_graph(source: fx.Graph) -> fx.Graph:
 def called(
     graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], name: str | None
 ) -> fx.Node:
-    """A new node at the insert point, as ``Graph.create_node`` makes; it looks for no symbols.
+    """Create a node at the insert point like ``Graph.create_node``, but without symbol lookup.
 
-    What it uses of torch: 2.13.0.
+    Private attributes of ``fx.Graph`` and ``fx.Node``: torch 2.13.0.
     """
     namespace = graph._graph_namespace
     name = namespace.create_name(name or graph._target_to_str(target), None)

@@ -1,7 +1,8 @@
-"""The pipeline: which passes run, in what order, on which graph.
+"""The pipeline: the list of passes, their order, and their contracts.
 
-A pass is a function ``(GraphModule, Context) -> GraphModule`` with a name, the stage it
-runs at, and what it needs and leaves. To experiment, write one and put it beside another::
+A pass is a function ``(GraphModule, Context) -> GraphModule`` with a name, a stage, and a
+contract: the properties that it needs and the properties that it leaves. To add a pass of your
+own, insert it next to another one::
 
     from passes.pipeline import Pass, default_passes, insert_after
 
@@ -32,8 +33,11 @@ from passes.types.context import Context
 
 
 class Stage(str, enum.Enum):
-    """``JOINT``: the joint forward and backward, before it is partitioned (or an inference
-    graph). ``PARTS``: the forward and the backward, each on its own (or an inference graph)."""
+    """The graph that a pass gets.
+
+    ``JOINT``: the joint forward and backward before partitioning, or an inference graph.
+    ``PARTS``: the forward and the backward, each on its own, or an inference graph.
+    """
 
     JOINT = "joint"
     PARTS = "parts"
@@ -44,7 +48,7 @@ PassFunction = Callable[[fx.GraphModule, Context], fx.GraphModule]
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """A pass and its contract: ``needs`` must have been left by passes before it."""
+    """A pass and its contract: earlier passes must leave everything that ``needs`` lists."""
 
     name: str
     function: PassFunction
@@ -54,7 +58,7 @@ class Pass:
 
 
 def default_passes() -> list[Pass]:
-    """The passes in the order they run."""
+    """The default passes in execution order."""
     return [
         Pass("dedupe", dedupe, Stage.JOINT, leaves=("one marker each",)),
         Pass("tag", tag, Stage.JOINT, needs=("one marker each",), leaves=("tags",)),
@@ -69,14 +73,15 @@ def default_passes() -> list[Pass]:
 
 
 class PipelineError(ValueError):
-    """A list of passes that cannot run in this order."""
+    """This list of passes cannot run in this order."""
 
 
 def validate(passes: Sequence[Pass]) -> None:
     """Check names and contracts.
 
     Raises:
-        PipelineError: naming the pass whose needs nothing before it leaves, or a name used twice.
+        PipelineError: a pass needs a property that no earlier pass leaves, or two passes have the
+            same name. The message names the pass.
     """
     left: set[str] = set()
     names: set[str] = set()
@@ -95,13 +100,13 @@ def validate(passes: Sequence[Pass]) -> None:
 
 
 def insert_before(passes: Sequence[Pass], name: str, new: Pass) -> list[Pass]:
-    """The list with ``new`` right before the pass of that name."""
+    """A new list with ``new`` directly before the pass called ``name``."""
     index = _index(passes, name)
     return [*passes[:index], new, *passes[index:]]
 
 
 def insert_after(passes: Sequence[Pass], name: str, new: Pass) -> list[Pass]:
-    """The list with ``new`` right after the pass of that name."""
+    """A new list with ``new`` directly after the pass called ``name``."""
     index = _index(passes, name) + 1
     return [*passes[:index], new, *passes[index:]]
 
@@ -113,7 +118,8 @@ def _index(passes: Sequence[Pass], name: str) -> int:
     raise PipelineError(f"no pass is named {name!r}; there are {[p.name for p in passes]}")
 
 
-#: What a pass finds out of a whole graph, for the next one only, which may change the graph.
+#: Module metadata that describes the whole graph. Only the next pass may read it: that pass may
+#: change the graph.
 _OF_ONE_PASS = (DATAFLOW, MEMORY)
 
 Observer = Callable[[Pass, fx.GraphModule, Context], None]
@@ -127,16 +133,16 @@ def run(
     observe: Observer | None = None,
     recompile: bool = True,
 ) -> fx.GraphModule:
-    """Run the passes of one stage in order; ``observe`` sees the graph after each.
+    """Run the passes of one stage in order. ``observe`` gets the graph after each pass.
 
-    ``recompile``: bring the module's code up to date at the end (no pass need do it; whoever
-    only reads the graph saves a quarter of the time without it).
+    ``recompile``: regenerate the module's code at the end, so that passes need not. Callers that
+    only read the graph save time without it; module metadata of the last pass then stays.
     """
     for one in passes:
         if one.stage is stage:
             known = {key: gm.meta.get(key) for key in _OF_ONE_PASS}
             gm = one.function(gm, ctx)
-            for key, value in known.items():  # it held for the graph before this pass
+            for key, value in known.items():  # it describes the graph before this pass
                 if value is not None and gm.meta.get(key) is value:
                     del gm.meta[key]
             if observe is not None:

@@ -1,4 +1,4 @@
-"""Which cases run: one of each kind, and with ``OSDP_TEST_ALL=1`` all."""
+"""Selection of test cases: one of each kind, or all with ``OSDP_TEST_ALL=1``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _ALL = os.environ.get("OSDP_TEST_ALL") == "1"
 
 
 def more(*cases: _Case) -> list[_Case]:
-    """Cases that show what others of their test show: none of them, unless all are asked for."""
+    """Redundant cases of a test: all of them with ``OSDP_TEST_ALL=1``, else none."""
     return list(cases) if _ALL else []
 
 
 def others(cases: Iterable[_Case], always: Iterable[_Case]) -> list[_Case]:
-    """Of cases those that are not among some that always run, if all are asked for."""
+    """The cases that are not among those that always run; none without ``OSDP_TEST_ALL=1``."""
     given = list(always)
     return more(*(case for case in cases if case not in given))

@@ -1,4 +1,4 @@
-"""Fixtures that start ranks once for the whole test session."""
+"""Fixtures and test order: ranks start once for the whole test session; long files run first."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import pytest
 from tests.ranks import Ranks
 from tests.searching import short_searches
 
-#: Files of a minute and more that use no ranks of ours.
+#: Files that take a minute or more and do not use the fixtures with ranks.
 _LONG_FILES = ("test_examples.py", "test_offline.py", "test_planner.py", "test_prediction.py")
 _LONG_FILES += ("test_slice_some.py", "test_snapshots.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with tests that use ranks go first, and others that take a minute or more.
+    """Run files first whose tests use ranks or take a minute or more.
 
-    What takes moments then fills the ends of pytest-xdist's workers, which are given whole files
-    (``--dist loadfile``): all tests of one run on the same ranks.
+    pytest-xdist gives whole files to its workers (``--dist loadfile``), so that all tests of a
+    file use the same ranks. The short files then fill the ends of the workers.
     """
     long = {
         item.path
@@ -34,30 +34,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The garbage collector leaves out what imports and collecting made."""
+    """Exclude the objects of imports and test collection from garbage collection."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_kept_profiles() -> Iterator[None]:
-    """Measured profiles are neither taken from this user's cache folder nor left there."""
+    """Neither read nor write measured profiles in the user's cache folder."""
     with mock.patch.dict(os.environ, {"OSDP_CACHE_DIR": ""}):
         yield
 
 
 @pytest.fixture
 def short_search() -> Iterator[None]:
-    """The planner looks at few plans, as it does on ranks."""
+    """The planner evaluates few plans, as on ranks."""
     with short_searches():
         yield
 
 
 @pytest.fixture(scope="session")
 def inductor_cache(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compiled code, shared by ranks and by sessions; ``pytest --cache-clear`` empties it.
+    """Folder of compiled code for all ranks and sessions; ``pytest --cache-clear`` empties it.
 
-    ``OSDP_TEST_INDUCTOR_CACHE`` names another folder, which several clones may share.
+    ``OSDP_TEST_INDUCTOR_CACHE`` names another folder. Several clones may share it.
     """
     if os.environ.get("OSDP_TEST_INDUCTOR_CACHE"):
         return Path(os.environ["OSDP_TEST_INDUCTOR_CACHE"])

@@ -1,4 +1,4 @@
-"""What every rank of a test imports and finds out; :mod:`tests.ranks` does it once for all."""
+"""Imports and caches that every rank of a test needs; :mod:`tests.ranks` loads them once."""
 
 import gc
 
@@ -11,8 +11,8 @@ import torch.distributed.checkpoint.state_dict
 
 import osdp_compile.engine.backend  # noqa: F401
 
-torch._inductor.cpu_vec_isa.valid_vec_isa_list()  # a process of its own for each it tries
+torch._inductor.cpu_vec_isa.valid_vec_isa_list()  # starts a process for each instruction set
 torch._inductor.codecache.torch_key()  # reads all of Inductor's sources
-# Walks over all objects, of the collector and of what looks for optimizers, leave these out.
+# Exclude these objects from walks over all objects: garbage collection, search for optimizers.
 gc.collect()
 gc.freeze()

@@ -1,4 +1,4 @@
-"""Ranks for tests: real processes on this machine (gloo over loopback) that run functions.
+"""Ranks for tests: processes on this machine (gloo over loopback) that run functions.
 
     def double(rank, world_size, x):            # at the top level of a module
         return x * 2 * rank
@@ -6,9 +6,9 @@
     with Ranks(2) as ranks:
         assert ranks.run(double, 3) == [0, 6]
 
-Starting Python and torch takes seconds, so the processes are forked from one that has imported
-all of it, stay alive, and run one function after another. A function that fails or hangs takes
-its processes with it: the next one gets fresh ones.
+A start of Python and torch takes seconds. So the processes are forked from one that has imported
+both, stay alive, and run one function after another. A function that fails or hangs ends its
+processes. The next function gets new ones.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from unittest import mock
 
 from tests.searching import short_searches
 
-#: How long a rank may take longer than the first one that failed before it is given up.
+#: Time for the other ranks to end after the first failure.
 _GRACE_SECONDS = 5.0
-#: How long one may take to say where it is, on a busy machine.
+#: Time for a rank to write its stack, on a busy machine.
 _STACK_SECONDS = 20.0
-#: Startup on a busy machine of few cores.
+#: Time for the start, on a busy machine with few cores.
 _START_SECONDS = 180.0
-#: Objects made between two looks of Python's garbage collector. At Python's own 700 it takes a
-#: twelfth of the time of compiling.
+#: Allocated objects between two runs of Python's garbage collector. With Python's default of 700
+#: the collector slows compilation.
 _GARBAGE = 20_000
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
-    "OSDP_CACHE_DIR": "",  # what is measured is measured here and now
+    "OSDP_CACHE_DIR": "",  # no cached profiles: measure in every run
     "OSDP_DEBUG": "1",  # every graph is checked after every pass
 }
 
 
 class RankFailed(AssertionError):
-    """A function raised on a rank, its process died, or it took too long; says where."""
+    """A function raised on a rank, its process died, or it timed out; the message says where."""
 
 
 class Ranks:
@@ -68,10 +68,11 @@ class Ranks:
     ) -> None:
         """``cache``: Inductor's cache folder, shared by all ranks (None: Inductor's own).
 
-        ``preload``: the module that all ranks are forked from, the first one's in this process.
-        ``environment``: variables of the ranks, beside or instead of those of tests.
+        ``preload``: the module that the process imports from which ranks are forked. One process
+        serves all ``Ranks``: the module of the first start counts.
+        ``environment``: variables of the ranks; they override the test defaults.
 
-        The planner looks at few plans on these ranks (:mod:`tests.searching`).
+        The planner evaluates few plans on these ranks (:mod:`tests.searching`).
         """
         self.world_size = world_size
         self._cache = cache
@@ -94,12 +95,13 @@ class Ranks:
         timeout_seconds: float = 400.0,
         **kwargs: Any,
     ) -> list[Any]:
-        """``function(rank, world_size, *args, **kwargs)`` on every rank; the results by rank.
+        """Call ``function(rank, world_size, *args, **kwargs)`` on every rank; results by rank.
 
-        ``function`` is found by its import path; arguments and results are pickled.
+        Ranks import ``function`` by its path; arguments and results are pickled.
 
         Raises:
-            RankFailed: with every failing rank's traceback, or where each rank hangs.
+            RankFailed: with the traceback of every failing rank, and the stack of every rank that
+                hangs.
         """
         try:
             if not self._processes:
@@ -112,9 +114,9 @@ class Ranks:
             raise
 
     def stop(self, patience_seconds: float = 10.0) -> None:
-        """End the processes, by force after some patience. The next :meth:`run` starts new ones."""
+        """End the processes; kill them after the patience. The next :meth:`run` starts new ones."""
         for pipe in self._pipes:
-            pipe.close()  # an idle rank ends by itself
+            pipe.close()  # an idle rank then ends
         deadline = time.monotonic() + patience_seconds
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -133,7 +135,7 @@ class Ranks:
         environment = dict(self._environment)
         if self._cache is not None:
             environment["TORCHINDUCTOR_CACHE_DIR"] = str(self._cache)
-        # The first to start imports torch for all, and torch reads the environment then.
+        # The first start imports torch for all ranks, and torch reads the environment then.
         with mock.patch.dict(os.environ, environment):
             for rank in range(self.world_size):
                 ours, theirs = context.Pipe()
@@ -150,7 +152,7 @@ class Ranks:
         deadline = time.monotonic() + timeout_seconds
         waiting = dict(zip(self._pipes, range(self.world_size), strict=True))
         results: list[Any] = [None] * self.world_size
-        failed: dict[str, list[int]] = {}  # ranks by what they said
+        failed: dict[str, list[int]] = {}  # ranks by error text
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -165,7 +167,7 @@ class Ranks:
                     results[rank] = value
                 else:
                     failed.setdefault(value, []).append(rank)
-                    # The others may wait for this one for ever.
+                    # The other ranks may wait for this one without end.
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if not waiting and not failed:
             return results
@@ -178,7 +180,7 @@ class Ranks:
         raise RankFailed(f"{what} on {self.world_size} ranks\n" + "\n".join(failures))
 
     def _stack(self, rank: int) -> str:
-        """Where a rank is now, innermost frame first, as faulthandler writes it."""
+        """The current stack of a rank, innermost frame first, as faulthandler writes it."""
         process = self._processes[rank]
         before, deadline = len(self._log(rank)), time.monotonic() + _STACK_SECONDS
         if process.is_alive():
@@ -191,7 +193,7 @@ class Ranks:
         return self._log(rank)[before:][:3000]
 
     def _log(self, rank: int) -> str:
-        """What a rank printed, and the trace of a crash."""
+        """The output of a rank, and the trace of a crash."""
         assert self._folder is not None
         return (Path(self._folder.name) / f"rank{rank}.log").read_text(errors="replace")
 
@@ -203,9 +205,9 @@ def _rank_main(
     folder: Path,
     environment: dict[str, str],
 ) -> None:
-    os.environ.clear()  # the fork's is of the time of the first start
+    os.environ.clear()  # a fork has the environment of the first start
     os.environ.update(environment)
-    log = open(folder / f"rank{rank}.log", "w", buffering=1)  # noqa: SIM115 (open until the process ends)
+    log = open(folder / f"rank{rank}.log", "w", buffering=1)  # noqa: SIM115 (it stays open)
     os.dup2(log.fileno(), sys.stdout.fileno())
     os.dup2(log.fileno(), sys.stderr.fileno())
     faulthandler.enable(log)
@@ -228,7 +230,7 @@ def _rank_main(
             torch._dynamo.reset()
             _forget_models()
             pipe.send((True, function(rank, world_size, *args, **kwargs)))
-            gc.collect()  # models and optimizers of this function end here
+            gc.collect()  # free models and optimizers of this function
     except EOFError:
         return
     except BaseException:
@@ -236,7 +238,7 @@ def _rank_main(
 
 
 def _forget_models() -> None:
-    """What earlier functions left (in a global, or in what autograd holds) takes no memory here."""
+    """Do not count models of earlier functions (held by a global or by autograd) as memory."""
     from osdp_compile.engine import first_call
     from osdp_compile.tracking import memory_watch
 
@@ -247,7 +249,7 @@ def _forget_models() -> None:
 
 @functools.cache
 def _compiled_models() -> Callable[[], Iterator[Any]]:
-    """The function that finds them, before :func:`_forget_models` put another in its place."""
+    """The original ``first_call._compiled``, before :func:`_forget_models` replaces it."""
     from osdp_compile.engine import first_call
 
     return first_call._compiled

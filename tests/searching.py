@@ -1,4 +1,4 @@
-"""Short searches, for tests whose subject is not the search."""
+"""Short plan searches, for tests of other subjects."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
-#: How many plans refining looks at here. The search itself has tests of its own in
-#: ``tests/passes``; the command line and the examples search as users do.
+#: Evaluation budget of the local search here. ``tests/passes`` tests the search itself. Tests of
+#: the command line and of the examples use the full budget.
 _MOST_REFINED = 30
 
 
 def short_searches() -> AbstractContextManager[Any]:
-    """In this process, the planner looks at few plans: tests with a limit take half the time."""
+    """Limit the planner of this process to few plans, to shorten tests with a memory limit."""
     return mock.patch("passes.plan.evaluator._MOST_REFINED", _MOST_REFINED)

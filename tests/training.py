@@ -1,8 +1,8 @@
-"""Training with osdp beside a reference in one process, step by step, on the same ranks.
+"""Training tests: train with osdp and with a reference on the same ranks, and compare them.
 
-The reference needs no communication: every rank runs all ranks' batches on copies of the
-model that share their parameters and have buffers of their own, so that gradients add up
-to their average and batch norm sees what it sees in data-parallel training.
+The reference needs no communication: every rank runs the batches of all ranks, on copies of the
+model that share parameters and have separate buffers. Gradients then add up to their average over
+ranks, and batch norm computes the statistics of data-parallel training.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from passes.types.plan import FLAT_DECISIONS
 from passes.types.units import parse_bytes
 from tests.ranks import Ranks
 
-#: Ranks on a slow network, for plans that are the same in every run: 10 us, 50 MB/s.
+#: A fixed profile with a slow network (10 us, 50 MB/s), for equal plans in every run.
 SLOW = Hardware(
     name="slow network",
     flops_per_second={"default": 5e10},
@@ -48,8 +48,8 @@ def sgd(parameters):
 
 
 def adamw(parameters):
-    # The default eps of 1e-8 would make a difference of 1e-10 between two gradients that
-    # are zero but for rounding (an attention's key bias) as large as the learning rate.
+    # Some gradients are zero except for rounding (an attention's key bias). The default eps of
+    # 1e-8 would turn a difference of 1e-10 between two of them into one of the learning rate.
     return torch.optim.AdamW(parameters, lr=3e-3, eps=1e-5, weight_decay=0.1)
 
 
@@ -59,17 +59,17 @@ def mean_square(model, batch):
 
 
 def normal_batch(step: int, micro: int, rank: int) -> Tensor:
-    """The default batch: 4 rows of 8 numbers, other ones for every step and rank."""
+    """The default batch: 4 rows of 8 numbers, different for every step, micro-batch and rank."""
     generator = torch.Generator().manual_seed(1000 * step + 100 * micro + rank)
     return torch.randn(4, 8, generator=generator)
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How a model is trained: everything besides the model, the same for osdp and the reference.
+    """The training loop without the model, the same for osdp and for the reference.
 
-    ``backwards``: before each optimizer step, each with a batch of its own.
-    ``max_norm``: of clip_grad_norm_. ``schedule``: from an optimizer to its scheduler.
+    ``backwards``: number of backwards before each optimizer step, each with its own batch.
+    ``max_norm``: for clip_grad_norm_. ``schedule``: makes the scheduler of an optimizer.
     """
 
     step: Step = mean_square
@@ -83,7 +83,7 @@ class Recipe:
 
 @dataclasses.dataclass
 class Trained:
-    """What training leaves on a rank: tensors whole, losses averaged over ranks."""
+    """The result of training on a rank: tensors are whole, losses are averaged over ranks."""
 
     losses: list[float]
     norms: list[float]
@@ -103,7 +103,7 @@ class Outcome:
     reference_state_names: list[str]
 
     def distance(self, name: str) -> float:
-        """The largest difference of a parameter or buffer to the reference."""
+        """The largest absolute difference of a parameter or buffer from the reference."""
         ours = {**self.osdp.parameters, **self.osdp.buffers}[name]
         theirs = {**self.reference.parameters, **self.reference.buffers}[name]
         assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
@@ -121,12 +121,12 @@ def trains_like_reference(
 ) -> Outcome:
     """Train on all ranks and assert that losses, parameters and buffers equal the reference's.
 
-    ``plan``: one; or a decision for all parameters; or decisions by name; or a share of the way
-    from the least possible memory limit to what the fastest plan takes, under which the planner
-    then plans for a slow network; or None: the planner without a limit, on what it measures.
+    ``plan``: a plan; or one decision for all parameters; or decisions by name; or a float: the
+    planner runs for a slow network, under the limit of :func:`limit_between` for that share; or
+    None: the planner runs without a limit, on a measured profile.
     ``prepare``: called with the model right before osdp compiles it.
 
-    Returns rank 0's outcome, for what else a test asserts.
+    Returns rank 0's outcome, for further assertions.
     """
     recipe = recipe or Recipe()
     outcomes = ranks.run(_train_both, make_model, plan, recipe, prepare)
@@ -175,7 +175,7 @@ def _train_both(rank, world_size, make_model, plan, recipe, prepare) -> Outcome:
 
 
 def without_other_models() -> AbstractContextManager[Any]:
-    """Limits are for the model alone: the reference is there for the test only."""
+    """Count no other models under a limit: the reference exists for the test only."""
     return mock.patch("osdp_compile.engine.first_call.other_models", lambda *_: OtherModels())
 
 
@@ -192,7 +192,7 @@ class Reference:
         self.scheduler = recipe.schedule(self.optimizer) if recipe.schedule else None
 
     def train(self, rank: int) -> Trained:
-        """All steps; buffers are those of the replica of this rank."""
+        """Run all steps; the returned buffers are those of this rank's replica."""
         recipe, world_size = self.recipe, len(self.replicas)
         losses, norms = [], []
         for step in range(recipe.steps):
@@ -213,7 +213,7 @@ class Reference:
 
 
 def train_osdp(model: nn.Module, options: dict[str, Any], recipe: Recipe, rank: int) -> Trained:
-    """All steps of one rank; the model is compiled and, at its first call, sharded in place."""
+    """Run all steps of one rank; the model is compiled, and sharded at its first call."""
     compiled = torch.compile(model, backend="osdp", options=options)
     optimizer = recipe.optimizer(model.parameters())
     scheduler = recipe.schedule(optimizer) if recipe.schedule else None
@@ -233,7 +233,7 @@ def train_osdp(model: nn.Module, options: dict[str, Any], recipe: Recipe, rank: 
 
 
 def finish_step(model, optimizer, scheduler, recipe: Recipe) -> list[float]:
-    """Clip, step, schedule, clear; the gradients' norm if the recipe clips."""
+    """Clip, step, schedule, zero gradients; returns the gradients' norm if the recipe clips."""
     norms = []
     if recipe.max_norm is not None:
         norms.append(
@@ -247,7 +247,7 @@ def finish_step(model, optimizer, scheduler, recipe: Recipe) -> list[float]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A copy of the full tensor, whether it is a DTensor or not."""
+    """A copy of the full tensor, of a DTensor or of a plain tensor."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
@@ -259,10 +259,11 @@ def mean_over_ranks(loss: Tensor) -> float:
 
 
 def placements(model: nn.Module) -> dict[str, str]:
-    """How each parameter lies: ``shard`` (a rank holds its rows only), ``replicate``, ``plain``.
+    """The placement of each parameter: ``shard``, ``shard within host``, ``replicate``, ``plain``.
 
-    Where nothing is sharded, plain tensors are the replicas.
-    ``shard within host``: a rank holds its rows only, and every host all of them.
+    ``shard``: a rank holds its rows only.
+    ``replicate`` also names a plain tensor under a plan that shards nothing.
+    ``shard within host``: a rank holds its rows only, and each host holds all rows.
     """
     found = {}
     for name, parameter in model.named_parameters():
@@ -290,7 +291,7 @@ def plan_in_force(model: nn.Module) -> Plan:
 
 
 def plan_options(model, plan, recipe: Recipe, world_size: int) -> dict[str, Any]:
-    """The backend's options for what tests call a plan (see :func:`trains_like_reference`)."""
+    """The backend's options for the ``plan`` of :func:`trains_like_reference`."""
     if plan is None:
         return {}
     if isinstance(plan, Plan):
@@ -311,13 +312,13 @@ def plan_options(model, plan, recipe: Recipe, world_size: int) -> dict[str, Any]
                 for row in uniform.parameters
             )
         )
-    return {"plan": uniform, "hardware": SLOW}  # measuring would take longer than training
+    return {"plan": uniform, "hardware": SLOW}  # a measurement would take longer than training
 
 
 def mixed_plan(
     model: nn.Module, decisions: Sequence[Decision], *, bucket_bytes: int, world_size: int
 ) -> Plan:
-    """A plan whose parameters have these decisions in turn."""
+    """A plan that assigns these decisions to the parameters in turn."""
     plan = Plan.uniform(model.named_parameters(), decisions[0], world_size=world_size)
     rows = [
         dataclasses.replace(row, decision=decisions[index % len(decisions)])
@@ -327,10 +328,10 @@ def mixed_plan(
 
 
 def plan_for(kind: str, model: nn.Module, world_size: int) -> Plan:
-    """A plan for a model that has linears ``up`` and ``down``.
+    """A plan for a model with linears ``up`` and ``down``.
 
-    ``mixed``: every decision there is; ``sliced``: all gathered again, and the two in slices, some
-    kept; ``replicate``: none is sharded.
+    ``mixed``: every decision of a flat mesh; ``sliced``: regather all, run ``up`` (along 0, one
+    slice kept) and ``down`` (along 1) in three slices; ``replicate``: shard nothing.
     """
     if kind == "mixed":
         return mixed_plan(model, list(FLAT_DECISIONS), bucket_bytes=1 << 10, world_size=world_size)
@@ -341,9 +342,9 @@ def plan_for(kind: str, model: nn.Module, world_size: int) -> Plan:
 
 
 def limit_between(model: nn.Module, share: float, recipe: Recipe) -> int:
-    """A memory limit in bytes between the least possible one and what it takes without a limit.
+    """A limit in bytes: ``share`` of the way from the least limit to the peak without a limit.
 
-    The least is what the error about an infeasible limit says.
+    The error about an infeasible limit names the least limit.
     """
     trial = copy.deepcopy(model)
     optimizer = recipe.optimizer(trial.parameters())  # alive, so that its state is counted
@@ -355,7 +356,7 @@ def limit_between(model: nn.Module, share: float, recipe: Recipe) -> int:
     with pytest.raises(osdp_compile.InfeasibleLimit) as infeasible:
         first_call(memory_limit="1KiB")
     least_bytes = parse_bytes(str(infeasible.value).split("least possible ")[1].split(" for ")[0])
-    # Only the plan is wanted: the graph runs as it is.
+    # Only the plan is needed: the graph runs without lowering.
     with mock.patch("osdp_compile.engine.backend.lower", lambda gm, *rest: gm):
         first_call()
     prediction = plan_in_force(trial).prediction

@@ -1,5 +1,5 @@
-"""Say what is missing before anything is installed. Runs on any Python 3, standard library only."""
-# ruff: noqa: UP031, UP036 - old Pythons must get as far as the message.
+"""Check prerequisites before an installation. Runs on any Python 3, standard library only."""
+# ruff: noqa: UP031, UP036 - old Pythons must be able to print the message.
 
 import importlib.util
 import os
@@ -10,7 +10,7 @@ import sysconfig
 
 
 def missing():
-    """What to do, one line for each thing that is missing."""
+    """Yield one line for each missing prerequisite, with the remedy."""
     if sys.version_info < (3, 10):
         version = sys.version.split()[0]
         yield "Python 3.10 or later is needed, this is %s: make PYTHON=python3.12" % version

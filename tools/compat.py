@@ -2,8 +2,9 @@
 
     make compat VERSIONS="2.11.0 2.15.0"
 
-Prints a row of a table for each version. Environments stay in ``.compat/``. A Python that has the
-version already (``make compat PYTHON=...``) lends it.
+The script prints a table with one row for each version. The environments stay in ``.compat/``. If
+the Python that runs the script has that version (``make compat PYTHON=...``), the environment uses
+it and installs none.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from environment import ROOT, make, own_torch, pip, python_of, tested
 
-#: The core: what stands on private names of torch, and training by real processes.
+#: The core: tests of code that uses private names of torch, and training in real processes.
 CORE = (
     "tests/passes/capture/test_captured_step.py",
     "tests/passes/shard/test_lower_markers.py",
@@ -37,7 +38,7 @@ CORE = (
 
 
 def counts(output: str) -> dict[str, int]:
-    """How many tests ended how, by pytest's closing line; empty if there is none."""
+    """Numbers of tests by result, from pytest's last line; empty without such a line."""
     lines = [line for line in output.splitlines() if re.search(r" in [0-9.]+s", line)]
     if not lines:
         return {}
@@ -55,7 +56,7 @@ def row(version: str, found: dict[str, int], minutes: float) -> str:
 
 
 def run(version: str, folder: Path, tests: tuple[str, ...]) -> tuple[str, bool]:
-    """Test one version; the row, and whether all passed."""
+    """Test one version; the table row, and whether all tests passed."""
     plain = (own_torch() or "").split("+")[0]
     print(make(folder, None if plain == version else f"torch=={version}"), flush=True)
     pip(folder, "--editable", ".[dev]")

@@ -3,9 +3,9 @@
     python3 tools/environment.py .venv                         # keep a torch that is there
     python3 tools/environment.py .venv --torch torch==2.13.0   # install this one
 
-Without ``--torch``, the environment keeps the torch that it has. A new one uses the torch of the
-Python that runs this script, if that has one: its packages follow the environment's own. Else the
-newest tested version is installed.
+Without ``--torch``, an environment keeps its torch. An environment without torch uses the torch of
+the Python that runs this script: the packages of that Python come after its own on the path. If
+that Python has no torch, the script installs the newest tested version.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _VERSION = "from importlib.metadata import version; print(version('torch'))"
 
 
 def tested() -> tuple[str, ...]:
-    """The tested versions, read without importing the package, which imports torch."""
+    """The tested versions of torch, read from the source: an import of the package needs torch."""
     source = (ROOT / "osdp_compile" / "torch_versions.py").read_text()
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TESTED":
@@ -38,13 +38,13 @@ def python_of(folder: Path) -> Path:
 
 
 def torch_in(folder: Path) -> str | None:
-    """The version of torch that an environment finds; None: it finds none."""
+    """The version of torch that an environment imports; None: it finds none."""
     done = subprocess.run([python_of(folder), "-c", _VERSION], capture_output=True, text=True)
     return done.stdout.strip() or None
 
 
 def own_torch() -> str | None:
-    """The version of torch beside the Python that runs this script."""
+    """The version of torch of the Python that runs this script; None: it has no torch."""
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -52,7 +52,7 @@ def own_torch() -> str | None:
 
 
 def make(folder: Path, requirement: str | None) -> str:
-    """Make the environment if it is not there, give it a torch, and say which one and whence."""
+    """Make the environment if it does not exist, and give it a torch; which one, as text."""
     if not python_of(folder).exists():
         venv.create(folder, with_pip=True, symlinks=True)
     if requirement is None:
@@ -75,7 +75,7 @@ def pip(folder: Path, *what: str) -> None:
 
 
 def _follow(folder: Path) -> None:
-    """Have an environment find the packages of this Python after its own."""
+    """Add the packages of this Python to an environment's path, after its own."""
     paths = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
     done = subprocess.run(
         [python_of(folder), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],

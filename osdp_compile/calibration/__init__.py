@@ -1,1 +1,1 @@
-"""Calibration: measure this machine and its network, and keep the profile."""
+"""Calibration: measure this machine and its network, and cache the profile."""

@@ -1,10 +1,9 @@
-"""Calibrate: measure what the planner must know of this machine and its network.
+"""Calibrate: measure a hardware profile of this machine and its network for the planner.
 
 :func:`measure_hardware` is the short form, for the first call: about two seconds in all, and
-as many again for a mesh of two levels.
-:func:`calibrate` is the long form, for ``osdp calibrate``. Every rank measures at the same
-time, because ranks of one machine share its cores and its links; rank 0's figures, and
-for collectives the slowest rank's, are everyone's.
+about two more for a two-dimensional mesh. :func:`calibrate` is the long form, for
+``osdp calibrate``. All ranks measure at the same time, because ranks of one machine share its cores
+and its links. Every rank gets rank 0's device figures and the slowest rank's collective times.
 """
 
 from __future__ import annotations
@@ -37,16 +36,15 @@ from passes.types.hardware import Hardware, generic
 _LEAST_SCRATCH_BYTES = 1 << 23
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-#: Called with what comes next and the part of the whole that is done, from 0 to 1.
+#: Called with the next stage and the finished share, from 0 to 1.
 Progress = Callable[[str, float], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """A profile, and what it was made from.
+    """A profile, and the measured links behind it.
 
-    ``links``: by the name of a mesh dimension (``""``: over all ranks), by kind; none without
-    other ranks.
+    ``links``: mesh dimension (``""``: all ranks) -> kind of collective -> link; empty for one rank.
     """
 
     hardware: Hardware
@@ -63,12 +61,13 @@ def measure_hardware(
     """Measure this machine, all ranks of the group together. Collective.
 
     Args:
-        seconds: about how long it may take, and half of that again for each dimension of a mesh.
-            A slow link gets smaller messages, not more time.
-        scratch_bytes: the most memory to take (at least 8 MiB): training's limit holds here too.
+        seconds: approximate duration, plus half of it for each mesh dimension. A slow link gets
+            smaller messages, not more time.
+        scratch_bytes: memory limit of the measurement, at least 8 MiB; training's limit applies
+            here too.
         along: as for :func:`calibrate`.
 
-    Returns the same profile on every rank. A fake group measures nothing real: it gets
+    Returns the same profile on every rank; for a fake group
     :func:`passes.types.hardware.generic`.
     """
     if backend_of(group, device.type) == "fake":
@@ -85,8 +84,8 @@ def measure_hardware(
         links[name] = {}
         for kind in KINDS:
             if kind == "reduce_scatter" and by_messages(one, device):
-                continue  # no leg is one
-            agreed(0.0, group, device)  # groups beside each other start together
+                continue  # no hierarchical stage is one
+            agreed(0.0, group, device)  # all groups of a dimension start together
             link = quick_link(kind, one, device, budget, scratch_bytes)
             links[name][kind] = as_busy_as(link, links[""][kind])
     return _profile(rates, links, group, device)
@@ -100,15 +99,15 @@ def calibrate(
     progress: Progress = lambda what, done: None,
     along: Mapping[str, dist.ProcessGroup] | None = None,
 ) -> Calibration:
-    """Measure this machine at leisure, all ranks of the group together. Collective.
+    """Measure this machine at length, all ranks of the group together. Collective.
 
     Args:
         group: None for a single process; its profile has no collectives.
-        seconds: about how long it may take.
-        scratch_bytes: the most memory to take (at least 8 MiB).
+        seconds: approximate duration.
+        scratch_bytes: memory limit of the measurement, at least 8 MiB.
         progress: called on every rank.
-        along: this rank's group along each dimension of a mesh, by the dimension's name: they
-            are measured too, all groups of a dimension at the same time.
+        along: mesh dimension -> this rank's group along it. These are measured too, all groups of
+            a dimension at the same time.
     """
     alone = group is None or dist.get_world_size(group) == 1
     device_share = 1.0 if alone else 0.2
@@ -126,7 +125,7 @@ def calibrate(
             links[name] = {}
             for kind in KINDS:
                 progress(f"{kind} along {name}" if name else kind, done)
-                agreed(0.0, group, device)  # groups beside each other start together
+                agreed(0.0, group, device)  # all groups of a dimension start together
                 links[name][kind] = swept_link(kind, one, device, share * seconds, scratch_bytes)
                 done += share
     progress("done", 1.0)
@@ -134,7 +133,7 @@ def calibrate(
 
 
 def device_name(device: torch.device) -> str:
-    """What a device is called, for people: ``NVIDIA H100 80GB HBM3``, or the CPU's model."""
+    """A device's product name: ``NVIDIA H100 80GB HBM3``, or the CPU's model."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -146,14 +145,14 @@ def device_name(device: torch.device) -> str:
 
 
 def _least(scratch_bytes: int, group: dist.ProcessGroup, device: torch.device) -> int:
-    """The scratch of the rank that has least, so that all send messages of one size."""
+    """The least scratch of all ranks (at least 8 MiB), so that all message sizes are equal."""
     return max(-round(agreed(-float(scratch_bytes), group, device)), _LEAST_SCRATCH_BYTES)
 
 
 def _device_rates(
     dtypes: Sequence[torch.dtype], device: torch.device, budget_seconds: float, scratch_bytes: int
 ) -> dict[str, Any]:
-    """Fields of a profile that this rank's device alone decides; each takes one budget."""
+    """The profile's fields of the device alone; each rate takes one budget."""
     flops: dict[str, float] = {}
     for dtype in dtypes:
         name = str(dtype).removeprefix("torch.")
@@ -173,7 +172,7 @@ def _profile(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> Hardware:
-    """The profile of what was measured: rank 0's, on every rank."""
+    """The profile of the measurements: rank 0's, on every rank."""
     ranks = 1 if group is None else dist.get_world_size(group)
     backend = "" if group is None else f" {backend_of(group, device.type)}"
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
@@ -197,7 +196,7 @@ def _profile(
 
 
 def _memory_bytes(device: torch.device) -> int:
-    """Size of a device's memory; the machine's, for a CPU; 0 where nothing says."""
+    """A GPU's memory, or the machine's memory for a CPU; 0: unknown."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     try:
@@ -207,7 +206,7 @@ def _memory_bytes(device: torch.device) -> int:
 
 
 def _timed(run: Callable[[], object], device: torch.device, budget_seconds: float) -> float:
-    """Median seconds of a call, over as many as fit in the budget (3 to 50), one to warm up."""
+    """Median seconds of 3 to 50 calls, as many as fit in the budget, after a warm-up call."""
     run()
     synchronize(device)
     times: list[float] = []
@@ -236,8 +235,8 @@ def matmul_rate(
 
 
 def _copy_bandwidth(device: torch.device, budget_seconds: float, scratch_bytes: int) -> float:
-    """Bytes read and written a second by a copy too large for the caches, if memory allows."""
-    # A little is left: small tensors of what went before may be freed a moment late.
+    """Bytes read and written per second by a copy beyond the caches, if memory allows."""
+    # Keep 4 KiB spare: small earlier tensors may be freed a moment late.
     numel = min((1 << 23) if device.type == "cpu" else (1 << 28), (scratch_bytes - 4096) // 8)
     source = torch.ones(numel, device=device)
     target = torch.empty_like(source)
@@ -245,7 +244,7 @@ def _copy_bandwidth(device: torch.device, budget_seconds: float, scratch_bytes: 
 
 
 def _launch_seconds(device: torch.device) -> float:
-    """The least a kernel takes: adding to one element, many times."""
+    """The minimum seconds of a kernel: the mean of 100 additions to one element."""
     one = torch.zeros(1, device=device)
 
     def run() -> None:

@@ -1,10 +1,10 @@
-"""Links: what collectives cost on a group, measured by running them.
+"""Collective times: measured latency, bandwidth and compute overhead of a group's collectives.
 
-Two forms of one thing: :func:`quick_link` for the first call, from a small and a large
-message, and :func:`swept_link` for ``osdp calibrate``, from a sweep over sizes.
+Two forms: :func:`quick_link` for the first call, from a small and a large message, and
+:func:`swept_link` for ``osdp calibrate``, from a sweep over sizes.
 
-Every function here is collective. How often a rank runs what follows only from times that
-all ranks have agreed on; a rank that decided by its own clock would leave the others waiting.
+Every function here is collective. The number of repeats depends only on times that all ranks agree
+on. If a rank decided by its own clock, the others would wait for ever.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 _SMALL_BYTES = 1 << 12
 _FIRST_BYTES = 1 << 18
 _MOST_BYTES = 1 << 26
-#: Up to this size what counts is latency.
+#: Up to this size latency dominates.
 _SMALL_ENOUGH_BYTES = 1 << 16
 _IN_FLIGHT = 4
-#: A tensor to send, one to receive, a part, and gloo's own copy: less than four times the size.
+#: A tensor to send, one to receive, a part, and gloo's copy: less than four times the size.
 _BUFFERS = 4
-#: What collectives should last, or up to twice that, when computing is timed beside them.
+#: Duration of collectives beside timed computing: this, or up to twice this.
 _BESIDE_SECONDS = 0.02
-#: A large message of a training step, and how often its end beside computing is timed.
+#: Size of a large message of a training step, and repeats of the start delay measurement.
 _WAKE_BYTES, _WAKE_REPEATS = 1 << 22, 11
-#: How many small collectives tell what each takes of computing, and how many large ones what a
-#: byte takes.
+#: Repeats for the compute overhead: of small collectives for ``start_seconds``, of large ones for
+#: the overhead per byte.
 _START_REPEATS, _LARGE_REPEATS = 20, 3
-#: A wait for what is there already takes no longer.
+#: Longest wait for a collective that has ended already.
 _THERE_SECONDS = 2e-4
-#: How long the check of a kept profile's collective should take, by that profile; how often it
-#: is tried; and by what factor it may be off.
+#: Check of a cached profile: predicted seconds of its collective, number of tries, and the factor
+#: between measured and predicted seconds that means another network.
 _CHECK_SECONDS, _CHECKS, _OTHER_NETWORK = 0.02, 3, 2.0
 
 Start = Callable[[], list[dist.Work]]
@@ -50,9 +50,9 @@ Start = Callable[[], list[dist.Work]]
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What was found out about one kind of collective.
+    """Measurements of one kind of collective.
 
-    ``fit``: of the rate to ``samples``; exact where there are only two.
+    ``fit``: the line through ``samples``; exact for two samples.
     """
 
     rate: LinkRate
@@ -69,10 +69,10 @@ def quick_link(
 ) -> Link:
     """Latency and inverse bandwidth from two sizes, in about three times the budget.
 
-    The large size grows until one is long enough to tell, so a slow link gets smaller
-    messages and hardly more time. What is in between is left out: a link that is shaped lets
-    the first bytes pass at once, and a fit would believe them. For the same reason the large
-    size is sent without a pause.
+    The large size grows until one collective takes a quarter of the budget, so a slow link gets
+    smaller messages and hardly more time. The fit ignores sizes in between: a shaped link passes
+    the first bytes at once, and they would bias it. For the same reason the large size is sent
+    without pauses.
     """
     small, _ = _sample(kind, _SMALL_BYTES, group, device, budget_seconds / 4, least=7)
     size_bytes, most_bytes = _FIRST_BYTES, _most_bytes(scratch_bytes, device)
@@ -81,7 +81,7 @@ def quick_link(
         if large.seconds >= budget_seconds / 4 or 4 * size_bytes > most_bytes:
             break
         size_bytes *= 4
-    # Of seven, one that was late for other reasons is in two of six pairs, and does not count.
+    # An outlier among seven times is in two of six pairs, so it does not change the median.
     large, _ = _sample(kind, size_bytes, group, device, 2 * budget_seconds, least=7)
     fit = fit_line([small, large])
     rate = _fitted(kind, fit, group, device)
@@ -91,11 +91,11 @@ def quick_link(
 def with_busy(
     links: dict[str, Link], group: dist.ProcessGroup, device: torch.device, budget_seconds: float
 ) -> dict[str, Link]:
-    """The links with what computing and they do to each other.
+    """The links with compute overhead per byte and start delay.
 
-    On a CPU each kind's own processor time counts. Elsewhere what is seen in computing is noise
-    in large part, and the kinds differ by less: it is measured on one for all. So is how much
-    later one ends beside computing.
+    On a CPU each kind has its own overhead, in processor time. Elsewhere the noise exceeds the
+    difference of the kinds, so one kind is measured for all. The start delay too is measured on one
+    kind for all.
     """
     world = dist.get_world_size(group)
 
@@ -124,7 +124,7 @@ def with_busy(
 
 
 def as_busy_as(link: Link, other: Link) -> Link:
-    """The link with what computing and another one of the same device do to each other."""
+    """The link with the compute overhead per byte and start delay of another link of the device."""
     rate = dataclasses.replace(
         link.rate,
         busy_seconds_per_byte=other.rate.busy_seconds_per_byte,
@@ -136,10 +136,10 @@ def as_busy_as(link: Link, other: Link) -> Link:
 def rates_hold(
     hardware: Hardware, group: dist.ProcessGroup, device: torch.device, scratch_bytes: int
 ) -> bool:
-    """Whether collectives take about what a profile says: a network may be another one by now.
+    """Whether collectives still take about the profile's seconds; the network may have changed.
 
-    One kind, long enough to tell, three times at most: a machine that others use too is slow
-    now and then.
+    Runs one kind, of about :data:`_CHECK_SECONDS`. At most three tries, because a shared machine
+    is slow now and then.
     """
     world = dist.get_world_size(group)
     if world == 1:
@@ -169,14 +169,14 @@ def swept_link(
 ) -> Link:
     """Latency and inverse bandwidth by least squares over sizes from 4 KiB to 64 MiB.
 
-    Sizes that the budget or the scratch memory does not reach are left out; three remain.
+    Leaves out sizes beyond the scratch memory, and beyond the budget, but for the first three.
     """
     most_bytes = _most_bytes(scratch_bytes, device)
     sizes = [_SMALL_BYTES * 4**i for i in range(8) if _SMALL_BYTES * 4**i <= most_bytes]
     samples: list[Sample] = []
     left_seconds = 0.7 * budget_seconds
     for index, size_bytes in enumerate(sizes):
-        # From one size to the next it takes four times as long, and runs at least six times.
+        # The next size takes four times as long, and runs at least six times.
         if len(samples) >= 3 and 4 * 6 * samples[-1].seconds > left_seconds:
             break
         share_seconds = left_seconds / (len(sizes) - index)
@@ -195,12 +195,12 @@ def swept_link(
 
 
 def _one_for_all(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The kind of collective that is looked at for all kinds."""
+    """The kind of collective that is measured for all kinds."""
     return "all_to_all" if by_messages(group, device) else "all_gather"
 
 
 def _fitted(kind: str, fit: Fit, group: dist.ProcessGroup, device: torch.device) -> LinkRate:
-    """A kind's rate, but for what computing and it do to each other."""
+    """A kind's rate, without compute overhead per byte and start delay."""
     return LinkRate(
         fit.latency_seconds,
         fit.seconds_per_byte,
@@ -210,39 +210,39 @@ def _fitted(kind: str, fit: Fit, group: dist.ProcessGroup, device: torch.device)
 
 
 def carried_out(kind: str, group: dist.ProcessGroup, device: torch.device) -> str:
-    """How a kind of collective is carried out on a group, for people."""
+    """The algorithm of a kind of collective on a group, for people."""
     backend = backend_of(group, device.type)
     if backend == "nccl":
         return "as NCCL chooses"
     if backend != "gloo":
         return backend
     if kind == "reduce_scatter":
-        return "all_reduce inside"  # and drops the rest: gloo has no other
+        return "all_reduce inside"  # and drops the other rows: gloo has no other algorithm
     if kind == "all_to_all" or (kind == "all_gather" and by_messages(group, device)):
         return "messages"
     return "ring"
 
 
 def agreed(value: float, group: dist.ProcessGroup, device: torch.device) -> float:
-    """The largest of a figure over the ranks, so that all go on alike."""
+    """The maximum of a figure over the ranks, so that all ranks decide alike."""
     tensor = torch.tensor([value], dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
     return float(tensor.item())
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all that a device was given to do."""
+    """Wait for all queued work of a device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def median(values: list[float]) -> float:
-    """The middle one of some figures."""
+    """The upper median."""
     return sorted(values)[len(values) // 2]
 
 
 def _most_bytes(scratch_bytes: int, device: torch.device) -> int:
-    """The largest tensor to send. On a CPU there is never more than one on its way."""
+    """Bytes of the largest tensor to send. On a CPU only one is in flight at a time."""
     in_flight = 1 if device.type == "cpu" else _IN_FLIGHT
     return min(_MOST_BYTES, scratch_bytes // (_BUFFERS * in_flight))
 
@@ -250,7 +250,7 @@ def _most_bytes(scratch_bytes: int, device: torch.device) -> int:
 def _collective(
     kind: str, group: dist.ProcessGroup, size_bytes: int, device: torch.device
 ) -> tuple[Start, int]:
-    """A call that starts one collective on a tensor of about this size; and its wire bytes."""
+    """A function that starts one collective of about ``size_bytes``, and its wire bytes."""
     world = dist.get_world_size(group)
     numel = max(1, size_bytes // 4 // world) * world
     whole = torch.ones(numel, device=device)
@@ -271,7 +271,7 @@ def _collective(
 
 
 def _burst(starts: list[Start], group: dist.ProcessGroup, device: torch.device) -> float:
-    """Seconds from starting some collectives at once until all have ended, on the slowest rank."""
+    """Seconds of some collectives that start at once, until all end; slowest rank."""
     synchronize(device)
     begin = time.perf_counter()
     for works in [start() for start in starts]:
@@ -289,12 +289,13 @@ def _sample(
     budget_seconds: float,
     least: int = 1,
 ) -> tuple[Sample, float]:
-    """What one collective takes, from as many as fit in the budget; seconds of all.
+    """The sample of one collective, from as many as fit in the budget; total seconds.
 
-    ``least``: how many at least; at most 25. Small ones run each from a start that ranks agree
-    on, and the quickest counts: a small one is only ever late. Large ones follow each other
-    without a pause, for after one a shaped link is faster than its rate; the median counts. One
-    at a time, as in a schedule that starts the next when the network is free.
+    ``least``: minimum number of repeats; the maximum is 25. Small collectives start together on
+    all ranks, and the minimum counts, because delays only add. Large ones follow each other without
+    a pause, because a shaped link is faster than its rate after a pause; :func:`typical_seconds`
+    counts. One collective is in flight at a time, as in a schedule that starts the next one when
+    the network is free.
     """
     start, wire = _collective(kind, group, size_bytes, device)
     warm = _burst([start], group, device)  # sets up connections
@@ -310,7 +311,7 @@ def _sample(
 
 
 def _stream(start: Start, count: int, group: dist.ProcessGroup, device: torch.device) -> float:
-    """Seconds of one collective of ``count`` that follow each other, after a first one."""
+    """Typical seconds of ``count`` back-to-back collectives, after a warm-up; slowest rank."""
     times: list[float] = []
     for _ in range(count + 1):
         begin = time.perf_counter()
@@ -330,14 +331,15 @@ def _busy_seconds_per_byte(
     device: torch.device,
     budget_seconds: float,
 ) -> float:
-    """How much longer computing takes beside a collective, for each wire byte; slowest rank.
+    """Compute overhead per wire byte of a collective, without ``start_seconds``; slowest rank.
 
-    Beside what any takes, whatever its size. On a CPU it is processor time, which what else
-    runs on the machine hardly changes. Elsewhere it is seen in computing: matrix products that
-    take half as long again as the collectives (which are slower beside them, and must end in
-    time to be counted in full) are timed in turns alone and beside them, and the quicker quarter
-    of each counts. ``seconds``: what one collective of ``size_bytes`` takes; if that is long,
-    smaller ones are used, which take what ``rate`` says.
+    On a CPU it is processor time, which other programs on the machine hardly change. Elsewhere it
+    is the delay of matrix products: these are timed in turns alone and beside collectives, and the
+    lower quartile of each counts. The products take 1.5 times the collectives' seconds, because
+    collectives are slower beside them, and must end before the products do.
+
+    ``seconds``: of one collective of ``size_bytes``. If it is long, smaller ones run, with seconds
+    by ``rate``.
     """
     if device.type == "cpu":
         start, sent_bytes = _collective(kind, group, size_bytes, device)
@@ -353,7 +355,7 @@ def _busy_seconds_per_byte(
     product = _product(device)
     one = agreed(median([product(1) for _ in range(5)]), group, device)
     products = max(1, math.ceil(1.5 * count * seconds / one))
-    # A pair takes 1.5 and about 2.5 times the collectives' seconds.
+    # Alone takes 1.5 and beside about 2.5 times the collectives' seconds.
     pairs = min(31, max(5, int(budget_seconds / (4 * count * seconds))))
     alone: list[float] = []
     beside: list[float] = []
@@ -375,9 +377,10 @@ def _busy_seconds_per_byte(
 
 
 def _wake_seconds(kind: str, fit: Fit, group: dist.ProcessGroup, device: torch.device) -> float:
-    """How much later a collective ends beside computing than alone; median, slowest rank.
+    """Start delay: how much later a collective ends beside computing than alone.
 
-    Matrix products as long as it would take alone, then what is left to wait.
+    Runs matrix products for the collective's seconds alone, then waits for it. The median over
+    repeats, of the slowest rank; zero if the collective has ended before the products.
     """
     size_bytes = _WAKE_BYTES
     world = dist.get_world_size(group)
@@ -410,10 +413,10 @@ def _wake_seconds(kind: str, fit: Fit, group: dist.ProcessGroup, device: torch.d
 
 
 def _start_seconds(kind: str, group: dist.ProcessGroup, device: torch.device) -> float:
-    """What a collective of hardly any bytes takes of computing; slowest rank.
+    """Compute overhead of a collective of hardly any bytes; slowest rank.
 
-    On a CPU the processor time of all threads of this process: those that carry it out take the
-    core away from the computing. Elsewhere what the call takes that starts one; the median.
+    On a CPU the processor time of all threads of this process, because the backend's threads take
+    the core from the computing. Elsewhere the median seconds of the call that starts a collective.
     """
     start, _ = _collective(kind, group, _SMALL_BYTES, device)
     if device.type == "cpu":
@@ -429,7 +432,7 @@ def _start_seconds(kind: str, group: dist.ProcessGroup, device: torch.device) ->
 
 
 def _processor_seconds(start: Start, count: int) -> float:
-    """Processor time of this process for each of ``count`` collectives, one after the other."""
+    """Mean processor seconds of this process for a collective, over ``count`` in sequence."""
     begin = time.process_time()
     for _ in range(count):
         for work in start():
@@ -438,7 +441,7 @@ def _processor_seconds(start: Start, count: int) -> float:
 
 
 def _product(device: torch.device) -> Callable[[int], float]:
-    """A call that multiplies matrices some times over and returns the seconds it took."""
+    """A function that multiplies matrices ``times`` times and returns the seconds."""
     size = 256 if device.type == "cpu" else 2048
     a, b, out = (torch.ones(size, size, device=device) for _ in range(3))
 

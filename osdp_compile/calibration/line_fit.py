@@ -1,4 +1,4 @@
-"""Fit: latency and inverse bandwidth of a collective from the times it took."""
+"""Line fit: latency and inverse bandwidth of a collective from measured seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEAST_SHARE = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """The seconds that one collective took which sends ``wire_bytes`` from a rank."""
+    """Seconds of one collective that sends ``wire_bytes`` from a rank."""
 
     wire_bytes: int
     seconds: float
@@ -21,9 +21,9 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """``latency_seconds + wire_bytes * seconds_per_byte``, and how well that holds.
+    """``latency_seconds + wire_bytes * seconds_per_byte``, with its errors.
 
-    ``median_error``, ``worst_error``: over the samples, ``|fitted - taken| / taken``.
+    ``median_error``, ``worst_error``: over the samples, ``|fitted - measured| / measured``.
     """
 
     latency_seconds: float
@@ -33,11 +33,11 @@ class Fit:
 
 
 def typical_seconds(times: Sequence[float]) -> float:
-    """What one of several collectives takes that follow each other: the median over pairs.
+    """Seconds of one collective of a sequence: the median over the means of neighbouring pairs.
 
-    Of pairs, because what one sends sooner, as a shaped link lets some pass at once, the next
-    pays for, and they may alternate. The median, because now and then one is late by half its
-    time, for the machine did something else: a mean of a few would be off by a tenth.
+    Pairs: a shaped link lets a burst of bytes pass at once and delays the next collective, so short
+    and long times may alternate. Median: sometimes one collective takes half its time longer,
+    because the machine does other work; a mean of a few would be off by a tenth.
 
     >>> typical_seconds([1.0, 3.0, 1.0, 3.0, 1.0])
     2.0
@@ -45,7 +45,7 @@ def typical_seconds(times: Sequence[float]) -> float:
     2.0
 
     Raises:
-        ValueError: if there are none.
+        ValueError: for an empty sequence.
     """
     if len(times) < 2:
         return statistics.median(times)
@@ -55,11 +55,11 @@ def typical_seconds(times: Sequence[float]) -> float:
 def fit_line(samples: Sequence[Sample]) -> Fit:
     """The line with the least squares of relative errors.
 
-    Relative, because sizes span four orders of magnitude and a plan has collectives of all:
-    absolute squares would hear the largest only. Neither term goes below zero. Where the latency
-    would, a byte costs what it costs in the largest sample: a shaped link lets small messages pass
-    faster than its rate, and they would speak for the large ones. Where noise would make bytes
-    free, a byte costs a tenth of what it costs in the best sample.
+    Relative errors, because sizes span four orders of magnitude and a plan has collectives of all
+    of them; absolute squares would weight only the largest. Neither term is negative. If the
+    latency would be, the largest sample alone sets the seconds per byte: a shaped link passes small
+    messages faster than its rate, so they say nothing about large ones. If noise would make the
+    seconds per byte zero or negative, they are a tenth of the least seconds per byte of a sample.
 
     >>> fit = fit_line([Sample(1_000, 0.001), Sample(1_001_000, 0.003)])
     >>> f"{fit.latency_seconds:.6f} s, {fit.seconds_per_byte:.3g} s a byte"
@@ -77,7 +77,7 @@ def fit_line(samples: Sequence[Sample]) -> Fit:
     u1 = sum(1 / s.seconds for s in samples)
     v1 = sum(s.wire_bytes / s.seconds for s in samples)
     determinant = uu * vv - uv * uv
-    # All samples of one size tell nothing of a latency.
+    # Samples of one size only do not determine a latency.
     latency = (u1 * vv - v1 * uv) / determinant if determinant > 1e-12 * uu * vv else 0.0
     rate = (v1 - latency * uv) / vv
     if latency < _LEAST_LATENCY_SECONDS:

@@ -1,8 +1,8 @@
-"""Kernel times: what the large operators of a step take, by running each of them once.
+"""Operator times: measured seconds of a step's large operators.
 
-FLOPs over a peak rate are a poor price for a thin matrix product, a convolution or an
-attention: on a CPU off by up to ten times. What Inductor will not fuse is a kernel of
-torch's own, so it can be run here with inputs of the same shapes and strides.
+FLOPs over a peak rate are a poor estimate for a thin matrix product, a convolution or an attention:
+on a CPU up to ten times off. An operator that Inductor does not fuse is one of torch's own kernels,
+so it runs here on made-up inputs of the same shapes and strides.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _ROUNDS = 5
 def with_kernel_seconds(
     captured: Captured, ctx: Context, device: torch.device, seconds: float, most_bytes: int
 ) -> Hardware:
-    """The profile with seconds of the distinct large operators of a step.
+    """The profile with measured seconds of a step's distinct large operators.
 
     Args:
-        captured: the step; the operators that cost most by formula are measured first.
-        seconds: about how long it may take in all.
-        most_bytes: of the inputs and outputs of one operator; larger ones are left out.
+        captured: the step; operators with the highest cost by formula are measured first.
+        seconds: approximate total duration.
+        most_bytes: limit of one operator's inputs and outputs; larger operators are left out.
 
-    Each is run in several rounds over all of them and the median counts: a machine that others
-    use too has slow moments. What the profile has is not measured again. What is left out, or
-    cannot run on made-up inputs, keeps its price by formula.
+    The result is the median over several rounds of all operators, because a shared machine has slow
+    moments. Operators with times in the profile are not measured again. Operators that are left
+    out, or that fail on made-up inputs, keep their cost by formula.
     """
     hardware = ctx.hardware
     found: dict[str, fx.Node] = {}
@@ -69,7 +69,7 @@ def with_kernel_seconds(
 
 
 def _run(node: fx.Node, device: torch.device) -> float:
-    """Seconds of an operator on inputs like its own, run once before."""
+    """Seconds of an operator on made-up inputs, after one warm-up run."""
     args = fx.node.map_arg(node.args, lambda source: _like(source.meta["val"], device))
     kwargs = fx.node.map_arg(node.kwargs, lambda source: _like(source.meta["val"], device))
     assert callable(node.target)
@@ -83,7 +83,7 @@ def _run(node: fx.Node, device: torch.device) -> float:
 
 
 def _like(value: Any, device: torch.device) -> Any:
-    """A real value like a fake one: small numbers for floats (no denormals), zeros for others."""
+    """A real value for a fake one: small floats (no denormals), zeros for other types."""
     if isinstance(value, torch.Tensor):
         shape, stride = concrete(value.shape), concrete(value.stride())
         made = torch.empty_strided(shape, stride, dtype=value.dtype, device=device)

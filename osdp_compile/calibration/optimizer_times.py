@@ -1,8 +1,8 @@
-"""Update times: what an optimizer's step takes, by running AdamW on a made-up parameter.
+"""Optimizer times: measured seconds of AdamW's step on made-up parameters.
 
-Most optimizers read and write the parameter, its gradient and its state some times over; on
-a CPU the arithmetic (a square root, two divisions) counts as much as the bytes, and every
-sharded parameter costs the dispatch of a dozen small operators.
+Most optimizers read and write the parameter, its gradient and its state several times. On a CPU
+the arithmetic (a square root, two divisions) costs as much as the bytes, and every sharded
+parameter costs the dispatch of a dozen small operators.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from torch.distributed.tensor import DTensor, Shard
 from osdp_compile.calibration.collective_times import agreed
 from passes.types.hardware import UPDATE_PASSES, Hardware
 
-#: Elements of a large parameter. On a CPU its operators find what the ones before them left in a
-#: cache, as they do for most parameters of a model.
+#: Elements of a large parameter. On a CPU its operators find the results of earlier operators in a
+#: cache, as for most parameters of a model.
 _LARGE_NUMEL, _LARGE_NUMEL_CUDA, _LEAST_NUMEL = 1 << 19, 1 << 22, 1 << 14
-#: How many of them: together beyond the caches, so that each step begins in memory. If there is
-#: no memory for so many, what is in a cache from one step to the next would look too fast.
+#: Number of large parameters: together beyond the caches, so that each step begins in memory. With
+#: fewer than ``_BEYOND_CACHES`` parameters, data cached between steps make the step look too fast.
 _LARGE, _BEYOND_CACHES = 12, 4
 _SMALL = 8
-_HELD, _TEMPORARIES = 4, 3  # parameter, gradient, two averages; of one parameter at a time
+_HELD, _TEMPORARIES = 4, 3  # parameter, gradient, two averages; one parameter's temporaries
 
 
 def with_update_seconds(
     hardware: Hardware, group: dist.ProcessGroup, device: torch.device, most_bytes: int
 ) -> Hardware:
-    """The profile with AdamW's step: seconds for each byte it holds, and for each parameter.
+    """The profile with AdamW's step: seconds per byte that it holds, and per parameter. Collective.
 
-    The parameters are DTensors, as a sharded model's are; what each takes as a plain tensor, as
-    in a model of which nothing is sharded, is measured too. Collective: ranks of one machine
-    share its memory's bandwidth, so all measure at once. Each returns its own figures.
+    The parameters are DTensors, as in a sharded model. Seconds per plain parameter, for a model
+    without sharding, are measured too. All ranks measure at the same time, because ranks of one
+    machine share its memory bandwidth. Each rank returns its own figures.
     """
     most_numel = most_bytes // 4
     wanted = _LARGE_NUMEL_CUDA if device.type == "cuda" else _LARGE_NUMEL
@@ -62,7 +62,7 @@ def with_update_seconds(
 def _step_seconds(mesh: DeviceMesh | None, numel: int, count: int, device: torch.device) -> float:
     """Median seconds of a step over ``count`` parameters of ``numel`` elements a rank.
 
-    ``mesh``: over which they are sharded; None: they are plain tensors.
+    ``mesh``: of the sharded parameters; None: plain tensors.
     """
 
     def laid_out(local: Tensor) -> Tensor:

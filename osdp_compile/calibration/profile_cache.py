@@ -1,11 +1,11 @@
-"""Profiles: the hardware of a group, kept on disk between runs.
+"""Profile cache: the hardware profile of a group, kept on disk between runs.
 
-Measuring takes seconds at every first call, and its noise makes plans differ between runs
-of one script. So a profile is kept in a folder, in a file whose name is a hash of what the
-figures depend on: the ranks' machines, devices, threads, the address each has in the
-network, the backend, the mesh if it has two levels, torch. What the key cannot see is a link
-that was given another rate: a few messages tell, and then all is measured anew. The times of a
-model's operators are added when it is first trained.
+A measurement takes seconds at every first call, and its noise makes the plans of one script differ
+between runs. So a folder holds each profile in a file. The file's name is a hash of the figures'
+inputs: the ranks' machines, devices, threads and network addresses, the backend, a two-dimensional
+mesh, the version of torch. The hash does not show a changed link rate: a few messages check the
+rate, and a difference starts a new measurement. The first training of a model adds the times of
+its operators.
 
 The folder is ``$OSDP_CACHE_DIR``, else ``$XDG_CACHE_HOME/osdp_compile``, else
 ``~/.cache/osdp_compile``. With ``OSDP_CACHE_DIR=""`` nothing is read or written.
@@ -38,11 +38,11 @@ from passes.types.hardware import Hardware
 
 log = logging.getLogger("osdp_compile")
 
-#: Counted up when measuring changes, so that older files are not found.
+#: Part of the hash; raised when the measurement changes, so that older files are not found.
 _FORMAT = 7
 _MOST_SCRATCH_BYTES = 1 << 28
 _in_process: dict[str, Hardware] = {}
-_files: dict[str, Path] = {}  # where those are kept, on the rank that writes
+_files: dict[str, Path] = {}  # the profiles' files, on the rank that writes
 
 
 def hardware_of(
@@ -53,21 +53,18 @@ def hardware_of(
     dimension: str | None = None,
     along: Mapping[str, dist.ProcessGroup] | None = None,
 ) -> Hardware:
-    """The profile of a group: as given, found earlier in this process, kept on disk, or measured.
+    """A group's profile: given, known to this process, cached on disk, or measured. Collective.
 
-    Collective. What is not given is the same on every rank; rank 0 alone reads and writes the
-    file.
+    Without ``given`` every rank gets the same profile; only rank 0 reads and writes the file.
 
     Args:
-        scratch_bytes: the most memory that measuring may take.
-        given: what the user's options say.
-        dimension: the name of the mesh dimension that the group is: what is given may have
-            rates of its own for it.
-        along: this rank's groups along the dimensions of a mesh of the group, by name: measuring
-            finds rates along them too.
+        scratch_bytes: memory limit of the measurement.
+        given: the profile of the user's options.
+        dimension: the mesh dimension of the group; ``given`` may have rates for it.
+        along: mesh dimension -> this rank's group along it; the measurement includes these.
 
     Raises:
-        OsdpError: on every rank, if what is given lacks a collective that the group needs.
+        OsdpError: on every rank, if ``given`` lacks a collective that the group needs.
     """
     if given is not None:
         ranks = {name: one.size() for name, one in (along or {}).items()}
@@ -85,9 +82,9 @@ def keep(
     device: torch.device,
     along: Mapping[str, dist.ProcessGroup] | None = None,
 ) -> None:
-    """Keep a group's profile to which times of operators were added, for the next model or run.
+    """Cache a group's profile with added operator times, for the next model or run.
 
-    Every rank calls it with the same profile; who wrote the file writes it anew.
+    Every rank calls this with the same profile; the rank that writes the file updates it.
     """
     known = _known(group, device, along)
     if _in_process.get(known) == hardware:
@@ -104,12 +101,12 @@ def _known(
 
 
 def _sizes(along: Mapping[str, dist.ProcessGroup] | None) -> dict[str, int]:
-    """Ranks along each dimension of a mesh, in their order."""
+    """Mesh dimension -> its number of ranks, in order."""
     return {name: one.size() for name, one in (along or {}).items()}
 
 
 def cache_folder() -> Path | None:
-    """Where profiles are kept; None if the cache is off."""
+    """The folder of cached profiles; None: the cache is off."""
     asked = os.environ.get("OSDP_CACHE_DIR")
     if asked is not None:
         return Path(asked) if asked else None
@@ -123,7 +120,7 @@ def cache_folder() -> Path | None:
 
 
 def _complete(given: Hardware, group: dist.ProcessGroup, device: torch.device) -> Hardware:
-    """The profile, if it prices whatever the passes may emit for this group."""
+    """Check that a profile has rates for all collectives that the passes may emit for the group."""
     scatter = "all_to_all" if by_messages(group, device) else "reduce_scatter"
     needed = ("all_gather", scatter, "all_reduce") if dist.get_world_size(group) > 1 else ()
     missing = [kind for kind in needed if kind not in given.collectives]
@@ -154,7 +151,7 @@ def _kept_or_measured(
         _files[known] = path
     if writes:
         ensure_visible(log)
-    # Rank 0 decides for all: a rank that did not find the file would measure alone for ever.
+    # Rank 0 decides for all: a rank without the file would measure alone and wait for ever.
     found: list[Any] = [_read(path)]
     dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
     if found[0] is not None:
@@ -170,7 +167,7 @@ def _kept_or_measured(
 
 
 def _this_rank(device: torch.device, scratch_bytes: int) -> dict[str, Any]:
-    """What the figures depend on at this rank."""
+    """This rank's inputs of the figures, for the hash."""
     return {
         "host": socket.gethostname(),
         "address": _own_address(),
@@ -179,15 +176,15 @@ def _this_rank(device: torch.device, scratch_bytes: int) -> dict[str, Any]:
         ],
         "device": device_name(device),
         "threads": torch.get_num_threads(),
-        # Little memory means small messages, which find other rates: in steps of four.
+        # Less memory means smaller messages, which have other rates: log base 4.
         "scratch": math.floor(math.log(max(scratch_bytes, 1), 4)),
     }
 
 
 def _own_address() -> str:
-    """The address from which this rank reaches the first one; "" without one.
+    """This rank's own address on the route to MASTER_ADDR; "": unknown.
 
-    Ranks in network namespaces of one machine have one host name, and links of their own.
+    Ranks in network namespaces of one machine have the same host name, but different links.
     """
     master = os.environ.get("MASTER_ADDR")
     if not master:
@@ -195,7 +192,7 @@ def _own_address() -> str:
     try:
         family, kind, _, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(target)  # UDP: picks a route, sends nothing
+            probe.connect(target)  # UDP: chooses a route, sends nothing
             return str(probe.getsockname()[0])
     except OSError:
         return ""
@@ -207,7 +204,7 @@ def _path(
     device: torch.device,
     along: Mapping[str, dist.ProcessGroup] | None,
 ) -> Path | None:
-    """The file of a group's profile; None if the cache is off."""
+    """The file of a group's profile; None: the cache is off."""
     folder = cache_folder()
     if folder is None:
         return None
@@ -220,14 +217,14 @@ def _path(
         "world": dist.get_world_size(),
         "ranks": ranks,
     }
-    if along:  # the order of the dimensions is that of the ranks
+    if along:  # the order of dimensions matters
         key["mesh"] = list(_sizes(along).items())
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return folder / f"{device.type}-x{len(ranks)}-{digest[:16]}.json"
 
 
 def _read(path: Path | None) -> dict[str, Any] | None:
-    """A kept profile as JSON; None if there is none that can be read."""
+    """A cached profile as JSON; None: no readable file."""
     if path is None:
         return None
     try:
@@ -246,10 +243,10 @@ def _read(path: Path | None) -> dict[str, Any] | None:
 
 
 def _write(hardware: Hardware, path: Path) -> bool:
-    """Keep a profile. A folder that cannot be written costs time at the next run, no more."""
+    """Write a profile; return whether it worked. A failure only costs time at the next run."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Another job may read or write the same file now: it sees all of it or nothing.
+        # Atomic: another job may read or write the same file at the same time.
         handle, unfinished = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
         os.close(handle)
         try:

@@ -1,8 +1,8 @@
-"""Step times: what the operators and the optimizer of a step take while all ranks are at work.
+"""Step times: seconds of a step's operators and optimizer while all ranks are busy.
 
-Ranks of one machine share its memory, its caches and its clock: an operator that is timed
-while the others sit idle is too fast. So all ranks time the optimizer's step together, and
-while rank 0 times the operators the others multiply matrices.
+Ranks of one machine share its memory, its caches and its clock. An operator looks too fast if the
+other ranks are idle. So all ranks time the optimizer's step together, and the other ranks multiply
+matrices while rank 0 times the operators.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def with_step_seconds(
 
     Args:
         captured: the step, on rank 0; None on the others.
-        most_bytes: that measuring may take.
+        most_bytes: memory limit of the measurement.
 
-    Returns the profile on rank 0; the others' are without operators.
+    Returns the profile; only rank 0's has operator times.
     """
     hardware = ctx.hardware
     if not hardware.update_seconds_per_byte:
         hardware = with_update_seconds(hardware, group, device, most_bytes)
-    agreed(0.0, group, device)  # rank 0 does not begin before the others are there
+    agreed(0.0, group, device)  # rank 0 waits for the others
     if captured is None:
         _work_until_told(group, device)
         return hardware
@@ -51,7 +51,7 @@ def with_step_seconds(
 
 
 def _told(group: dist.ProcessGroup, device: torch.device) -> dist.Work:
-    """Rank 0 tells the others that it is done."""
+    """Start the broadcast by which rank 0 tells the others that it is done."""
     source = dist.get_global_rank(group, 0)
     work = dist.broadcast(torch.zeros(1, device=device), src=source, group=group, async_op=True)
     assert work is not None  # this rank is in the group
@@ -60,7 +60,7 @@ def _told(group: dist.ProcessGroup, device: torch.device) -> dist.Work:
 
 def _work_until_told(group: dist.ProcessGroup, device: torch.device) -> None:
     done = _told(group, device)
-    if device.type == "cpu":  # a GPU is nobody else's
+    if device.type == "cpu":  # ranks do not share GPUs
         a = torch.ones(_BUSY_SIZE, _BUSY_SIZE)
         out = torch.empty_like(a)
         while not done.is_completed():

@@ -1,4 +1,4 @@
-"""What the commands' options take: text that becomes bytes, seconds, numbers of ranks; files."""
+"""Argument types: parse command-line text (bytes, seconds, counts, meshes, slices); check files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def seconds_of(text: str) -> float:
 
 
 def bytes_of(text: str) -> int:
-    """Of memory: a number without a unit that is implausibly small is asked about."""
+    """A memory size; an implausibly small number without a unit is an error."""
     try:
         return parse_limit(text)
     except ValueError as error:
@@ -68,7 +68,7 @@ def factors_of(text: str) -> tuple[float, ...]:
 
 
 def slices_of(text: str) -> int | dict[str, int | tuple[int, int]]:
-    """The option ``slices``, from ``1``, or ``up.weight=4,head.weight=8:2`` (two of eight kept)."""
+    """The option ``slices``, from ``1`` or ``up.weight=4,head.weight=8:2`` (2 of 8 slices kept)."""
     if text == "1":
         return 1
     found: dict[str, int | tuple[int, int]] = {}
@@ -82,7 +82,7 @@ def slices_of(text: str) -> int | dict[str, int | tuple[int, int]]:
 
 
 def prepare_file(out: Path) -> str:
-    """Make the folder of a file and see that it can be written; what is wrong, or ""."""
+    """Create the folder of a file and check that the file is writable; the problem, or ""."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         was_there = out.exists()

@@ -1,4 +1,4 @@
-"""What each command takes. Nothing heavy is imported here: ``osdp --help`` answers at once."""
+"""Arguments of each command. The module imports nothing slow: ``osdp --help`` answers at once."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from passes.types.hardware_presets import PRESETS
 
 #: The values of ``osdp_compile.options.Search``, whose module imports torch.
 SEARCHES = ("quick", "thorough")
-#: Of the tokens of a sample, where none is given.
+#: Default number of tokens of a sample.
 SEQUENCE_LENGTH = 2048
-#: For the description of a command.
+#: Part of the description of the commands that plan.
 NOTHING_IS_HERE = (
     "Nothing is allocated, no process group is started. MODULE:FUNCTION returns (model, args) or "
     "(model, args, kwargs), what one rank calls the model with in training; it is called with "
@@ -31,7 +31,7 @@ NOTHING_IS_HERE = (
 
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
-    """What ``osdp calibrate`` takes."""
+    """Add the arguments of ``osdp calibrate``."""
     parser.description = (
         "Measure compute, memory and every collective, for options={'hardware': 'FILE'}. "
         "Start it as training is started: torchrun ... -m osdp_compile calibrate --out FILE. "
@@ -64,7 +64,7 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    """What ``osdp plan`` takes."""
+    """Add the arguments of ``osdp plan``."""
     parser.description = f"Plan a model for a cluster that need not be here. {NOTHING_IS_HERE}"
     _add_model(parser)
     parser.add_argument("--batch-size", type=count_of, help="of a rank (with --hf-config: 1)")
@@ -113,7 +113,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sweep(parser: argparse.ArgumentParser) -> None:
-    """What ``osdp sweep`` takes."""
+    """Add the arguments of ``osdp sweep``."""
     parser.description = (
         "Plan a model for every combination of ranks, bandwidth, memory and sequence length: "
         "throughput and utilisation under the best plan and under FSDP, and what bounds each. "
@@ -164,7 +164,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    """The model, what it is trained with, and the profile."""
+    """Add the arguments for the model, its dtypes, its optimizer and the hardware profile."""
     parser.add_argument("model", nargs="?", metavar="MODULE:FUNCTION", help="makes the model")
     parser.add_argument(
         "--hf-config",
@@ -198,5 +198,5 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _batch_sizes(text: str) -> tuple[int, ...]:
-    """Batch sizes; empty for those that are found automatically."""
+    """Batch sizes; empty for ``auto``."""
     return () if text == "auto" else counts_of(text)

@@ -33,7 +33,7 @@ def run(given: argparse.Namespace) -> int:
         torch.cuda.set_device(device)
     with _process_group(device) as group:
         first = group is None or dist.get_rank(group) == 0
-        # The path is tried before the measuring and not after it.
+        # Check the path before the measurement.
         failure = _unfit_mesh(given.mesh, group) or (prepare_file(given.out) if first else "")
         if group is not None:
             shared = [failure]
@@ -52,7 +52,7 @@ def run(given: argparse.Namespace) -> int:
 
 @contextmanager
 def _process_group(device: torch.device) -> Iterator[dist.ProcessGroup | None]:
-    """The group that torchrun's environment describes; None if it did not start this process."""
+    """The process group of torchrun's environment; None without torchrun."""
     if "RANK" not in os.environ:
         yield None
         return
@@ -89,9 +89,9 @@ def _measured(
 
 
 def _print(found: Calibration, out: Path) -> None:
-    """What was found, for people, on standard output."""
+    """Print the results as tables on standard output."""
     console = Console(soft_wrap=True, highlight=False)
-    if not console.is_terminal:  # nor are its 80 columns
+    if not console.is_terminal:  # ignore the default of 80 columns
         console.width = max(console.width, 120)
     hardware = found.hardware
     console.print(_device_table(hardware))
@@ -160,7 +160,7 @@ def _sizes(found: Calibration) -> list[int]:
 
 
 def _unfit_mesh(sizes: dict[str, int], group: dist.ProcessGroup | None) -> str:
-    """Why the ranks do not make such a mesh, or ""."""
+    """An error text if the mesh does not match the number of ranks, or ""."""
     ranks = 1 if group is None else dist.get_world_size(group)
     if sizes and math.prod(sizes.values()) != ranks:
         asked = " x ".join(str(size) for size in sizes.values())

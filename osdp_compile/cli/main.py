@@ -4,7 +4,7 @@ torchrun --nproc-per-node 8 -m osdp_compile calibrate --out profile.json
 osdp plan train:model_and_batch --world-size 64 --hardware h100-sxm --memory-limit 80GB
 osdp sweep train:model_and_batch --world-sizes 8,64,512 --hardware h100-sxm --bandwidths 0.5x,1x,2x
 
-torch is imported once a command runs: help and malformed arguments are answered without it.
+A command imports torch when it runs: help and argument errors do not need it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Version(argparse.Action):
-    """Print the versions."""
+    """The option ``--version``: print the versions and exit."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, dest, nargs=0, help=help)
@@ -45,8 +45,8 @@ class _Version(argparse.Action):
 
 
 def version() -> str:
-    """The versions that a report of a problem needs."""
-    from importlib import metadata  # which takes longer than all the rest
+    """The versions for a bug report."""
+    from importlib import metadata  # imported here: it takes longer than the rest
 
     try:
         ours = metadata.version("osdp-compile")

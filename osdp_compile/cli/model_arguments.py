@@ -1,4 +1,4 @@
-"""What commands that plan have in common: the model they are given, and how they say things."""
+"""Model arguments: make the model that a command plans; print errors and progress."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from osdp_compile.options import Options
 from osdp_compile.planning.traced_step import TracedStep, trace
 from passes.types.hardware import Hardware
 
-#: The argument of MODULE:FUNCTION that gets the sequence length.
+#: The argument of MODULE:FUNCTION for the sequence length.
 _LENGTH = "sequence_length"
-#: A model, and what it is called with in training.
+#: A model, and its arguments and keyword arguments in training.
 Made = tuple[torch.nn.Module, Sequence[Any], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """The profile, and what traces the model.
+    """The hardware profile, and the tracer of the model.
 
-    ``traced``: the training step of a batch size of a rank and a sequence length; None: that which
-    it has unless told otherwise. ``batch``, ``length``: these, where they are known.
+    ``traced``: traces the training step for a batch size of one rank and a sequence length; None:
+    their defaults. ``batch``, ``length``: the defaults, or None if the model does not take them.
     """
 
     hardware: Hardware
@@ -45,7 +45,10 @@ class Given:
 
 @dataclasses.dataclass(frozen=True)
 class _Maker:
-    """What makes the model and its arguments; which of batch size and length it takes."""
+    """The function that makes the model and its arguments from a batch size and a length.
+
+    ``takes_batch``, ``takes_length``: the function uses that argument.
+    """
 
     make: Callable[[int, int], Made]
     takes_batch: bool = True
@@ -53,12 +56,13 @@ class _Maker:
 
 
 def given_model(given: argparse.Namespace, batches: bool, lengths: bool) -> Given:
-    """What :func:`add_model_arguments` takes, checked.
+    """Check the arguments of the model and the profile.
 
-    ``batches``, ``lengths``: whether the user asks for certain batch sizes and sequence lengths.
+    ``batches``, ``lengths``: the user gave batch sizes, or sequence lengths.
 
     Raises:
-        ValueError: for what is malformed, or if the model does not take what is asked for.
+        ValueError: for a malformed argument, or if the model takes no batch size or no sequence
+            length and the user gave one.
     """
     optimizer = int(given.optimizer) if given.optimizer.isdigit() else given.optimizer
     checked = Options.parse(
@@ -124,7 +128,7 @@ def _maker(given: argparse.Namespace) -> _Maker:
 def said_in_a_line(command: str, run: Callable[[Console], None]) -> int:
     """Run a command with a console for its tables; the exit status. Errors are one line."""
     console = Console(soft_wrap=True, highlight=False)
-    if not console.is_terminal:  # nor are its 80 columns
+    if not console.is_terminal:  # ignore the default of 80 columns
         console.width = max(console.width, 120)
     try:
         run(console)
@@ -136,9 +140,10 @@ def said_in_a_line(command: str, run: Callable[[Console], None]) -> int:
 
 @contextmanager
 def working(command: str, first: str) -> Iterator[Callable[[str], None]]:
-    """Say on standard error what is being done: on a terminal a line that is gone at the end.
+    """Show the current stage on standard error.
 
-    Elsewhere a line for each thing that is done. ``first``: the first of them.
+    A terminal shows one line, which disappears at the end. Otherwise each stage prints a line.
+    ``first``: the first stage.
     """
 
     def say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""``osdp plan``: a plan for a model and a cluster that need not be here, and what it gains."""
+"""``osdp plan``: plan a model for a cluster that may be elsewhere; compare with common plans."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from osdp_compile.reports.plan_table import plan_text
 from passes.types.plan import Decision, Plan
 from passes.types.units import format_bytes, format_seconds
 
-#: What people compare with, by what they call it; the last one on a mesh of two levels only.
+#: The plans for comparison, by their names; the last one needs a mesh of two dimensions.
 ALTERNATIVES = {
     "DDP: replicate all": Decision.REPLICATE,
     "ZeRO-2: shard all, keep": Decision.SHARD_KEEP,
@@ -52,7 +52,7 @@ def _run(given: argparse.Namespace, console: Console) -> None:
 
     ranks = mesh_sizes(given.world_size, given.mesh)
     limit_bytes = given.memory_limit
-    # What is missing is said now, and not after planning.
+    # Report missing packages and unwritable files before planning.
     if given.frontier is not None:
         new_figure("--frontier", 1, 1)
     for path in (given.out, given.frontier):
@@ -99,7 +99,7 @@ def _run(given: argparse.Namespace, console: Console) -> None:
 
 
 def _comparison(found: Plan, others: dict[str, Plan], limit_bytes: int | None) -> Table:
-    """The plan beside those that people use today."""
+    """The plan beside the :data:`ALTERNATIVES`."""
     table = Table(title="beside one decision for all", title_justify="left")
     table.add_column("plan")
     for head in ("step", "waiting", "peak", "under the limit", "times as fast"):

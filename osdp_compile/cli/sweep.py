@@ -1,4 +1,4 @@
-"""``osdp sweep``: what bounds a model's training over ranks, bandwidths, memory and lengths."""
+"""``osdp sweep``: find what bounds a model's training over ranks, bandwidths, memory, lengths."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _run(given: argparse.Namespace, console: Console) -> None:
         lengths=_ascending(lengths or (checked.length,)),
         batches=_ascending(batches or (checked.batch,)),
     )
-    # What is missing is said now, and not after planning.
+    # Report missing packages and unwritable files before planning.
     if given.picture is not None:
         check_picture(given.picture)
     for path in (given.csv, given.picture):
@@ -64,5 +64,5 @@ def _meshes(given: argparse.Namespace) -> tuple[Mapping[str, int], ...]:
 
 
 def _ascending(values: Sequence[Any]) -> tuple[Any, ...]:
-    """Each once, the least first; one that is alone may be None."""
+    """The distinct values in ascending order; a single value may be None."""
     return tuple(sorted(set(values)))

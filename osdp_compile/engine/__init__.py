@@ -1,1 +1,1 @@
-"""Engine: from a Dynamo graph to compiled forward and backward functions."""
+"""Engine: the backend, from a Dynamo graph to compiled forward and backward functions."""

@@ -1,9 +1,9 @@
-"""The backend: what ``torch.compile(model, backend="osdp")`` calls with every graph.
+"""The backend: ``torch.compile(model, backend="osdp")`` calls it with every graph.
 
-The first graph that needs gradients is planned on: the model is sharded in place and
-Dynamo is told to trace the frame again. That trace, and every later one, reads the
-parameters through markers and is lowered as the plan says. A model that was laid out by
-``osdp_compile.shard`` is read through markers at once: its first graph is lowered.
+The planner plans on the first graph that needs gradients. The backend then shards the model in
+place and has Dynamo trace the frame again. This trace and every later one read the parameters
+through markers, and are lowered by the plan. A model that ``osdp_compile.shard`` sharded is read
+through markers from the start: its first graph is lowered.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def osdp(
 ) -> Any:
     """Compile one Dynamo graph; see :class:`osdp_compile.options.Options` for the options.
 
-    ``mode``: that of ``torch.compile``, which leaves ``"default"`` out.
+    ``mode``: the argument of ``torch.compile``, which omits ``"default"``.
 
     Raises:
         ValueError: for an unknown or malformed option, and for a mode other than the default.
@@ -78,7 +78,7 @@ def compile_graph(
     compile_inner: Compiler | None = None,
     observe: Observer | None = None,
 ) -> Any:
-    """What :func:`osdp` does once its options are read.
+    """Compile one Dynamo graph with checked options.
 
     ``compile_inner``, ``observe``: see :func:`osdp_compile.engine.lower.lower`.
     """
@@ -105,7 +105,7 @@ def compile_graph(
         try:
             first_call(gm, inputs, options)
         finally:
-            end_casting(modules)  # also where it fails
+            end_casting(modules)  # also after an error
         _torch.restart_tracing()
     session = session_of(gm, inputs)
     if session is None:
@@ -115,7 +115,7 @@ def compile_graph(
 
 
 def _modules(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[nn.Module]:
-    """Those that own the graph's parameters; none where :func:`first_call` will refuse it."""
+    """The modules that own the graph's parameters; none if :func:`first_call` will refuse it."""
     try:
         roots = step_roots(gm, inputs, interrupted_call(gm, inputs))
         return [one for _, root in roots for one in root.modules()]
@@ -124,10 +124,10 @@ def _modules(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[nn.Module]:
 
 
 def why_alone(options: Options) -> str | None:
-    """Why there is nothing to shard over; None if there is.
+    """Why there is only one rank to train on; None if there are several.
 
     Raises:
-        OsdpError: if the process was started as one of several ranks and has no process group.
+        OsdpError: if ``WORLD_SIZE`` is above one and there is no process group.
     """
     if not (dist.is_available() and dist.is_initialized()):
         started = os.environ.get("WORLD_SIZE", "")
@@ -144,7 +144,7 @@ def why_alone(options: Options) -> str | None:
 
 
 def warn_of_limit(options: Options, alone: str) -> None:
-    """Say that a limit is not kept where nothing is planned, once for each limit."""
+    """Warn, once for each limit, that no plan keeps it."""
     limit = options.memory_limit_bytes
     if limit is not None and (alone, limit) not in _warned:
         _warned.add((alone, limit))
@@ -157,7 +157,7 @@ def warn_of_limit(options: Options, alone: str) -> None:
 
 
 def _warn_of_newer_torch() -> None:
-    """Rank 0 says once that nobody tested this version of torch."""
+    """Warn once, on rank 0, of a torch version that is newer than the tested ones."""
     newer = newer_than_tested(torch.__version__)
     other = dist.is_available() and dist.is_initialized() and dist.get_rank() != 0
     if newer is not None and newer not in _said and not other:
@@ -166,13 +166,13 @@ def _warn_of_newer_torch() -> None:
 
 
 def say_once(message: str) -> None:
-    """Log a line the first time it comes up."""
+    """Log a line the first time it occurs."""
     if message not in _said:
         _said.add(message)
         ensure_visible(log)
         log.info(message)
 
 
-# torch.compile imports this module when it is asked for the backend by name. Dynamo may never call
-# it, so what watches over that begins here.
+# torch.compile imports this module when a user names the backend. Dynamo may never call the
+# backend, so the check for uncovered parameters begins here.
 watch_optimizers(osdp)

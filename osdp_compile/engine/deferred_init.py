@@ -1,17 +1,17 @@
-"""Initialising: writes into sharded parameters before the first call, as into whole ones.
+"""Deferred initialisation: write into sharded parameters before the first call as into whole ones.
 
 ``torch.nn.init``, ``reset_parameters`` and ``load_state_dict`` know nothing of DTensors, and some
-of what they do would go wrong without a word. A DTensor on CPUs is filled from each rank's own
-generator, so that ranks with one seed hold the same rows over and over (on a GPU the numbers
-depend on how many ranks there are); and a part of its rows is a copy, in which writes are lost.
-So for models that were laid out and not called yet:
+of their operations would fail silently. A random fill of a DTensor on CPUs uses each rank's own
+generator: ranks with one seed then hold the same rows repeatedly. (On a GPU the numbers depend on
+the number of ranks.) A part of a DTensor's rows is a copy: writes into it are lost. So these rules
+hold for pending models:
 
-* random fills draw the whole tensor and keep this rank's rows. Ranks with one seed hold together
-  what one process would, and their generators stay in step. It takes the memory of one whole
-  parameter for a moment;
-* a plain tensor can be copied into one, as if it were the whole;
-* one row, ``weight[padding_idx]``, is the row itself;
-* other parts of the rows are refused.
+* A random fill draws the whole tensor and keeps this rank's rows. Ranks with one seed together
+  hold the same values as one process, and their generators stay in step. It takes the memory of
+  one whole parameter for a moment.
+* A plain tensor can be copied into a parameter. It is the whole value.
+* One row, ``weight[padding_idx]``, is replicated to all ranks. Writes into it reach the parameter.
+* Other parts of the rows are refused.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ _aten = torch.ops.aten
 
 
 def _cut_of(tensor: DTensor) -> tuple[int, ShardLayout] | None:
-    """Along which dimension ranks have parts of a tensor, and how it is cut; None: all have all.
+    """A tensor's sharded dimension and its :class:`ShardLayout`; None: it is replicated.
 
-    On a mesh of two levels over all ranks (for the hosts first), or within each host.
+    On a mesh of two dimensions it is sharded over all ranks (over hosts first), or within each
+    host.
     """
     mesh = tensor.device_mesh
     parts = [
@@ -53,7 +54,7 @@ def _cut_of(tensor: DTensor) -> tuple[int, ShardLayout] | None:
 
 
 def _local_part(full: Tensor, tensor: DTensor) -> Tensor:
-    """What this rank has of a tensor that is laid out as another one, as a view."""
+    """The view of ``full`` with this rank's rows, sharded as ``tensor`` is."""
     found = _cut_of(tensor)
     if found is None:
         return full
@@ -108,7 +109,7 @@ def _row(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     owner = next(p for p, (start, stop) in enumerate(spans) if start <= index < stop)
     here = cut.place == owner
     row = local[index - spans[owner][0]] if here else local.new_empty(local.shape[1:])
-    for along in reversed(range(mesh.ndim)):  # within each host, then from the one that has it
+    for along in reversed(range(mesh.ndim)):  # within each host, then from the owner's host
         if isinstance(tensor.placements[along], Shard):
             owner, source = divmod(owner, mesh.size(along))
             group = mesh.get_group(along)
@@ -136,7 +137,7 @@ def _scalar(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     tensor = args[0]
     if not (isinstance(tensor, DTensor) and is_waiting(tensor.device_mesh)):
         return _torch.without_dtensor_handler(operator, args, kwargs)
-    return operator(tensor.full_tensor())  # torch 2.13 takes this rank's part of a sum as the sum
+    return operator(tensor.full_tensor())  # torch 2.13 returns this rank's part of a sum
 
 
 def _part(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -156,7 +157,7 @@ def _names(operator: Any) -> list[str]:
 
 
 def _is_all(operator: Any, args: tuple[Any, ...]) -> bool:
-    """``tensor[:]``."""
+    """Whether a slice is ``tensor[:]``."""
     if operator is not _aten.slice.Tensor:
         return False
     given = dict(zip(_names(operator), args, strict=False))
@@ -166,7 +167,7 @@ def _is_all(operator: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _ours(tensor: Any) -> bool:
-    """Whether it is a parameter of a model that waits for its first call, or made from one."""
+    """Whether a value is a parameter of a pending model, or made from one."""
     return (
         isinstance(tensor, DTensor)
         and not any(isinstance(one, Partial) for one in tensor.placements)
@@ -175,7 +176,7 @@ def _ours(tensor: Any) -> bool:
 
 
 def _is_rows(tensor: Any, dim: int) -> bool:
-    """Whether each rank has a part of it along this dimension, which is its first."""
+    """Whether ``dim`` is the first dimension, and the tensor is sharded along it."""
     if dim % tensor.dim() != 0 or not _ours(tensor):
         return False
     found = _cut_of(tensor)
@@ -219,9 +220,10 @@ _HANDLERS = {
 
 
 def write_as_into_whole_ones() -> None:
-    """Whenever models come to wait for their first call, or no longer do.
+    """Install the handlers if any model is pending, else remove them.
 
-    While any does, DTensors over other meshes are still handled by torch.
+    Call it whenever the set of pending models changes. torch still handles DTensors over meshes
+    without a pending model.
     """
     waits = any_waits()
     for handler, operators in _HANDLERS.items():

@@ -1,4 +1,4 @@
-"""Refuse a backward through the backward of a compiled graph, which torch.compile cannot run."""
+"""Double backward: refuse it for compiled graphs, as torch.compile does not support it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from osdp_compile.errors import OsdpError
 
 
 def refusing_double_backward(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiled function of a frame; a second backward through its backward is an error.
+    """Wrap the compiled function of a frame; a backward through its backward is an error.
 
-    ``create_graph=True`` alone is none: many scripts give it and never use the graph.
+    ``create_graph=True`` alone is not: many scripts pass it and never use the graph.
     """
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -24,14 +24,14 @@ def refusing_double_backward(function: Callable[..., Any]) -> Callable[..., Any]
             node.register_hook(_refuse_where_graph_is_created)
         return outputs
 
-    # What AOTAutograd left on it for Dynamo. (Not ``functools.wraps``: Dynamo would look
-    # through ``__wrapped__``.)
+    # Copy the attributes that AOTAutograd sets for Dynamo. (Not ``functools.wraps``: Dynamo
+    # would look through ``__wrapped__``.)
     vars(watched).update(getattr(function, "__dict__", {}))
     return watched
 
 
 def _nodes(values: Sequence[Any]) -> set[Node]:
-    """The nodes of autograd that made these values, each once."""
+    """The autograd nodes that made these values, each once."""
     made = {one.grad_fn for one in values if isinstance(one, Tensor)}
     return {node for node in made if node is not None}
 
@@ -39,7 +39,7 @@ def _nodes(values: Sequence[Any]) -> set[Node]:
 def _refuse_where_graph_is_created(
     grad_inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]
 ) -> None:
-    """Hook of a backward's node; autograd records inside it under ``create_graph=True`` only."""
+    """Hook of a backward node; inside it autograd records under ``create_graph=True`` only."""
     if not torch.is_grad_enabled():
         return
     for node in _nodes(grad_inputs):

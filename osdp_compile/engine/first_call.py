@@ -1,4 +1,4 @@
-"""The first call: agree, measure, plan, shard in place."""
+"""First call of a model: ranks agree, measure, plan, and shard the model in place."""
 
 from __future__ import annotations
 
@@ -69,12 +69,13 @@ log = logging.getLogger("osdp_compile")
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """The graph that is planned on, and the model that it is of.
+    """The planned graph and its model.
 
-    ``captured``: gives the training step with whole parameters; called on every rank.
-    ``frames``: it is one of several graphs of the step, cut by graph breaks.
-    ``lay_out``: lays the model out as the context's plan says; gives its parameters as they are
-    then. ``reading``: how they are read then.
+    ``captured``: returns the training step with whole parameters. Rank 0 calls it; if the step
+    has several frames, every rank.
+    ``frames``: the step may be several graphs, separated by graph breaks.
+    ``lay_out``: shards the model by the context's plan; returns the new parameters.
+    ``reading``: how modules then read the parameters.
     """
 
     gm: fx.GraphModule
@@ -91,7 +92,7 @@ class _Step:
 def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Session:
     """Plan the model that owns the graph's parameters, and shard it in place.
 
-    Nothing is changed before the plan is known to fit.
+    The model stays unchanged until a plan fits.
 
     Raises:
         InfeasibleLimit, PlanMismatch, RanksDiffer, OsdpError.
@@ -113,7 +114,7 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
     def lay_out(context: Context, optimizers: OptimizerIndex) -> Sequence[nn.Parameter]:
         end_casting([module for _, root in roots for module in root.modules()])
         _warn_of_whole(context, options)
-        # No list of them: ``shard_in_place`` frees what it has cut.
+        # A generator, not a list: ``shard_in_place`` frees each whole tensor.
         values = (entry.parameter.detach() for entry in entries)
         synchronize(itertools.chain(values, buffers_of(roots)), mesh.get_group())
         if not context.plan.shards:
@@ -138,10 +139,10 @@ def first_call_of_sharded(
     root: nn.Module,
     laid_out: PendingModel,
 ) -> None:
-    """Take a model that was laid out by ``osdp_compile.shard`` as it is.
+    """Start the session of a model that ``osdp_compile.shard`` sharded.
 
-    A graph that needs no gradients, or only reads parameters, has no step to price: the session it
-    gets is replaced at the first one that has.
+    A graph that needs no gradients, or only reads parameters, has no training step to price. The
+    first graph with a training step replaces the session.
 
     Raises:
         PlanMismatch, RanksDiffer, OsdpError.
@@ -162,7 +163,7 @@ def first_call_of_sharded(
 
     def lay_out(context: Context, _: OptimizerIndex) -> Sequence[nn.Parameter]:
         whole: list[torch.Tensor] = []
-        of_hosts: list[torch.Tensor] = []  # of which every host has the same
+        of_hosts: list[torch.Tensor] = []  # sharded within each host, equal on all hosts
         for entry in entries:
             decision = context.plan.decision(entry.name)
             local = cast(DTensor, entry.parameter).to_local().detach()
@@ -186,7 +187,7 @@ def first_call_of_sharded(
 
 @progress.of_first_call
 def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
-    """Agree, measure, decide, lay out. Collective."""
+    """Agree on the options, measure, decide on a plan, shard the model. Collective."""
     passes = tuple(options.passes or default_passes())
     validate(passes)
     entries, mesh = step.entries, step.mesh
@@ -238,9 +239,9 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
         levels=levels_of(levels, hardware, by_exchange),
     )
 
-    captured: list[Captured] = []  # on rank 0; of several frames on all
+    captured: list[Captured] = []  # on rank 0; with several frames on all ranks
     if step.frames and not (options.plan is not None and options.plan.order):
-        # What cuts the step may be a collective of the model's own: all ranks run it.
+        # The graph break may be at a collective of the model itself: all ranks run it.
         progress.stage("tracing")
         captured.append(step.captured(context, passes))
         unseen_bytes = unseen_bytes_of(captured[0], context)
@@ -248,7 +249,7 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
     given: list[Plan] = []
 
     def prepare() -> bool:
-        """Whether operators are to be measured: without a profile and a plan that has figures."""
+        """Check a given plan, trace the step if it is needed; True: measure its operators."""
         if options.plan is not None:
             check_fits(
                 options.plan,
@@ -258,7 +259,7 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
                 context.ranks_of_a_host,
             )
             given.append(options.plan)
-            known = options.plan.order and options.plan.prediction is not None  # saved once
+            known = options.plan.order and options.plan.prediction is not None  # a saved plan
             if known or not to_train:
                 return False
         if not captured:
@@ -293,14 +294,14 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
         hardware = with_step_seconds(first, context, group, device, spare_bytes)
     hardware = from_rank_zero(lambda: hardware, group)
     context = context.replace(hardware=hardware, levels=levels_of(levels, hardware, by_exchange))
-    if measures:  # also if the limit is refused: the one that the error names is of this profile
+    if measures:  # keep it also if the limit is refused: the error's limit is of this profile
         keep(hardware, group, device, along)
     plan = from_rank_zero(decide, group)
     for one in (group, *along.values()):
         register_group(one)
     context = context.replace(plan=plan)
     if options.plan is None and (options.search == "thorough" or others.pending_bytes):
-        # Scheduled for a lower limit: with more room it would be otherwise than predicted.
+        # The plan's schedule is for a lower limit. A higher limit would change the schedule.
         context = context.replace(limit_bytes=plan.memory_limit_bytes)
     if plan.shards:
         for optimizer in optimizers.optimizers:
@@ -318,7 +319,7 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
 
 
 def _name_of_given_plan(step: _Step) -> str:
-    """The plan in the options, for messages: of several frames it is for all of them."""
+    """The plan in the options, for messages; with several frames it names their models."""
     if not step.frames:
         return "plan given in options"
     models = " and ".join(type(root).__name__ for _, root in step.roots)
@@ -326,7 +327,7 @@ def _name_of_given_plan(step: _Step) -> str:
 
 
 def _warn_of_whole(ctx: Context, options: Options) -> None:
-    """Say so where the model as it was built is above the limit that its steps keep."""
+    """Warn if the whole model, before it is sharded, is above the limit."""
     limit_bytes = options.memory_limit_bytes
     whole_bytes = sum(one.full_bytes for one in ctx.parameters)
     if limit_bytes is not None and whole_bytes > limit_bytes:
@@ -339,9 +340,9 @@ def _warn_of_whole(ctx: Context, options: Options) -> None:
 
 
 def _watch(session: Session, parameters: Sequence[nn.Parameter], counted_bytes: int) -> None:
-    """Begin to watch what the model adds to the memory of its process.
+    """Begin to watch the model's memory in its process.
 
-    ``counted_bytes``: what its plan counts of other models with plans, now or later.
+    ``counted_bytes``: bytes that its plan counts for other models, planned or not yet called.
     """
     ctx, plan = session.context, session.plan
     trained = [
@@ -356,7 +357,7 @@ def _watch(session: Session, parameters: Sequence[nn.Parameter], counted_bytes: 
 
 
 def _log(session: Session) -> None:
-    """Rank 0 says what was decided."""
+    """Log the plan on rank 0."""
     if session.context.rank != 0:
         return
     log_plan(session.plan, log)
@@ -370,10 +371,10 @@ def _log(session: Session) -> None:
 
 
 def _spare_bytes(entries: Sequence[ModelParameter], held_bytes: int, options: Options) -> int:
-    """What measuring may take beside the whole model without passing the peak of training.
+    """Bytes for measurements beside the whole model, below the peak of training.
 
-    Without a limit that is not known yet, but gradients and optimizer state come on top of the
-    model, and rarely take less than it.
+    Without a limit that peak is not known yet: the estimate is the size of the model, as gradients
+    and optimizer state rarely take less.
     """
     whole_bytes = sum(e.parameter.numel() * e.parameter.element_size() for e in entries)
     if options.memory_limit_bytes is None:
@@ -382,7 +383,7 @@ def _spare_bytes(entries: Sequence[ModelParameter], held_bytes: int, options: Op
 
 
 def _compiled() -> Iterator[nn.Module]:
-    """The models that ``torch.compile`` was given with our backend, or functions that call them."""
+    """The models compiled with this backend, directly or through a function that calls them."""
     from osdp_compile.engine.backend import osdp  # it imports this file
 
     return compiled_models(osdp)

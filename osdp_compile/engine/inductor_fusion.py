@@ -1,10 +1,9 @@
-"""Fusing: what Inductor may fuse, so that kernels run where the schedule has them.
+"""Inductor fusion: refuse fusions that move a kernel away from its place in the schedule.
 
-Inductor fuses a kernel with one that reads its result, and puts them where all that both need is
-there. Whatever else reads the result then waits too, a collective that was to start meanwhile
-among it. A norm was recomputed for the gradients of the weights behind it, and its own backward
-reads it: the gradients of all eight slices came behind the last slice, and the peak was 1 % above
-what was planned. What would so wait for an operator that is called is refused here.
+Inductor fuses a kernel with a reader of its result. The fused kernel runs when the inputs of both
+are ready. All other readers of the result then wait too, among them collectives that the schedule
+starts earlier. This module refuses the fusion if the first kernel would so wait for an extern
+kernel (an operator that Inductor calls and does not generate).
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from weakref import WeakKeyDictionary
 
 from osdp_compile import _torch
 
-#: By scheduler, and by the name of one of its nodes: the place of the last operator that it needs.
+#: By scheduler and node name: the place of the last extern kernel that the node needs, or -1.
 _needed: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
 
 
 class InPlace(_torch.InductorChoices):
-    """Inductor's choices, but no result is put off behind an operator that it does not need."""
+    """Inductor's choices, but no result waits for an extern kernel that it does not need."""
 
     @staticmethod
     def can_fuse_vertical(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-        """``node2`` reads ``node1``, which then waits, and with it whatever else reads it."""
+        """Whether to fuse ``node2``, a reader of ``node1``, into it."""
         if _puts_off(scheduler, node1, node2) and _has_others(node1, node2):
             return False
         choose = _torch.InductorChoices.can_fuse_vertical
@@ -32,12 +31,12 @@ class InPlace(_torch.InductorChoices):
 
 
 def in_place() -> AbstractContextManager[None]:
-    """A context in which Inductor fuses so."""
+    """A context in which Inductor uses :class:`InPlace`."""
     return _torch.with_choices(InPlace())
 
 
 def _puts_off(scheduler: Any, earlier: Any, later: Any) -> bool:
-    """Whether the later one needs an operator that comes after the earlier one."""
+    """Whether ``later`` needs an extern kernel that runs after ``earlier``."""
     return any(_last_needed(scheduler, node) > earlier.max_order for node in later.get_nodes())
 
 
@@ -51,7 +50,7 @@ def _last_needed(scheduler: Any, node: Any) -> int:
 
 
 def _has_others(node: Any, reader: Any) -> bool:
-    """Whether anything but the reader reads a node's results."""
+    """Whether nodes other than the reader read a node's results."""
     own = {one.get_name() for one in (*node.get_nodes(), *reader.get_nodes())}
     users = (user.node for buffer in node.get_outputs() for user in buffer.users)
     return any(

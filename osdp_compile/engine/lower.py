@@ -1,4 +1,4 @@
-"""Lower: from a Dynamo graph with markers to compiled forward and backward functions."""
+"""Lowering: compile a Dynamo graph with markers to forward and backward functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-import osdp_compile.runtime.p2p  # noqa: F401  (what the graphs call)
+import osdp_compile.runtime.p2p  # noqa: F401  (the graphs call it)
 from osdp_compile import _torch, progress
 from osdp_compile.engine.double_backward import refusing_double_backward
 from osdp_compile.engine.inductor_fusion import in_place
@@ -54,11 +54,11 @@ def _name_in_session(parameter: nn.Parameter) -> str | None:
 
 
 def session_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Session | None:
-    """The session that laid out the graph's parameters; None if none did.
+    """The session of the graph's parameters; None if they have none.
 
     Raises:
-        OsdpError: if two models with different plans meet in one graph, or a DTensor
-            parameter is in no plan, or one was replaced.
+        OsdpError: if one graph reads models with different plans, or a DTensor parameter that is
+            in no plan, or a parameter that was replaced.
     """
     session: Session | None = None
     for node, value in zip(placeholders(gm), inputs, strict=True):
@@ -98,8 +98,8 @@ def lower(
 ) -> Any:
     """Compile a graph of a sharded model.
 
-    ``compile_inner``: what compiles each lowered graph (default: Inductor).
-    ``observe``: sees the graph after every pass.
+    ``compile_inner``: the compiler of each lowered graph (default: Inductor).
+    ``observe``: called with the graph after every pass.
     """
     static = static_inputs(gm, inputs, _name_in_session)
     parameters = frozenset(p.name for p in session.context.parameters)
@@ -107,7 +107,7 @@ def lower(
     own = tuple(sorted(name for name in static.values() if name in parameters))
     step = CompiledStep((_torch.current_frame(), own))
     symbols = symbols_of(inputs)
-    # What follows lives as long as the graph: no real input is in it.
+    # The values below live as long as the graph: they hold no real input.
     growing = of_symbolic_size([inputs[i] for i, name in static.items() if name == "batch"])
     called_with = _called_with(inputs, static)
     difference = session.watch.lowers(step.frame, called_with, session.frames)
@@ -148,12 +148,12 @@ def lower(
             alive = {one.name for one in step.timelines[phase].peak_buffers}
             step.growing[phase] = GrowingPeak(graph.graph, alive, growing, symbols)
         for key in (MEMORY, PACKABLE, DATAFLOW):
-            graph.meta.pop(key, None)  # Inductor's key of its cache is of all that a graph holds
+            graph.meta.pop(key, None)  # Inductor's cache key covers everything in a graph
         with in_place():
             return (compile_inner or _torch.compile_fx_inner)(graph, example_inputs, **kwargs)
 
     shown: AbstractContextManager[None] = contextlib.nullcontext()
-    if compile_inner is None:  # Inductor takes its time
+    if compile_inner is None:  # Inductor is slow
         shown = progress.compiling(_torch.recompile_reason(), first=not session.observed.graphs)
     with shown, _torch.without_autograd_cache():
         compiled: Any = _torch.compile_fx(
@@ -175,7 +175,7 @@ def lower(
 
 
 def _called_with(inputs: Sequence[Any], static: dict[int, str]) -> tuple[GraphInput, ...]:
-    """The tensors that a graph is called with, its parameters and buffers left out."""
+    """The tensor inputs of a graph, without parameters and buffers."""
     return tuple(
         GraphInput(
             tuple(size if isinstance(size, int) else -1 for size in value.shape),
@@ -187,7 +187,7 @@ def _called_with(inputs: Sequence[Any], static: dict[int, str]) -> tuple[GraphIn
 
 
 def _recompute(forward: fx.GraphModule, backward: fx.GraphModule, session: Session) -> None:
-    """Have the backward compute again what the plan says, and say so where it cannot."""
+    """Recompute the plan's tensors in the backward; warn if the graph does not save them."""
     plan = session.plan
     kept = frozenset(p.name for p in plan.parameters if p.decision.keeps)
     missing = recompute(forward, backward, plan, kept)
@@ -201,7 +201,7 @@ def _recompute(forward: fx.GraphModule, backward: fx.GraphModule, session: Sessi
     }
     order = plan.order.get("forward", ())
     planned = {parameter_of(name) for one in order if one.gathers for name in one.names}
-    # A frame behind a graph break saves none of them: it is not the one that was planned on.
+    # A frame behind a graph break, which the plan does not cover, saves none of them.
     own = len(missing) < len(plan.recompute) and not session.frames
     if missing and (own or gathered == planned):
         log.warning(
@@ -217,12 +217,10 @@ def _recompute(forward: fx.GraphModule, backward: fx.GraphModule, session: Sessi
 def _held_by_other_frames(
     gm: fx.GraphModule, session: Session, step: CompiledStep, phase: Phase
 ) -> int:
-    """Bytes that frames of the step under way keep for their backwards, or have for gradients.
+    """Bytes of other frames of the current step: saved for their backwards, and gradients.
 
-    Those that a frame's backward is given are held by autograd until it ends.
-
-    Of a step that is one graph there are none. Frames that are still to come have had their
-    backwards when this one's begins.
+    In a backward they include the incoming gradients, which autograd holds until it ends, and
+    the gradients from later frames: their backwards run first. A step of one graph has none.
     """
     if not session.frames or phase is Phase.INFERENCE:
         return 0
@@ -245,7 +243,7 @@ def _held_by_other_frames(
 
 
 def _warn_of_rows_at_once(forward: fx.GraphModule, read: frozenset[str], session: Session) -> None:
-    """Say of which parameters that a graph reads rows cannot be sliced: it is for any number."""
+    """Warn of parameters whose operators cannot run in slices of rows: the shapes are dynamic."""
     inputs = forward.graph.find_nodes(op="placeholder")
     if not any(isinstance(node.meta["val"], torch.SymInt) for node in inputs):
         return
@@ -268,15 +266,15 @@ def _look_at(
     others_bytes: int,
     difference: str,
 ) -> None:
-    """Simulate a lowered graph as it will run: keep its timeline, compare it with the limit.
+    """Simulate a lowered graph in its final order; keep its timeline, compare it with the limit.
 
-    ``others_bytes``: of other frames. ``difference``: from the graph that was planned on.
+    ``others_bytes``: held by other frames. ``difference``: from the planned graph, as text.
     """
     base = base_parts(session)
     if others_bytes:
         base[OTHER_FRAMES] = others_bytes
     if gradient_leaves.is_active(session.reading.key):
-        # The graph has the gradients of one backward itself, of the two that there is room for.
+        # The room is for the gradients of two backwards; the graph itself holds those of one.
         own_bytes = ctx.accumulated_bytes // 2
         ctx = ctx.replace(base_bytes=ctx.base_bytes - own_bytes)
         base["accumulated"] = own_bytes
@@ -296,7 +294,7 @@ def _look_at(
 
 
 def _mark_kept(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-    """Tell gathered weights that the backward is given from activations, by their names."""
+    """Mark the backward's inputs that are gathered weights, not activations."""
     gathered = {
         node.name: node.args[1]
         for node in forward.graph.find_nodes(op="call_function", target=UNSHARD)
@@ -310,7 +308,7 @@ def _mark_kept(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
 def _warn_above_limit(
     session: Session, step: CompiledStep, phase: Phase, peak_bytes: int, difference: str
 ) -> None:
-    """Say once of a step that its graphs will not keep the limit, and why."""
+    """Warn once for a step whose graphs are above the limit, with the cause."""
     limit_bytes = session.options.memory_limit_bytes
     if limit_bytes is None or peak_bytes <= limit_bytes or step.is_above:
         return
@@ -357,7 +355,7 @@ def _observer(session: Session, observe: Observer | None) -> Observer:
 def write(
     folder: Path, one: Pass, gm: fx.GraphModule, ctx: Context, counts: dict[str, int]
 ) -> None:
-    """Write the graph after a pass: ``00-forward-shard.txt``, numbered in the order they came."""
+    """Write the graph after a pass to ``00-forward-shard.txt``; files are numbered in order."""
     folder.mkdir(parents=True, exist_ok=True)
     number = counts.setdefault("files", 0)
     counts["files"] += 1

@@ -1,4 +1,4 @@
-"""No sync: the gradients of several backwards, added up on each rank and reduced once."""
+"""No sync: accumulate whole gradients of several backwards on each rank, and reduce them once."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from osdp_compile.model.shard_in_place import add_gradient
 from osdp_compile.options import Options
 from osdp_compile.tracking.session import Session, find, session_for
 
-#: Models that are inside and were not called yet.
+#: Models inside the context that were not called yet.
 _waiting: list[nn.Module] = []
 
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Inside, backwards communicate no gradients: they add up on each rank. Collective.
+    """Inside, backwards add up gradients on each rank and reduce none. Collective.
 
     ::
 
@@ -32,19 +32,18 @@ def no_sync(model: nn.Module) -> Iterator[None]:
                 loss_of(compiled(inputs), targets).backward()
         optimizer.step()
 
-    On leaving, the sum is reduced and added to ``parameter.grad``, so outside gradients are always
-    what they would be without this context. That reduction is not hidden behind anything: it pays
-    where it is left out three times or more. Parameters are gathered as always.
+    On exit, the sum is reduced and added to ``parameter.grad``: outside, gradients are the same as
+    without this context. Nothing overlaps that reduction: the context pays if it saves three
+    reductions or more. Parameters are gathered as usual.
 
-    Whole gradients are there meanwhile, twice where a backward adds to what there is. Under
-    ``memory_limit`` the plan must have been made with room for them:
-    ``options={"accumulate": True}``.
+    Meanwhile each rank holds whole gradients, twice while a backward adds to existing ones. Under
+    ``memory_limit`` the plan needs room for them: ``options={"accumulate": True}``.
 
-    After an error inside, what was added up is dropped and nothing is communicated.
+    After an error inside, the sum is dropped and nothing is communicated.
 
     Args:
-        model: the model that was compiled, or what ``torch.compile`` returned for it. It may be
-            called for the first time inside.
+        model: the compiled model, or the result of ``torch.compile`` for it. Its first call may
+            be inside.
 
     Raises:
         OsdpError: if the plan has no room for whole gradients.
@@ -52,7 +51,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     root: nn.Module = getattr(model, "_orig_mod", model)
     session = session_for(root)
     if (session is not None and gradient_leaves.is_active(session.reading.key)) or root in _waiting:
-        yield  # the outer one reduces
+        yield  # the outer context reduces
         return
     if session is None:
         _waiting.append(root)
@@ -73,17 +72,17 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def begin_if_waiting(session: Session) -> None:
-    """What the first call of a model does that is inside, once it is laid out."""
+    """Begin to accumulate for a model whose first call is inside the context."""
     for root in _waiting:
         if session_for(root) is session:
             _begin(session, root)
 
 
 def check_if_waiting(parameters: Iterable[nn.Parameter], options: Options) -> None:
-    """Refuse a first call inside with options that leave no room for whole gradients.
+    """Check the options of a first call inside the context.
 
     Raises:
-        OsdpError
+        OsdpError: if they leave no room for whole gradients.
     """
     own = {id(parameter) for parameter in parameters}
     for root in _waiting:
@@ -109,16 +108,16 @@ def _begin(session: Session, root: nn.Module) -> None:
 
 
 def _own(session: Session, root: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters in a module that a session laid out, by the names it has for them."""
+    """The parameters of a module that belong to a session, with the session's names."""
     found = [(find(parameter), parameter) for parameter in root.parameters()]
     return [(one[0], parameter) for one, parameter in found if one and one[1] is session]
 
 
 def _reduce(session: Session, root: nn.Module, gradients: dict[str, Tensor]) -> None:
-    """Add the mean over ranks of what each has added up to what there is, one after the other."""
+    """Add the mean over ranks of the accumulated gradients to ``.grad``, one at a time."""
     own = _own(session, root)
     group = session.mesh.get_group()
-    # A rank may not have come by a parameter that others have.
+    # A rank may have no gradient of a parameter, for which other ranks have one.
     there = torch.tensor([name in gradients for name, _ in own], dtype=torch.int32)
     there = there.to(own[0][1].device)
     dist.all_reduce(there, op=dist.ReduceOp.MAX, group=group)

@@ -1,12 +1,11 @@
-"""Unmarked: a graph of a sharded model as if it had been traced with whole parameters.
+"""Strip markers: turn a graph of a sharded model into the graph with whole parameters.
 
-Capture, and so the pricing of a plan, begins with whole parameters: it puts in markers of
-its own, where autograd's graph needs them. A model that was laid out before its first call
-is traced with markers from the start::
+Capture, which prices a plan, needs whole parameters: it inserts its own markers where autograd's
+graph needs them. A model that ``osdp_compile.shard`` sharded is traced with markers already::
 
     local = weight.to_local(); full = unshard(local, ...); linear(x, full)    ->  linear(x, weight)
 
-What is read in another type is cast there.
+A marker with a ``dtype`` becomes a cast.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ _MARKERS = (UNSHARD, UNSHARD.overloadpacket)
 def only_reads(gm: fx.GraphModule) -> bool:
     """Whether a graph reads parameters and computes nothing.
 
-    Where Dynamo cannot trace a frame it traces what the frame calls: so each read by itself.
+    If Dynamo cannot trace a frame, it traces the functions that the frame calls. Each read of a
+    parameter is then a graph of its own.
     """
     reads = ("to_local", *_MARKERS)
     return all(n.op in ("placeholder", "output") or n.target in reads for n in gm.graph.nodes)
@@ -38,9 +38,9 @@ def only_reads(gm: fx.GraphModule) -> bool:
 def unmarked(
     gm: fx.GraphModule, inputs: Sequence[Any], entries: Sequence[ModelParameter]
 ) -> tuple[fx.GraphModule, list[Any], list[ModelParameter]]:
-    """A copy of a Dynamo graph, its inputs and a model's parameters, whole and without memory.
+    """A Dynamo graph without markers, its inputs and the parameters, whole and without memory.
 
-    ``entries``: of the sharded model; what of the graph's inputs is none of them stays as it is.
+    ``entries``: the parameters of the sharded model. Other inputs of the graph stay unchanged.
     """
     whole = {id(entry.parameter): _torch.whole_stand_in(entry.parameter) for entry in entries}
     given = [whole.get(id(value), value) for value in inputs]
@@ -52,9 +52,9 @@ def unmarked(
 
 
 def _copied(gm: fx.GraphModule, given: Sequence[Any]) -> fx.GraphModule:
-    """A copy of a graph without markers, and of the graphs of its regions.
+    """A copy of a graph, and of the graphs of its regions, without markers.
 
-    ``given``: for each placeholder the parameter that it is, or anything else.
+    ``given``: for each placeholder its parameter, or any other value.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
@@ -77,6 +77,6 @@ def _copied(gm: fx.GraphModule, given: Sequence[Any]) -> fx.GraphModule:
                 with graph.inserting_before(node):
                     parameter = graph.call_method("to", (parameter, node.kwargs["dtype"]))
             node.replace_all_uses_with(parameter)
-    graph.eliminate_dead_code()  # never a placeholder
+    graph.eliminate_dead_code()  # it keeps placeholders
     copied.recompile()
     return copied

@@ -1,9 +1,9 @@
-"""Uncaught errors: what a person sees of an error of the backend that nobody catches.
+"""Uncaught errors: print an error of the backend briefly if nobody catches it.
 
-An error that a user can act on is one sentence. Python prints it below the frames of Dynamo and of
-this package, and every rank prints all of that. Here the sentence comes first, and below it the
-user's own frames only. An error that all ranks raise alike is rank 0's to print. torchrun prints
-the sentence again in its summary, the last that a person sees.
+An error for the user is one sentence. Python prints it below the frames of Dynamo and of this
+package, and every rank prints all frames. This module prints the sentence first, and below it the
+user's own frames only. If all ranks raise the same error, rank 0 alone prints it. torchrun repeats
+the sentence in its summary, the last lines that a person sees.
 
 ``OSDP_DEBUG=1`` or ``TORCHDYNAMO_VERBOSE=1`` shows all frames on all ranks.
 """
@@ -27,7 +27,7 @@ import passes
 from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
 
-#: The time in which rank 0 prints before another rank ends the job by its own end.
+#: Time for rank 0 to print before another rank exits, which ends the job.
 _PATIENCE_SECONDS = 2.0
 #: Code that is not the user's.
 _NOT_THE_USERS = tuple(
@@ -40,17 +40,17 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 class Brief:
-    """Base of errors that are printed briefly if nobody catches them."""
+    """Mixin of errors that are printed briefly if nobody catches them."""
 
 
 def is_verbose() -> bool:
-    """Whether all frames are to be shown."""
+    """Whether to show all frames."""
     asked = (os.environ.get(name, "0") for name in ("OSDP_DEBUG", "TORCHDYNAMO_VERBOSE"))
     return any(one not in ("", "0") for one in asked)
 
 
 def raise_briefly(error: Exception) -> NoReturn:
-    """From within a backend: raise an error that a user can act on as its own type.
+    """Inside a backend: raise an error for the user with its own type.
 
     If nobody catches it, it is printed briefly.
     """
@@ -68,7 +68,7 @@ def _print_briefly() -> None:
 
 
 class _Printer:
-    """What Python calls with an error that nobody caught."""
+    """The ``sys.excepthook``: Python calls it with an uncaught error."""
 
     def __init__(self, before: Hook) -> None:
         self._before = before
@@ -86,7 +86,7 @@ class _Printer:
         if rank and shared:
             text = f"{_name(error)}: as on rank 0"
         _tell_torchrun(text.splitlines()[0])
-        if rank:  # torchrun ends it in this time if rank 0 has printed the same
+        if rank:  # torchrun ends this rank in this time if rank 0 has printed the error
             time.sleep(_PATIENCE_SECONDS)
         prefix = "" if ranks == 1 or (shared and not rank) else f"[rank{rank}]: "
         sys.stderr.write("".join(f"{prefix}{line}\n" for line in text.splitlines()))
@@ -110,9 +110,9 @@ def _name(error: BaseException) -> str:
 
 
 def _tell_torchrun(text: str) -> None:
-    """Write the file that torchrun prints the cause of a failure from.
+    """Write the error file, from which torchrun prints the cause of a failure.
 
-    It is in the format of ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler``.
+    Its format is that of ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler``.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
@@ -122,4 +122,4 @@ def _tell_torchrun(text: str) -> None:
     try:
         Path(file).write_text(json.dumps(said))
     except OSError:
-        return  # the error itself is printed all the same
+        return  # the error itself is printed anyway

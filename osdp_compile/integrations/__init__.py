@@ -1,1 +1,1 @@
-"""Integrations: Hugging Face and pytest."""
+"""Integrations with Hugging Face and pytest."""

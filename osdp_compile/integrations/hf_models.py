@@ -1,4 +1,4 @@
-"""Hugging Face models by their configuration alone, without memory and without a download."""
+"""Hugging Face models from a configuration file, on the meta device, without a download."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from osdp_compile.errors import OsdpError
 
 
 def _dtype_name(version: str) -> str:
-    """Transformers' name of the argument for a model's type; the older one warns in newer versions.
+    """Transformers' argument name for a model's dtype. The old name warns in newer versions.
 
     >>> _dtype_name("4.55.4"), _dtype_name("4.56.0"), _dtype_name("5.0.0.dev0")
     ('torch_dtype', 'dtype', 'dtype')
@@ -24,14 +24,14 @@ def _dtype_name(version: str) -> str:
 def causal_lm(
     folder: Path, batch: int, length: int, dtype: torch.dtype
 ) -> tuple[nn.Module, tuple[()], dict[str, Any]]:
-    """A causal language model on the meta device, and what it is called with in training.
+    """A causal language model on the meta device, and its arguments in training.
 
     Args:
-        folder: with a ``config.json``; nothing is downloaded.
-        batch, length: of the tokens of one rank.
+        folder: contains a ``config.json``; nothing is downloaded.
+        batch, length: shape of the tokens of one rank.
 
     Raises:
-        OsdpError: if transformers is not installed, or the configuration is of no such model.
+        OsdpError: if transformers is not installed, or the configuration is not of such a model.
     """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM, __version__
@@ -39,7 +39,7 @@ def causal_lm(
         raise OsdpError("--hf-config needs transformers: pip install 'osdp-compile[hf]'") from error
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        config.use_cache = False  # of keys and values; training has no use for it
+        config.use_cache = False  # the cache of keys and values, which training does not use
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, **{_dtype_name(__version__): dtype})
             tokens = torch.zeros(batch, length, dtype=torch.long)

@@ -1,12 +1,12 @@
-"""transformers.Trainer with osdp: what it wraps, what it saves and what it loads.
+"""transformers.Trainer with osdp: compile the model, save and load whole checkpoints.
 
     from osdp_compile.integrations.hf_trainer import OsdpTrainer
 
     args = TrainingArguments("out", torch_compile_backend="osdp", ...)
     OsdpTrainer(model, args, osdp_options={"memory_limit": "8GiB"}, ...).train()
 
-A plain Trainer hands the backend's name to accelerate, which takes none but those in a list of its
-own, wraps the model in DistributedDataParallel, and saves what rank 0 alone has of it.
+A plain Trainer passes the backend's name to accelerate, which accepts only the names in its own
+list. It wraps the model in DistributedDataParallel, and saves only the shards of rank 0.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ except ImportError as error:
 
 
 class OsdpTrainerMixin:
-    """What makes a ``transformers.Trainer``, or a class made from it, train with osdp.
+    """Mixin: a ``transformers.Trainer``, or a subclass of it, trains with osdp.
 
     ::
 
         class MyTrainer(OsdpTrainerMixin, Seq2SeqTrainer): ...
 
-    The model is compiled for training; evaluation calls the model itself, whose modules then
-    gather each weight as they read it. Checkpoints are those of a Trainer: weights for
-    ``from_pretrained``, and ``optimizer.pt`` with whole tensors, written by rank 0, so that
-    training goes on under another plan, on another number of ranks, or in a plain Trainer.
+    The model is compiled for training. Evaluation calls the model without compilation, and its
+    modules gather each weight when they read it. Checkpoints have the format of a Trainer: weights
+    for ``from_pretrained``, and ``optimizer.pt`` with whole tensors. Rank 0 writes them. Training
+    can continue under another plan, on another number of ranks, or in a plain Trainer.
 
     Args:
         osdp_options: the options of ``torch.compile(..., backend="osdp", options=...)``.
 
     Raises:
         OsdpError: for arguments that ask for another backend, a mode of torch.compile, FSDP,
-            DeepSpeed, DataParallel or files of every host; or a model that is compiled already.
+            DeepSpeed, DataParallel or files on every host; or for a model that is compiled already.
     """
 
     args: Any
@@ -75,7 +75,7 @@ class OsdpTrainerMixin:
     def create_accelerator_and_postprocess(self) -> None:
         _check(self.args)
         backend = self.args.torch_compile_backend
-        # accelerate would compile, and refuse the name: it has a list of its own.
+        # accelerate would compile, and refuse the name: it is not in its list.
         self.args.torch_compile_backend = "no"
         try:
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
@@ -88,7 +88,7 @@ class OsdpTrainerMixin:
         wrapped = super()._wrap_model(model, training, *args, **kwargs)  # type: ignore[misc]
         if not training or hasattr(wrapped, "_orig_mod"):
             return wrapped
-        # Autocast, if the arguments ask for it; to evaluate, for else it would bring DDP.
+        # Autocast, if the arguments ask for it. In evaluation mode accelerate adds no DDP.
         wrapped = self.accelerator.prepare_model(wrapped, evaluation_mode=True)
         options = self._osdp_options
         if self.args.gradient_accumulation_steps > 1:
@@ -108,7 +108,7 @@ class OsdpTrainerMixin:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # not accelerate's
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # not accelerate's wrapper
         hook = optimizer.register_load_state_dict_pre_hook(self._cut)
         try:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
@@ -116,12 +116,12 @@ class OsdpTrainerMixin:
             hook.remove()
 
     def _cut(self, optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-        """A state dict of whole tensors, with this rank's parts where its parameters are cut."""
+        """A state dict of whole tensors, with this rank's shards for sharded parameters."""
         places = {id(one.parameter): one.places[0] for one in model_parameters([("", self.model)])}
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         keys = [key for group in given["param_groups"] for key in group["params"]]
         state = dict(given["state"])
-        for parameter, key in zip(held, keys, strict=False):  # a difference is torch's to refuse
+        for parameter, key in zip(held, keys, strict=False):  # torch refuses a mismatch
             if not isinstance(parameter, DTensor) or key not in state:
                 continue
             module, attribute = places[id(parameter)]
@@ -139,7 +139,7 @@ class OsdpTrainer(OsdpTrainerMixin, Trainer):
 
 
 def _check(args: Any) -> None:
-    """Refuse arguments of a Trainer that osdp cannot follow."""
+    """Refuse arguments of a Trainer that osdp does not support."""
     if args.torch_compile and args.torch_compile_backend not in (None, "osdp"):
         raise OsdpError(
             f"torch_compile_backend={args.torch_compile_backend!r} beside OsdpTrainer: give "
@@ -166,9 +166,9 @@ def _check(args: Any) -> None:
 
 
 def _whole_weights(model: nn.Module) -> dict[str, Any]:
-    """A model's whole state dict on the CPU, on rank 0; empty elsewhere. Collective.
+    """A model's whole state dict on the CPU, on rank 0; empty on other ranks. Collective.
 
-    What is tied in the model shares memory here too: that is how ``save_pretrained`` knows.
+    Tied parameters share memory here too: ``save_pretrained`` recognises them by it.
     """
     whole = get_model_state_dict(
         model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -184,7 +184,7 @@ def _whole_weights(model: nn.Module) -> dict[str, Any]:
 def _whole_state(state: Mapping[Any, Mapping[str, Any]], keep: bool) -> dict[Any, dict[str, Any]]:
     """An optimizer's state with whole tensors on the CPU, if ``keep``. Collective.
 
-    One tensor at a time is whole on the ranks that keep none.
+    Ranks that do not keep it hold one whole tensor at a time.
     """
     whole: dict[Any, dict[str, Any]] = {}
     for key, entry in state.items():
@@ -199,6 +199,6 @@ def _whole_state(state: Mapping[Any, Mapping[str, Any]], keep: bool) -> dict[Any
 
 
 def _is_like(name: str, value: Any, parameter: DTensor) -> bool:
-    """Whether a value of an optimizer's state lies as its parameter does, and is whole."""
+    """Whether a value of an optimizer's state is whole, and is to be sharded as its parameter."""
     plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
     return plain and value.shape == parameter.shape and not stays_whole(name)

@@ -1,12 +1,12 @@
-"""The pytest plugin: pin the graphs a model is lowered to.
+"""pytest plugin: snapshot tests of a model's lowered graphs.
 
     def test_my_model(osdp_graphs):
         osdp_graphs(MyModel(), torch.randn(4, 16), world_size=8, plan="shard_again",
                     after=["forward/shard", "backward/reorder"])
 
-Each named graph is compared with a file under ``__snapshots__`` beside the test;
-``pytest --snapshot-update`` writes the files. The text is the same on every rank, run
-and machine. Nothing is imported before a test asks for the fixture.
+Each named graph is compared with a file under ``__snapshots__`` beside the test.
+``pytest --snapshot-update`` writes the files. The text is the same on every rank, run and machine.
+The plugin imports torch only when a test requests the fixture.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # a code for every character is no hel
 def _unlogged_traces() -> Iterator[None]:
     """Keep the records of torch's trace log, which have no text, out of pytest's captured log.
 
-    It does not propagate, so pytest puts its handlers on it too. Those of ``TORCH_TRACE`` stay.
+    The trace log does not propagate, so pytest adds its handlers to it. The handlers of
+    ``TORCH_TRACE`` stay.
     """
     log = logging.getLogger("torch.__trace")
     propagates, capturing = log.propagate, [h for h in log.handlers if h in logging.root.handlers]
@@ -46,8 +47,8 @@ def osdp_graphs(request: pytest.FixtureRequest) -> Callable[..., dict[str, str]]
     """Compare a model's graphs after named passes with stored files.
 
     The fixture is a function ``(model, *args, world_size, after, plan=None, rank=0,
-    options=None, levels=None)``; ``after`` names graphs as
-    ``osdp_compile.trace.trace_graphs`` does. It returns all texts.
+    options=None, levels=None)``. ``after`` has names of graphs from
+    ``osdp_compile.trace.trace_graphs``. The function returns all texts.
     """
     try:
         from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode

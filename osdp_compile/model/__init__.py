@@ -1,1 +1,1 @@
-"""Model: a user's modules, before and after their parameters are sharded in place."""
+"""Model: a user's modules, before and after in-place sharding of their parameters."""

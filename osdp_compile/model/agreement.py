@@ -1,7 +1,7 @@
-"""Agreement: what all ranks must find alike before anything is changed.
+"""Agreement of the ranks on the model, the options and errors, before the model changes.
 
-A rank that fails here alone would leave the others in a collective for ever, so failures
-are exchanged first and raised everywhere. A fake group has one rank, which agrees with itself.
+If one rank fails alone, the others wait in a collective for ever. So the ranks exchange failures
+first, and every rank raises them. A fake group exchanges nothing: only this rank exists.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ T = TypeVar("T")
 
 
 def fingerprint(gm: fx.GraphModule | None, entries: Sequence[ModelParameter]) -> list[str]:
-    """What must be the same on every rank, line by line; batch sizes may differ.
+    """Parameters and operations, which must be equal on every rank, one per line.
 
-    ``gm``: None before the model is called.
+    Batch sizes may differ. ``gm``: None before the model's first call.
     """
     lines = [
         f"parameter {e.name}: {tuple(e.parameter.shape)} {e.parameter.dtype} "
@@ -45,7 +45,7 @@ def fingerprint(gm: fx.GraphModule | None, entries: Sequence[ModelParameter]) ->
 
 
 def agree(lines: list[str], group: dist.ProcessGroup) -> None:
-    """Make sure every rank traced the same model under the same options. Collective.
+    """Check that every rank has the same model and options. Collective.
 
     Raises:
         RanksDiffer: on every rank, naming the first difference.
@@ -69,10 +69,11 @@ def agree(lines: list[str], group: dist.ProcessGroup) -> None:
 
 
 def on_every_rank(make: Callable[[], T], group: dist.ProcessGroup) -> T:
-    """What ``make`` returns on this rank, if it raises an OsdpError on none. Collective.
+    """The result of ``make()`` on this rank, if no rank raises an OsdpError. Collective.
 
     Raises:
-        OsdpError: on every rank, naming the first one that refuses.
+        OsdpError: on every rank. The rank's own error if all ranks raise the same text, else one
+            that names the first failed rank.
     """
     refused: OsdpError | None = None
     made: T | None = None
@@ -91,16 +92,17 @@ def on_every_rank(make: Callable[[], T], group: dist.ProcessGroup) -> T:
 
 @dataclasses.dataclass(frozen=True)
 class _Restart:
-    """Rank 0 traces the frame again, with these floats as constants."""
+    """A message: rank 0 traces the frame again with these floats as constants."""
 
     constant_floats: list[str]
 
 
 def from_rank_zero(make: Callable[[], T], group: dist.ProcessGroup) -> T:
-    """What ``make`` returns on rank 0, on every rank. Collective.
+    """The result of ``make()`` on rank 0, on every rank. Collective.
 
-    Its error too, so that no rank is left waiting. Where AOTAutograd has Dynamo trace the frame
-    again on rank 0 (with ``dynamic=True`` for a float that must be a constant), every rank does.
+    An error of rank 0 is raised on every rank, so that no rank waits for ever. If AOTAutograd makes
+    Dynamo trace the frame again on rank 0 (with ``dynamic=True``, for a float that must be a
+    constant), every rank traces again.
     """
     if _is_fake(group):
         return make()

@@ -1,4 +1,4 @@
-"""The modules that own a graph's parameters: found from where Dynamo says each input lives."""
+"""Find the modules that own a graph's parameters, from Dynamo's sources of the graph inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def placeholders(gm: fx.GraphModule) -> list[fx.Node]:
 def plain_parameters(
     gm: fx.GraphModule, inputs: Sequence[Any]
 ) -> list[tuple[fx.Node, nn.Parameter]]:
-    """The graph's inputs that are parameters and not yet laid out by a plan."""
+    """The graph inputs that are parameters and that no plan has laid out yet."""
     return [
         (node, value)
         for node, value in zip(placeholders(gm), inputs, strict=True)
@@ -36,10 +36,11 @@ def static_inputs(
     inputs: Sequence[Any],
     name_of: Callable[[nn.Parameter], str | None] = lambda parameter: None,
 ) -> dict[int, str]:
-    """Each input of the graph by index: a parameter's or buffer's name, or ``batch``.
+    """Index of each graph input -> a parameter's or buffer's name, or ``batch``.
 
-    None of them is the graph's own memory: the model or the caller holds it all along.
-    ``name_of``: of parameters that a plan has laid out; a parameter without one gets its node's.
+    The model or the caller holds the memory of all inputs; the graph owns none of it.
+    ``name_of``: gives the name of a parameter that a plan has laid out. A parameter without a name
+    gets its node's name.
     """
     names: dict[int, str] = {}
     for index, (node, value) in enumerate(zip(placeholders(gm), inputs, strict=True)):
@@ -53,9 +54,9 @@ def static_inputs(
 
 
 def marked_name(node: fx.Node) -> str | None:
-    """The name under which a graph's input was laid out; None if it is not read through markers.
+    """The parameter name in the markers that read a graph input; None: not read through markers.
 
-    Of DTensors markers read what is local, so this is of parameters that stayed plain tensors.
+    For parameters that stay plain tensors: of a DTensor the markers read the local tensor.
     """
     names = {
         str(user.args[1]) if user.target in (UNSHARD, UNSHARD.overloadpacket) else None
@@ -65,10 +66,10 @@ def marked_name(node: fx.Node) -> str | None:
 
 
 def find_roots(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[str, nn.Module]]:
-    """The outermost modules that own the graph's plain parameters, with their prefixes.
+    """(prefix, module) of the outermost modules that own the graph's plain parameters.
 
-    One root has the prefix ``""``; several are told apart by the last name in the
-    expression that leads to each (``gen`` for ``L['self'].gen``).
+    A single root has the prefix ``""``. Several roots have the last name of the expression that
+    leads to each (``gen`` for ``L['self'].gen``).
 
     Raises:
         OsdpError: naming a parameter that belongs to no module.

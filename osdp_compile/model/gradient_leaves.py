@@ -1,9 +1,9 @@
-"""Accumulated: where the gradients of whole parameters add up while nothing is reduced.
+"""Gradient leaves: accumulate whole gradients inside ``no_sync``, without reduction.
 
-Inside :func:`osdp_compile.no_sync` a parameter is read so that its gradient goes to a leaf of the
-whole parameter's shape, which takes no memory itself. What is there of them is read by code that
-Dynamo traces, so it is kept in globals: on those Dynamo guards, and a graph that reduces is not
-taken for one that does not.
+Inside :func:`osdp_compile.no_sync` the gradient of a parameter goes to a leaf tensor of the whole
+parameter's shape, which takes no memory itself. Code that Dynamo traces looks the leaves up, so
+they are globals: Dynamo guards on globals, and never takes a graph that reduces for one that does
+not.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor
 from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
 
-#: The readings (:class:`osdp_compile.model.shard_in_place.Reading`) of models that do not reduce,
-#: by their keys.
+#: Keys of the readings (:class:`osdp_compile.model.shard_in_place.Reading`) of models that do not
+#: reduce now.
 _active: tuple[int, ...] = ()
-#: By the reading's key and the parameter's name.
+#: ``"KEY.NAME"`` -> leaf; the key of a reading, the name of a parameter.
 _leaves: dict[str, Tensor] = {}
 
 
 def begin(key: int, parameters: Iterable[tuple[str, Tensor, torch.dtype]]) -> None:
-    """From now on gradients of the parameters so read add up.
+    """Begin to accumulate whole gradients of the parameters of a reading.
 
-    ``parameters``: name, parameter, and the type in which its gradients add up.
+    ``parameters``: name, parameter, and the data type of its accumulated gradient.
     """
     global _active
     for name, parameter, dtype in parameters:
@@ -37,7 +37,7 @@ def begin(key: int, parameters: Iterable[tuple[str, Tensor, torch.dtype]]) -> No
 
 
 def end(key: int) -> dict[str, Tensor]:
-    """Gradients are reduced again; gives those that were added up, by name, and keeps none."""
+    """End the accumulation; return the accumulated gradients by name, and drop the leaves."""
     global _active
     _active = tuple(one for one in _active if one != key)
     own = [name for name in _leaves if name.startswith(f"{key}.")]
@@ -55,17 +55,17 @@ def _too_late(gradient: Tensor) -> NoReturn:
 
 
 def is_active(key: int, name: str | None = None) -> bool:
-    """Whether gradients of parameters that are read so, or of one of them, add up."""
+    """Whether gradients of a reading, or of one of its parameters, accumulate now."""
     return key in _active and (name is None or f"{key}.{name}" in _leaves)
 
 
 def to_leaf(key: int, name: str, full: Tensor) -> Tensor:
-    """A whole parameter whose gradient goes to its leaf."""
+    """The whole parameter; its gradient goes to its leaf."""
     whole: Tensor = _ToLeaf.apply(full, _leaves[f"{key}.{name}"])
     return whole
 
 
-# Called by a frame that Dynamo could not trace, these are not the model's code.
+# Frames that Dynamo could not trace call these two; Dynamo must not compile them by themselves.
 _torch.skip_code(is_active.__code__)
 _torch.skip_code(to_leaf.__code__)
 

@@ -1,13 +1,13 @@
-"""Precision: the data types in which parameters are gathered and computed with, and gradients sent.
+"""Mixed precision: data types of gathered parameters, of compute, and of reduced gradients.
 
-With ``param_dtype`` every module that owns parameters reads them in it, and casts what it is
-called with to it; the parameters themselves, their gradients and the optimizer's state keep their
-type. The cast stands before the gather, so that the network carries the smaller type. With
-``reduce_dtype`` gradients travel in it; without, in the type they were computed in. What the loss
-is made of is in ``param_dtype`` too, as with FSDP2's ``MixedPrecisionPolicy``.
+With ``param_dtype`` every module that owns parameters reads them in this type, and casts its
+floating-point arguments to it. Stored parameters, their gradients and the optimizer's state keep
+their type. The cast precedes the gather, so the network carries the smaller type. With
+``reduce_dtype`` gradients are reduced in this type; without it, in their compute type. The inputs
+of the loss are in ``param_dtype`` too, as with FSDP2's ``MixedPrecisionPolicy``.
 
-Before the first call nothing is laid out, and what is planned on must be the graph that will run:
-so the model is traced once more, with its parameters cast where they are read.
+Before the first call no parameter is laid out, but the planner needs the graph that will run. So
+the model is traced once more, with casts at the reads of its parameters.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from torch import Tensor, nn
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """In which types parameters are read, and gradients travel; None: in their own."""
+    """Data types of parameter reads and of gradient reductions; None: their own type."""
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
 
     def casts(self, tensor: Tensor) -> bool:
-        """Whether a parameter is another tensor in ``param_dtype``."""
+        """Whether the read of a parameter casts it to ``param_dtype``."""
         dtype = self.param_dtype
         return dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype
 
     def gradient_dtype(self, parameter: Tensor) -> torch.dtype:
-        """In which type a parameter's gradients travel."""
+        """The data type of the reduction of a parameter's gradient."""
         marks = self.marks(parameter)
         return marks.get("reduce_dtype", marks.get("dtype", parameter.dtype))
 
     def marks(self, parameter: Tensor) -> dict[str, torch.dtype]:
-        """What the markers of a parameter say of it (``passes/ops/markers.py``)."""
+        """Data type arguments of the parameter's markers (``passes/ops/markers.py``)."""
         found: dict[str, torch.dtype] = {}
         if not parameter.is_floating_point():
             return found
@@ -53,12 +53,12 @@ class Precision:
         return found
 
 
-#: All in their own types.
+#: No casts.
 OWN_PRECISION = Precision()
 
 
 def subclass(module: nn.Module, members: dict[str, Any]) -> None:
-    """Give a module a class of its own: that which it has, and some members more."""
+    """Give a module a subclass of its class, with extra members, for this instance only."""
     cls = type(module)
     named = {key: getattr(cls, key) for key in ("__module__", "__qualname__", "__doc__")}
     module.__class__ = type(cls.__name__, (cls,), {**members, **named})
@@ -67,7 +67,7 @@ def subclass(module: nn.Module, members: dict[str, Any]) -> None:
 def cast_what_it_is_called_with(
     module: nn.Module, dtype: torch.dtype, cast: Callable[[], bool]
 ) -> None:
-    """From now on a module casts the tensors that it is called with, where traced or ``cast()``."""
+    """Make a module cast its floating-point arguments, if traced or if ``cast()``."""
     cls = type(module)
 
     def as_read(value: Any) -> Any:
@@ -85,19 +85,19 @@ def cast_what_it_is_called_with(
     subclass(module, {"forward": forward})
 
 
-#: Modules that are traced with cast parameters, with what their parameters are read in.
+#: Modules traced with cast parameters -> their precision and their original class.
 _cast: WeakKeyDictionary[nn.Module, tuple[Precision, type[nn.Module]]] = WeakKeyDictionary()
 
 
 def is_cast(modules: Sequence[nn.Module], precision: Precision) -> bool:
-    """Whether all that own parameters are traced so."""
+    """Whether all modules with own parameters are traced with this precision."""
     if precision.param_dtype is None:
         return not any(module in _cast for module in modules)
     return all(_cast.get(module, (None,))[0] == precision for module in owners(modules))
 
 
 def cast_while_traced(modules: Sequence[nn.Module], precision: Precision) -> None:
-    """Have modules read their parameters cast wherever Dynamo traces them, and only there."""
+    """Make modules cast their parameters at the read, only while Dynamo traces them."""
     end_casting(modules)
     if precision.param_dtype is None:
         return
@@ -118,7 +118,7 @@ def end_casting(modules: Sequence[nn.Module]) -> None:
 
 @contextmanager
 def traced_cast(model: nn.Module, precision: Precision) -> Iterator[None]:
-    """Inside, a model is traced with cast parameters; then it is as it was."""
+    """Context: trace a model with cast parameters; undone on exit."""
     modules = [*model.modules()]
     cast_while_traced(modules, precision)
     try:
@@ -128,7 +128,7 @@ def traced_cast(model: nn.Module, precision: Precision) -> Iterator[None]:
 
 
 def owners(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those that hold parameters themselves."""
+    """The modules with parameters of their own."""
     return [one for one in modules if any(p is not None for p in one._parameters.values())]
 
 

@@ -1,15 +1,15 @@
-"""The model's parameters, before and after they are laid out as a plan says.
+"""In-place sharding: replace a model's parameters by DTensors as a plan says.
 
-Sharding is in place: every parameter is replaced by a ``DTensor`` parameter of the same
-name (``Shard(0)`` or ``Replicate()``), and every module that owns one gets a subclass of
-its class in which reading the attribute gives the full parameter through a marker, inside a
-forward (:mod:`osdp_compile.runtime.inside_forward`). Elsewhere, and everywhere between
-``osdp_compile.shard`` and the first compiled call, it gives the parameter that the module has.
+A ``DTensor`` parameter of the same name (``Shard(0)`` or ``Replicate()``) replaces every parameter.
+Every module with own parameters gets a subclass of its class. Inside a forward
+(:mod:`osdp_compile.runtime.inside_forward`) the attribute of the subclass gives the full parameter
+through a marker. Elsewhere, and everywhere between ``osdp_compile.shard`` and the first compiled
+call, the attribute gives the stored parameter.
 
-All are DTensors on one mesh, for ``clip_grad_norm_`` takes no others: over all ranks, or, if
-anything is sharded within hosts, on the mesh of two levels. Where a plan shards nothing, all
-parameters stay the plain tensors that they are, as in DDP: an optimizer's step dispatches a dozen
-operators for each, and for a DTensor that takes longer than a small one's arithmetic.
+All parameters are DTensors on one mesh, because ``clip_grad_norm_`` supports no mix: on the flat
+mesh over all ranks, or on the mesh of hosts and ranks if the plan shards within hosts. If a plan
+shards nothing, all parameters stay plain tensors, as in DDP: an optimizer's step dispatches a dozen
+operators for each parameter, and for a small DTensor the dispatch takes longer than the arithmetic.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from passes.types.shard_layout import ShardLayout
 
 @dataclasses.dataclass(frozen=True)
 class ModelParameter:
-    """A parameter and every place that holds it (several if weights are tied)."""
+    """A parameter and all (module, attribute) places that hold it; tied weights have several."""
 
     name: str
     parameter: nn.Parameter
@@ -55,11 +55,10 @@ class ModelParameter:
 
 
 class Reading:
-    """How modules read the parameters of one model: inside a forward through eager_markers.
+    """How the modules of one model read their parameters inside a forward.
 
-    ``in_place``: some of them are whole tensors for a while, and these are read as they are.
-    ``precision``: in which types they are read and their gradients travel.
-    ``key``: of no other model.
+    ``in_place``: parameters that are plain tensors now (``full_parameters``) read as they are.
+    ``precision``: data types of reads and of gradient reductions. ``key``: unique per model.
     """
 
     _keys = itertools.count()
@@ -70,17 +69,17 @@ class Reading:
         self.key = next(self._keys)
 
     def is_cast(self) -> bool:
-        """Whether uncompiled code, too, reads them in these types."""
+        """Whether uncompiled code reads parameters in these types too."""
         return not self.in_place
 
 
 def model_parameters(roots: Sequence[tuple[str, nn.Module]]) -> list[ModelParameter]:
     """All parameters of the root modules, in the order of ``named_parameters``.
 
-    ``roots``: (prefix, module); the prefix is ``""`` where there is one root.
+    ``roots``: (prefix, module); the prefix of a single root is ``""``.
 
     Raises:
-        OsdpError: for a lazy parameter that has no shape yet.
+        OsdpError: for a lazy parameter without a shape.
     """
     found: dict[int, tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
     for prefix, root in roots:
@@ -100,10 +99,10 @@ def model_parameters(roots: Sequence[tuple[str, nn.Module]]) -> list[ModelParame
 
 
 def held_elsewhere(parameters: Sequence[ModelParameter]) -> list[ModelParameter]:
-    """The same, with the places outside of their roots that hold them too.
+    """Add the places outside the roots that hold the same parameters.
 
-    A head may be tied to an embedding in a module that is compiled by itself, behind a graph break
-    say: were the head left with what the parameter was, it would no longer be tied.
+    A head outside the roots may be tied to an embedding inside, for example behind a graph break.
+    With the old parameter the head would no longer be tied.
     """
     places: dict[int, dict[tuple[int, str], tuple[nn.Module, str]]] = {}
     for entry in parameters:
@@ -120,10 +119,10 @@ def held_elsewhere(parameters: Sequence[ModelParameter]) -> list[ModelParameter]
 
 
 def check_shardable(parameters: Sequence[ModelParameter]) -> None:
-    """Refuse what replacing the parameter object would silently break.
+    """Refuse parameters that a replacement would silently break.
 
     Raises:
-        OsdpError: naming the first parameter with a gradient hook, or that is a DTensor already.
+        OsdpError: naming the first parameter that has a gradient hook or is a DTensor already.
     """
     for entry in parameters:
         parameter = entry.parameter
@@ -162,7 +161,7 @@ def check_fits(
 
 
 def synchronize(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Give every rank of a group its first one's values of some tensors, in place, as DDP does."""
+    """Broadcast rank 0's values of some tensors to the group, in place, as DDP does."""
     source = dist.get_global_rank(group, 0)
     with torch.no_grad():
         for tensor in tensors:
@@ -175,22 +174,22 @@ def synchronize(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def _local_rows(full: Tensor, cut: ShardLayout) -> Tensor:
-    """This rank's rows of a tensor, copied so that the whole can be freed."""
+    """This rank's rows of a tensor; a copy, so that the whole can be freed."""
     start, stop = cut.rows(full.shape[0])
     return full[start:stop].clone(memory_format=torch.contiguous_format)
 
 
 def placements_of(decision: Decision, mesh: DeviceMesh) -> list[Shard | Replicate]:
-    """How a parameter lies along each dimension of the mesh."""
+    """A parameter's placement on each dimension of the mesh."""
     if decision.within_host:
         return [Replicate(), Shard(0)]
     return [Shard(0) if decision.sharded else Replicate()] * mesh.ndim
 
 
 def lay_out(full: Tensor, mesh: DeviceMesh, decision: Decision, cut: ShardLayout) -> DTensor:
-    """A DTensor of which this rank holds its rows (sharded) or everything.
+    """A DTensor; this rank holds its rows (sharded) or the whole value.
 
-    No communication: every rank must hold the same ``full``.
+    Without communication: every rank must hold the same ``full``.
     """
     placements = placements_of(decision, mesh)
     if not decision.sharded:
@@ -211,9 +210,9 @@ def _reader(
     plain: bool,
     dtypes: dict[str, torch.dtype],
 ) -> property:
-    """The property through which a module reads one of its parameters.
+    """The property for a module's read of one of its parameters.
 
-    ``plain``: it is no DTensor. ``dtypes``: of its marker.
+    ``plain``: the parameter is no DTensor. ``dtypes``: of its marker.
     """
 
     key = reading.key
@@ -236,17 +235,17 @@ def _reader(
             return gradient_leaves.to_leaf(key, name, full.detach())
         return full
 
-    # Called by a frame that Dynamo leaves out (an nn.Sequential around a graph break), it would be
-    # a frame of its own, whose arguments are dynamic sizes.
+    # A frame that Dynamo skips (an nn.Sequential around a graph break) may call ``read``. Dynamo
+    # would compile it as a frame of its own, with dynamic sizes as arguments.
     _torch.skip_code(read.__code__)
     return property(read)
 
 
-# Dynamo calls these two while it traces, instead of tracing them, so that their errors end the
-# compilation; it would take others for the model's own and run the model uncompiled.
+# Dynamo calls these two during the trace and does not trace them, so their errors end the
+# compilation. It would take traced errors for the model's own and run the model uncompiled.
 @torch.compiler.assume_constant_result
 def raise_replaced(name: str) -> NoReturn:
-    """Refuse a model with a parameter that is no longer the one that was laid out."""
+    """Refuse a model in which a plain tensor replaced a sharded parameter."""
     _torch.raise_to_user(
         OsdpError(
             f"parameter {name!r} was replaced by a plain tensor after the model was sharded: write "
@@ -268,7 +267,7 @@ def raise_on_meta(what: str) -> NoReturn:
 
 
 def _flat_weights(module: Any) -> list[Tensor]:
-    """What nn.RNNBase keeps as a list of parameters, read through the markers instead."""
+    """nn.RNNBase's list of parameters, read through the markers."""
     return [getattr(module, name) for name in module._flat_weights_names]
 
 
@@ -277,7 +276,7 @@ def _swap_class(
     readers: dict[str, property],
     parts: dict[str, Callable[[Tensor], DTensor]],
 ) -> None:
-    """Give a module's class readers; ``parts``: what cuts those of its parameters that are cut."""
+    """Give a module a class with readers; ``parts``: attribute -> layout of a whole parameter."""
     members: dict[str, Any] = dict(readers)
     if parts:
         members.update(state_dict.members(type(module), parts))
@@ -293,14 +292,14 @@ def shard_in_place(
     optimizers: OptimizerIndex,
     reading: Reading,
 ) -> list[nn.Parameter]:
-    """Replace every parameter by a DTensor parameter laid out as the plan says.
+    """Replace every parameter by a DTensor parameter with the plan's layout.
 
     ``mesh``: over all ranks, with the two dimensions of ``ctx.levels`` if the plan shards within
-    hosts; its groups must be known to the eager_markers. ``ctx``: with the plan.
+    hosts; its groups must be registered in eager_markers. ``ctx``: with the plan.
 
-    Optimizers that hold the old parameters get the new ones, and their state is laid
-    out likewise. Every rank must hold the same values (see :func:`synchronize`); what is on the
-    meta device stays there. The old parameters of what is sharded lose their values.
+    Optimizers that hold the old parameters get the new ones, and their state gets the same layout.
+    Every rank must hold the same values (see :func:`synchronize`). Meta tensors stay on the meta
+    device. The old objects of sharded parameters lose their values.
 
     Returns the new parameters, in the order of ``parameters``.
     """
@@ -311,7 +310,7 @@ def shard_in_place(
         cut = ctx.cut(decision)
         laid_out = lay_out(old.detach(), mesh, decision, cut)
         new = nn.Parameter(laid_out, requires_grad=old.requires_grad)
-        new.__dict__.update(old.__dict__)  # people hang attributes on parameters
+        new.__dict__.update(old.__dict__)  # user attributes
         if old.grad is not None:
             local = laid_out.to_local().detach()
             new.grad = gradient_like(laid_out, _mean_gradient(entry, local, decision, cut))
@@ -329,20 +328,20 @@ def shard_in_place(
 
 
 def _free(whole: nn.Parameter) -> None:
-    """Free a parameter that was cut: its graph and its list of inputs still hold the object.
+    """Free the memory of a sharded parameter's old object, which the graph and its inputs hold.
 
-    Only so is no more than one parameter both whole and cut at a time. Whoever reads the old
-    object from now on gets no stale values: floating-point ones are not a number. (What autograd
-    saved of it, as of a penalty that was computed before the first call, stays.)
+    So at most one parameter has both whole and sharded memory at a time. A later read of the old
+    object gives no stale values: floating-point values are NaN. Callers keep parameters that
+    autograd saved, for example for a penalty computed before the first call.
     """
     single = torch.empty((), dtype=whole.dtype, device=whole.device)
-    if whole.is_floating_point() and whole.element_size() > 1:  # not all of the small have it
+    if whole.is_floating_point() and whole.element_size() > 1:  # not all 1-byte types have NaN
         single.fill_(float("nan"))
     whole.data = single.expand(whole.shape)
 
 
 def gradient_like(parameter: DTensor, local: Tensor) -> DTensor:
-    """This rank's part of a parameter's gradient, laid out as the parameter."""
+    """This rank's part of a gradient as a DTensor with the parameter's layout."""
     return DTensor.from_local(
         local,
         parameter.device_mesh,
@@ -359,12 +358,13 @@ def keep_in_place(
     reading: Reading,
     renewing: OptimizerIndex | None = None,
 ) -> list[nn.Parameter]:
-    """Leave all parameters plain tensors, for a plan that shards nothing; read them as it says.
+    """Keep all parameters plain tensors, for a plan that shards nothing; read them by markers.
 
-    ``renewing``: what ran of the step already may have read them as they were. Then they become
-    other parameters of the same memory, in these optimizers too, and get the gradients of that.
+    ``renewing``: given if earlier code of the step may have read the parameters already. Then new
+    parameter objects of the same memory replace them, in these optimizers too, and get the
+    gradients of the old ones.
 
-    Returns them, in their order.
+    Returns the parameters in the given order.
     """
     kept: list[nn.Parameter] = []
     for entry in parameters:
@@ -391,9 +391,9 @@ def keep_in_place(
 def _hand_on_gradients(
     entry: ModelParameter, new: nn.Parameter, decision: Decision, cut: ShardLayout
 ) -> None:
-    """Give a new parameter, reduced, the gradients of what read the old one before.
+    """Reduce gradients that reach the old parameter, and add them to the new one.
 
-    In the step of the first call eager code may have read it before anything was compiled.
+    In the step of the first call, eager code may read the old parameter before any compilation.
     """
     name, held = entry.name, new.detach()
     local = held.to_local() if isinstance(held, DTensor) else held
@@ -410,7 +410,7 @@ def _hand_on_gradients(
 
 
 def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Add this rank's part of a gradient to what there is."""
+    """Add this rank's part of a gradient to the parameter's gradient."""
     if parameter.grad is not None:
         there = parameter.grad
         (there.to_local() if isinstance(there, DTensor) else there).add_(gradient)
@@ -423,7 +423,7 @@ def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
 def _mean_gradient(
     entry: ModelParameter, local: Tensor, decision: Decision, cut: ShardLayout
 ) -> Tensor:
-    """Of the gradients that the ranks have by now, laid out as ``local``."""
+    """The mean over ranks of the parameter's present gradients, in the layout of ``local``."""
     mean: Tensor = torch.ops.osdp.reduce_grad(
         entry.parameter.grad, local, entry.name, decision.sharded, *cut.marks
     )
@@ -436,9 +436,9 @@ def read_through_markers(
     reading: Reading,
     mesh: DeviceMesh | None,
 ) -> None:
-    """Give every module that owns some of the parameters its readers.
+    """Give every module that owns one of the parameters its readers.
 
-    ``mesh``: on which they are DTensors; None: they are none.
+    ``mesh``: of the DTensor parameters; None: plain parameters.
     """
     owners: dict[int, nn.Module] = {}
     readers: dict[int, dict[str, property]] = {}
@@ -470,7 +470,7 @@ def read_through_markers(
 
 
 def buffers_of(roots: Sequence[tuple[str, nn.Module]]) -> Iterator[Tensor]:
-    """The root modules' buffers, each once."""
+    """The buffers of the root modules, each once."""
     seen: set[int] = set()
     for _, root in roots:
         for buffer in root.buffers():

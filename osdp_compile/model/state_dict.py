@@ -1,8 +1,8 @@
-"""State dicts: what torch's own saving and loading needs of modules that were laid out.
+"""State dicts of sharded modules: load whole tensors into DTensor parameters.
 
-``state_dict()`` gives the parameters as they lie, so ``torch.distributed.checkpoint`` saves every
-rank's rows and loads them under any other plan and number of ranks. One thing it does not do by
-itself: a tensor that is whole does not fit into a DTensor.
+``state_dict()`` gives the DTensor parameters, so ``torch.distributed.checkpoint`` saves every
+rank's rows and loads them under any other plan and number of ranks. Torch does not load a plain
+whole tensor into a DTensor; this file does.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-#: The attribute under which a module has what makes parts of whole parameters.
+#: Module attribute: parameter attribute -> function from a whole parameter to its part.
 _PARTS = "_osdp_parts"
 
 
 def members(
     cls: type[nn.Module], parts: Mapping[str, Callable[[Tensor], DTensor]]
 ) -> dict[str, Any]:
-    """What a subclass needs whose instances have parts of some of their parameters.
+    """Members of a subclass for modules with DTensor parameters.
 
-    ``cls``: what it is a subclass of. ``parts``: by attribute, what makes this rank's part of the
-    whole parameter, without communication.
+    ``cls``: the base class. ``parts``: attribute -> function from the whole parameter to this
+    rank's part, without communication.
     """
 
     def _load_from_state_dict(
         module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *rest: Any
     ) -> None:
-        # What is assigned replaces the parameter, which is refused at the next call.
+        # With assign=True the tensor replaces the parameter; the next call refuses that.
         assigned = metadata.get("assign_to_params_buffers", False)
         for name, part in () if assigned else parts.items():
             key, parameter = prefix + name, module._parameters[name]
@@ -44,12 +44,12 @@ def members(
 
 
 def part_of(module: nn.Module, attribute: str, whole: Tensor) -> DTensor:
-    """Of a whole parameter of a module that was laid out, this rank's part."""
+    """This rank's part of a whole parameter of a sharded module."""
     part: DTensor = getattr(module, _PARTS)[attribute](whole)
     return part
 
 
 def _is_whole(given: Any, parameter: nn.Parameter | None) -> bool:
-    """Whether this is a plain tensor for a DTensor of its shape."""
+    """Whether ``given`` is a plain tensor for a DTensor parameter of the same shape."""
     plain = isinstance(given, Tensor) and not isinstance(given, DTensor)
     return plain and isinstance(parameter, DTensor) and given.shape == parameter.shape

@@ -1,7 +1,7 @@
-"""Models that something else shards or reduces already: refused, before anything is planned.
+"""Refuse models in DistributedDataParallel or FSDP, before planning.
 
-Each of these would communicate besides: gradients would be averaged twice, or sharded parameters
-sharded again, by two that know nothing of each other.
+Both wrappers communicate themselves. Gradients would be averaged twice, or sharded parameters
+sharded again.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def check_not_wrapped(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
     """Refuse a graph of a model in DistributedDataParallel or FSDP.
 
     Raises:
-        OsdpError: saying what to leave out.
+        OsdpError: naming the wrapper to leave out.
     """
     ways = [_torch.evaluate_prefixes(node) for node in placeholders(gm)]
-    read = [value for way in ways for _, value in way[-1:]]  # where DDP splits, inputs are fake
+    read = [value for way in ways for _, value in way[-1:]]  # DDP's graph splits have fake inputs
     reduced = {id(parameter) for parameter in _torch.reduced_by_ddp()}
     if any(id(value) in reduced for value in (*inputs, *read)):
         raise OsdpError(
@@ -37,15 +37,15 @@ def check_not_wrapped(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
             "torch.compile"
         )
     owners = [value for way in ways for _, value in way if isinstance(value, nn.Module)]
-    # Hooks break graphs, so the first one may have nothing of what was wrapped.
+    # Hooks break graphs, so the first graph may hold no parameter of the wrapped module.
     check_not_in_fsdp(dict.fromkeys([*owners, *modules_being_called()]))
 
 
 def check_not_in_fsdp(models: Iterable[nn.Module]) -> None:
-    """Refuse models that are in FSDP, or of which a part is.
+    """Refuse models that are in FSDP or contain an FSDP module.
 
     Raises:
-        OsdpError: saying what to leave out.
+        OsdpError: naming the calls to leave out.
     """
     if any(_is_in_fsdp(module) for model in models for module in model.modules()):
         raise OsdpError(

@@ -1,1 +1,1 @@
-"""Optim: optimizers on laid-out parameters."""
+"""Optim: optimizers on sharded parameters."""

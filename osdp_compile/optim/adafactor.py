@@ -1,8 +1,8 @@
-"""Adafactor on parameters that are DTensors: torch's own step, with what it takes over rows whole.
+"""Adafactor's step for DTensor parameters, with whole row and column factors on every rank.
 
-Source: ``torch.optim.Adafactor``, whose arithmetic this has, parameter by parameter. It takes
-norms over a gradient's rows and over its columns and goes on with these in place, which DTensors
-refuse, as they would have to be summed over the ranks first.
+Source of the arithmetic: ``torch.optim.Adafactor``, one parameter at a time. Torch updates the
+means over a gradient's rows and columns in place. DTensors refuse that, because these means need a
+sum over the ranks first.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def step_on_rows(
     maximize: bool,
     **_: Any,
 ) -> None:
-    """One parameter's step, in place, and that of its state. Collective.
+    """One step of a parameter and its state, in place. Collective.
 
     Args:
-        row_var, col_var: of a parameter ``[..., rows, columns]``, as ``[..., rows, 1]`` and
-            ``[..., 1, columns]``, whole (DTensors or not).
-        variance: of a vector, a DTensor as the parameter.
-        d, lr, beta2_decay, weight_decay, eps1, eps2, maximize: ``torch.optim.Adafactor``'s.
+        row_var, col_var: whole factors ``[..., rows, 1]`` and ``[..., 1, columns]`` of a parameter
+            ``[..., rows, columns]`` (DTensors or not).
+        variance: of a vector; a DTensor with the parameter's placements.
+        d, lr, beta2_decay, weight_decay, eps1, eps2, maximize: as in ``torch.optim.Adafactor``.
     """
     if maximize:
         grad = -grad  # type: ignore[assignment]
@@ -72,20 +72,20 @@ def step_on_rows(
 def _factored(
     param: DTensor, squares: Tensor, row_var: Tensor, col_var: Tensor, share: float, eps1: float
 ) -> Tensor:
-    """This rank's rows of the estimate of the gradient's squares; the factors go on."""
+    """Update both factors; return this rank's rows of the estimated squared gradient."""
     rows = _go_on(row_var, squares.sum(-1, keepdim=True) / squares.size(-1), share)
     columns = _go_on(col_var, squares.sum(-2, keepdim=True) / squares.size(-2), share)
     rows = rows / rows.mean(dim=-2, keepdim=True).clamp_(min=eps1)
-    # Parameters are cut along their first dimension, which a matrix' columns do not have.
+    # Parameters are sharded along dimension 0; a matrix's column factor has size 1 there.
     return _part(rows, param) @ (columns if param.dim() == 2 else _part(columns, param))
 
 
 def _go_on(factor: Tensor, now: Tensor, share: float) -> Tensor:
-    """A factor moved by ``share`` towards what it is now, in place; returns it whole."""
+    """Move a factor by ``share`` towards ``now``, in place; return the whole factor."""
     assert isinstance(now, DTensor)
     whole = factor.full_tensor() if isinstance(factor, DTensor) else factor
     moved = whole.lerp(now.full_tensor().to(whole.dtype), share)
-    if isinstance(factor, DTensor):  # of a matrix of one row or column it is cut as this is
+    if isinstance(factor, DTensor):  # for one row or column: sharded like the parameter
         factor.to_local().copy_(_part(moved, factor))
     else:
         factor.copy_(moved)
@@ -93,14 +93,14 @@ def _go_on(factor: Tensor, now: Tensor, share: float) -> Tensor:
 
 
 def _part(whole: Tensor, like: DTensor) -> Tensor:
-    """What this rank has of a whole tensor that is cut along its first dimension as another."""
+    """This rank's part of a whole tensor under the placements of ``like``."""
     mesh = like.device_mesh
     everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return everywhere.redistribute(placements=like.placements).to_local()
 
 
 def _norm(tensor: Tensor) -> float:
-    """Over all ranks' rows."""
+    """The norm over all ranks' rows."""
     norm = torch.linalg.vector_norm(tensor)
     assert isinstance(norm, DTensor)
     return norm.full_tensor().item()

@@ -1,7 +1,8 @@
-"""Checks of optimizers: what would fail without saying why, or do nothing, is refused.
+"""Optimizer checks: refuse optimizers that would fail with an unclear error, or do nothing.
 
-An optimizer may be built before the first call or after it, from parameters that were taken when
-they were whole. So what steps is looked at, once, right before it does.
+An optimizer may be built before or after the first call, and may hold the parameters of before the
+sharding. So each optimizer is checked right before a step: its first one, and the next one after
+its number of parameters changes.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
 from osdp_compile.optim.adafactor import step_on_rows
 
-#: Whose steps do with a parameter what torch's DTensors refuse, and how it says so is no help.
+#: Optimizers whose steps DTensors refuse, with an error that does not help the user.
 _NOT_ON_ROWS = ("LBFGS", "Rprop", "SparseAdam")
-#: Element by element, in place, and without a strategy for DTensors in torch.
+#: Elementwise in-place operators without a DTensor sharding strategy in torch.
 _ON_ROWS_AS_THEY_ARE = ("_fused_sgd_", "_fused_adagrad_")
 
-#: Parameters that were replaced when a model was sharded, and their names.
+#: Parameters that sharding replaced -> their names.
 _replaced: Any = WeakTensorKeyDictionary()
-#: Optimizers that were looked at, with how many parameters they had.
+#: Checked optimizers -> their number of parameters at the check.
 _looked_at: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
 _watching: list[Any] = []
 
 
 def check_works_on_rows(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer for parameters that are DTensors.
+    """Refuse an optimizer that does not support DTensor parameters.
 
     Raises:
-        OsdpError: naming it.
+        OsdpError: naming the optimizer.
     """
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim") and kind.__name__ in _NOT_ON_ROWS:
@@ -47,7 +48,7 @@ def check_works_on_rows(optimizer: torch.optim.Optimizer) -> None:
 
 
 def replaced(old: nn.Parameter, name: str) -> None:
-    """Remember a parameter that is no longer the model's; and look at what steps from now on."""
+    """Record a parameter that sharding replaced, and check every optimizer from now on."""
     _replaced[old] = name
     if not _watching:
         _watching.append(register_optimizer_step_pre_hook(_before_step))
@@ -74,6 +75,6 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _on_rows(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator that does with each element the same, on this rank's of each tensor."""
+    """Run an elementwise operator on the local tensor of each DTensor."""
     local = _torch.tree_map_only(DTensor, lambda one: one.to_local(), (args, kwargs))
     return operator(*local[0], **local[1])

@@ -1,4 +1,4 @@
-"""Optimizers built before the first call: found, read for their state, given the new parameters."""
+"""Optimizers built before the first call: find them, size their state, rebind parameters."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor, nn
 from osdp_compile.live_objects import living
 from osdp_compile.optim.state_sizes import optimizer_name, state_bytes_per_element
 
-#: State of torch's optimizers that is one number, whatever the parameter, and Adafactor's factors.
+#: State that stays whole for any parameter: torch's scalar states and Adafactor's factors.
 _WHOLE = frozenset({"step", "mu_product", "eta", "mu", "row_var", "col_var"})
 
 
 def stays_whole(name: str) -> bool:
-    """Whether an optimizer's state of this name is never cut, whatever its parameter's shape."""
+    """Whether optimizer state of this name is never sharded, for any parameter shape."""
     return name in _WHOLE
 
 
 class OptimizerIndex:
-    """Every living optimizer that holds one of some parameters."""
+    """All live optimizers that hold one of the given parameters."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         wanted = {id(parameter) for parameter in parameters}
@@ -32,7 +32,7 @@ class OptimizerIndex:
         ]
 
     def holding(self, parameter: nn.Parameter) -> list[torch.optim.Optimizer]:
-        """The optimizers with this parameter in one of their groups."""
+        """The optimizers that hold this parameter."""
         return [
             optimizer
             for optimizer in self.optimizers
@@ -42,10 +42,10 @@ class OptimizerIndex:
     def rebind(
         self, old: nn.Parameter, new: nn.Parameter, lay_out: Callable[[Tensor], Tensor]
     ) -> None:
-        """Put ``new`` where an optimizer holds ``old``, its state laid out by ``lay_out``.
+        """Replace ``old`` by ``new`` in all optimizers; ``lay_out`` shards the state.
 
-        State with the parameter's shape is laid out like it; step counts and other
-        small things stay as they are, also where the parameter is as small.
+        State of the parameter's shape gets the parameter's layout. Other state stays as it is, and
+        so do scalars and factors (:func:`stays_whole`) of the parameter's shape.
         """
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -62,10 +62,10 @@ class OptimizerIndex:
                 }
 
     def state_bytes(self, parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> int:
-        """Bytes of state an optimizer holds or will hold for a whole parameter.
+        """Bytes of optimizer state for a whole parameter.
 
-        What is there already is counted; before the first step it follows from the class
-        and the group's options.
+        Counts existing tensors with dimensions; before the first step the bytes follow from the
+        optimizer's class and the group's options.
         """
         state = optimizer.state.get(parameter)
         if state:
@@ -82,5 +82,5 @@ class OptimizerIndex:
 
 
 def _has_groups_of_its_own(optimizer: torch.optim.Optimizer) -> bool:
-    """False for what passes on another optimizer's, which is living too, as accelerate's does."""
+    """False for wrappers that forward another live optimizer's groups (accelerate's)."""
     return "param_groups" in vars(optimizer)

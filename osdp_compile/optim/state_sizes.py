@@ -1,7 +1,7 @@
-"""How many bytes of state each known optimizer keeps for a parameter.
+"""Bytes of state that each known optimizer keeps for a parameter.
 
-Source: the ``init`` of each optimizer in ``torch.optim`` (what it puts into
-``state[parameter]`` with the parameter's shape).
+Source: the state initialisation of each optimizer in ``torch.optim`` (the tensors of the
+parameter's shape in ``state[parameter]``).
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-#: Tensors of the parameter's own shape and dtype that each optimizer keeps.
+#: Optimizer -> number of state tensors of the parameter's shape and dtype.
 _TENSORS: dict[str, int] = {
     "adadelta": 2,  # square_avg, acc_delta
-    "adafactor": 0,  # row and column factors only: less than one row and one column
+    "adafactor": 0,  # not counted: factors of a matrix (one row, one column), a vector's variance
     "adagrad": 1,  # sum
     "adam": 2,  # exp_avg, exp_avg_sq
     "adam_amsgrad": 3,  # and max_exp_avg_sq
@@ -33,7 +33,7 @@ _TENSORS: dict[str, int] = {
 
 
 def known_optimizers() -> list[str]:
-    """The names that ``options={"optimizer": name}`` takes."""
+    """The allowed names in ``options={"optimizer": name}``."""
     return sorted(_TENSORS)
 
 
@@ -41,7 +41,7 @@ def state_bytes_per_element(name: str, element_bytes: int) -> int:
     """Bytes of optimizer state for one element of a parameter.
 
     Raises:
-        ValueError: for a name that is not known, listing those that are.
+        ValueError: for an unknown name; lists the known ones.
     """
     if name not in _TENSORS:
         raise ValueError(
@@ -52,9 +52,9 @@ def state_bytes_per_element(name: str, element_bytes: int) -> int:
 
 
 def optimizer_name(class_name: str, group: Mapping[str, Any]) -> str:
-    """The name under which an optimizer's class and options are known here.
+    """The name in this file for an optimizer's class and options.
 
-    A class of someone else's counts as ``adamw``, the largest of the common ones.
+    An unknown class counts as ``adamw``, the largest of the common ones.
     """
     name = class_name.lower()
     if name == "sgd" and group.get("momentum"):

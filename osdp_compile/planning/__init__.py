@@ -1,1 +1,1 @@
-"""Planning: what the planner is told of a model, with the machine or without it."""
+"""Planning: the planner's inputs, with or without the training cluster."""

@@ -1,7 +1,7 @@
-"""The batch size of a rank with the highest throughput, each under its own best plan.
+"""Batch search: the batch size per rank with the highest throughput, each with its own best plan.
 
-As in OSDP (arXiv 2209.13258, section 3.2): a larger batch hides more communication and leaves
-less memory for whole parameters, so that only planning each tells which is best.
+As in OSDP (arXiv 2209.13258, section 3.2): a larger batch hides more communication and leaves less
+memory for whole parameters. So only a plan for each size shows the best one.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from osdp_compile.planning.traced_step import TracedStep, predicted
 from passes.types.hardware import Hardware
 from passes.types.plan import Plan
 
-#: Where the search ends if memory does not end it.
+#: The largest batch size of the search.
 _MOST = 1 << 16
-#: From what this batch takes, beside what one sample takes, follows what others take.
+#: The peaks of batch 1 and of this batch give the estimate for other batches.
 _SECOND = 8
-#: How much faster half a batch must be for half of that to be tried.
+#: Necessary speed-up of half a batch to try half of that.
 _WORTH_HALVING = 1.01
-#: Of a power of two up to the next: sizes that are tried.
+#: Quarters of a power of two that the search tries.
 _QUARTERS = (4, 5, 6, 7)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tried:
-    """One batch size of a rank, and its plan; None if nothing fits under the limit.
+    """A batch size per rank, and its plan; None: no plan fits under the limit.
 
-    ``samples_per_second``: of all ranks together. ``least_bytes``: the least limit it needs,
-    where it does not fit.
+    ``samples_per_second``: of all ranks together. ``least_bytes``: the lowest feasible limit, if
+    no plan fits.
     """
 
     batch: int
@@ -51,16 +51,16 @@ def best_batch(
     say: Callable[[str], None] = lambda text: None,
     search: Search = "quick",
 ) -> list[Tried]:
-    """Plan every batch size, in ascending order.
+    """Plan for every batch size; results in ascending order of the size.
 
     Args:
-        traced: the training step of a batch size.
-        sizes: of a rank; empty: the best that is found from the largest whose plan fits without
-            effort, up and down as long as that is faster. Each size takes a trace and a plan.
+        traced: batch size -> its training step.
+        sizes: per rank; empty: a search from about the largest size that fits, up or down as long
+            as the throughput grows. Each size takes a trace and a plan.
 
     Raises:
-        ValueError: if the sizes are to be found and there is no limit that ends the search.
-        InfeasibleLimit: if none fits.
+        ValueError: for a search of sizes without a limit, which would not end.
+        InfeasibleLimit: if no size fits.
     """
     if not sizes and limit_bytes is None:
         raise ValueError("--batch-sizes auto needs a memory limit, or it would never end")
@@ -105,10 +105,10 @@ def best_batch(
 
 
 def _climb(attempt: Callable[[int], bool], tried: Sequence[Tried], limit_bytes: int) -> None:
-    """Try sizes from about the largest whose peak is below the limit, while that is faster.
+    """Search from about the largest size whose peak is below the limit, while it gets faster.
 
-    That is where throughput is highest as a rule: more samples hide more communication, until
-    activations must be recomputed to make room for them.
+    Throughput usually peaks there: more samples hide more communication, until their activations
+    need recomputation to fit.
     """
 
     def faster(size: int, best: int, times: float = 1.0) -> bool:
@@ -130,9 +130,10 @@ def _climb(attempt: Callable[[int], bool], tried: Sequence[Tried], limit_bytes: 
 
 
 def _about(tried: Sequence[Tried], limit_bytes: int) -> float:
-    """About the largest batch with a peak below the limit, if the peak grows evenly.
+    """Estimate of the largest batch with a peak below the limit, for a linear peak.
 
-    From what batches 1 and :data:`_SECOND` take, or what the latter needs at least.
+    The line goes through the peaks of batches 1 and :data:`_SECOND`, or the lowest feasible limit
+    of the latter.
     """
     one, second = (
         one.least_bytes if one.plan is None else predicted(one.plan).peak_bytes for one in tried
@@ -144,13 +145,13 @@ def _about(tried: Sequence[Tried], limit_bytes: int) -> float:
 
 
 def _grid() -> list[int]:
-    """Powers of two and the quarters between them, ascending."""
+    """Powers of two, with three evenly spaced sizes between neighbours, ascending."""
     sizes = {(1 << power) * quarters // 4 for power in range(17) for quarters in _QUARTERS}
     return sorted(size for size in sizes if 1 <= size <= _MOST)
 
 
 def _next(size: int) -> int:
-    """The size of the grid above one."""
+    """The next larger size of the grid."""
     return next((one for one in _grid() if one > size), 2 * _MOST)
 
 

@@ -1,8 +1,8 @@
 """Capture: the training step's forward and backward graphs, before the model is sharded.
 
-The Dynamo graph goes through the same door as for compiling (AOTAutograd, Inductor's
-joint-graph passes, the partitioner), so that what is planned on is what will run; then
-the compilation is dropped.
+The Dynamo graph takes the same path as in a compilation (AOTAutograd, Inductor's joint-graph
+passes, the partitioner), so the planner sees the graphs that will run. The compilation is then
+dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from passes.types.plan import Decision, Plan
 
 
 class NeedsNoGradients(Exception):
-    """Nothing that a graph gives needs gradients: AOTAutograd does not cut it."""
+    """No graph output needs gradients, so AOTAutograd does not partition the graph."""
 
 
 class _Done(Exception):
@@ -41,14 +41,15 @@ def capture(
     ctx: Context,
     passes: Sequence[Pass],
 ) -> Captured:
-    """The partitioned step of a Dynamo graph with whole parameters, markers put in.
+    """The partitioned step of a Dynamo graph with whole parameters; inserts the markers.
 
     Args:
-        names: index of each parameter among the graph's inputs, and its name.
-        static: what each input is (:func:`~osdp_compile.model.find_modules.static_inputs`).
+        names: index of a graph input -> its parameter's name.
+        static: index -> kind of each input
+            (:func:`~osdp_compile.model.find_modules.static_inputs`).
 
     Raises:
-        NeedsNoGradients: if nothing that the graph gives needs any.
+        NeedsNoGradients: if no graph output needs gradients.
     """
     everything_again = ctx.replace(
         plan=Plan.uniform(_named(ctx), Decision.SHARD_AGAIN, world_size=1)
@@ -97,7 +98,7 @@ def capture(
 
 
 def _compiles_nothing(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-    """In the place of Inductor, for a graph that is not partitioned."""
+    """Replaces Inductor; called for a graph that is not partitioned."""
     raise NeedsNoGradients
 
 

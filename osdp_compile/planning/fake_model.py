@@ -1,6 +1,6 @@
-"""Stand-ins: tensors that have a shape and a device but no memory, for tracing a model.
+"""Fake model: parameters and buffers without memory, to trace a model.
 
-A model of any size, on the meta device or not, is traced as on the device it will train on.
+Traces a model of any size, on the meta device or not, as on its training device.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from osdp_compile import _torch
 
 @contextmanager
 def stand_ins(models: Sequence[nn.Module], inputs: Any, device: torch.device) -> Iterator[Any]:
-    """Put stand-ins in the place of some models' parameters and buffers, for a while.
+    """Context: replace the parameters and buffers of some models by fake tensors.
 
-    ``inputs``: anything that holds tensors; yields the same with stand-ins. Tied parameters
-    stay tied. Afterwards the models are as they were.
+    ``inputs``: any container of tensors; yields the same with fake tensors. Tied parameters stay
+    tied. On exit the models get their tensors back.
     """
     mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
     made: dict[int, Tensor] = {}
@@ -33,7 +33,7 @@ def stand_ins(models: Sequence[nn.Module], inputs: Any, device: torch.device) ->
                 )
             if isinstance(tensor, nn.Parameter):
                 empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-                empty.__dict__.update(tensor.__dict__)  # people hang attributes on parameters
+                empty.__dict__.update(tensor.__dict__)  # user attributes
             made[id(tensor)] = empty
         return made[id(tensor)]
 

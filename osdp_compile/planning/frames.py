@@ -1,10 +1,9 @@
-"""Frames: a step that graph breaks cut, traced whole before anything is planned.
+"""Frames: trace a step with graph breaks as a whole, before planning.
 
-The backend is called with the first graph of the step that needs gradients. If that is not the
-whole step, the call under way is made once more on fake tensors, from its beginning: every graph
-that Dynamo makes of it is captured, and runs on fake tensors to lead to the next one. Where the
-model's own code asks for values, which fake tensors do not have, the call is made on the real
-ones. Nothing of the model is changed.
+Planning begins at the step's first graph that needs gradients. If this graph is not the whole step,
+the current call is repeated from its beginning on fake tensors. Every graph that Dynamo makes is
+captured, and runs on fake tensors to lead to the next graph. If the model's own code needs values,
+which fake tensors do not have, the call is repeated on the real tensors. The model does not change.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ log = logging.getLogger("osdp_compile")
 
 
 class _BackwardBegins(BaseException):
-    """Ends a trace where the user's function goes on to the backward."""
+    """Ends a trace at the start of the backward in the user's function."""
 
 
 def captured_frames(
@@ -48,10 +47,10 @@ def captured_frames(
     passes: Sequence[Pass],
     device: torch.device | None = None,
 ) -> Captured | None:
-    """The step of a call as one captured step; None if no graph of it needs gradients.
+    """The step of a call as one captured step; None: none of its graphs needs gradients.
 
-    ``roots``: the modules that own the parameters, as :func:`model_parameters` takes them.
-    ``device``: on which a model without memory is traced; None: the model has memory.
+    ``roots``: the modules that own the parameters, as for :func:`model_parameters`.
+    ``device``: for the trace of a model without memory; None: the model has memory.
     """
     runs: list[FrameRun] = []
     ways: list[Callable[..., None]] = [functools.partial(_on_fake_tensors, device)]
@@ -64,7 +63,7 @@ def captured_frames(
                 traced(call, roots, collector)
         except _BackwardBegins:
             return _joined(collector.runs, ctx)
-        except Exception as error:  # of the model's own code, which fails on no values
+        except Exception as error:  # from the model's own code, which needs values
             log.debug("tracing the whole step: %r", error)
             if len(collector.runs) > len(runs):
                 runs = collector.runs
@@ -79,12 +78,12 @@ def captured_frames(
 
 
 def is_collecting() -> bool:
-    """Whether a step is being traced, so that graphs are to be captured and not compiled."""
+    """Whether a step is being traced: capture graphs instead of compiling them."""
     return bool(_collectors)
 
 
 def collected(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Capture one graph of the step that is being traced; gives what runs it."""
+    """Capture one graph of the step being traced; returns a callable that runs it."""
     return _collectors[-1].compile(gm, inputs)
 
 
@@ -97,7 +96,7 @@ def _joined(runs: Sequence[FrameRun], ctx: Context) -> Captured | None:
 
 
 def unseen_bytes_of(captured: Captured, ctx: Context) -> int:
-    """Bytes of gradients that no graph shows: of what eager code reads, and between frames."""
+    """Gradient bytes that no graph shows: of parameters read by eager code, and between frames."""
     unread = [one.gradient_bytes for one in ctx.parameters if one.name in captured.unread]
     return sum(unread) + captured.border_bytes
 
@@ -137,7 +136,7 @@ def _call(
     collector.entries = model_parameters(roots)
     under_way = _torch.code_being_compiled() if _torch.current_frame() is not None else None
     target = call.target
-    if not isinstance(target, nn.Module):  # what torch.compile made of it is not on the stack
+    if not isinstance(target, nn.Module):  # its compiled wrapper is not on the stack
         target = torch.compile(target, backend=collector.compile)
     _collectors.append(collector)
     try:
@@ -148,13 +147,13 @@ def _call(
 
 
 class _Collector:
-    """Captures the graphs of a step as Dynamo makes them, and notes how they run."""
+    """Captures the graphs of a step as Dynamo makes them, and records their runs."""
 
     def __init__(self, ctx: Context, passes: Sequence[Pass]) -> None:
         self.ctx, self.passes = ctx, passes
         self.entries: Sequence[ModelParameter] = ()
         self.runs: list[FrameRun] = []
-        self._numbers: dict[int, tuple[Tensor, int]] = {}  # with the tensor: its id stays its own
+        self._numbers: dict[int, tuple[Tensor, int]] = {}  # tensors kept: ids stay unique
         self._codes: set[CodeType] = set()
         self._ended = False
 
@@ -171,7 +170,7 @@ class _Collector:
 
         def run(*args: Any) -> Any:
             results = gm(*args)
-            if self._ended:  # a frame that is running now, and could not be forgotten
+            if self._ended:  # a running frame, which Dynamo cannot forget
                 return results
             names = self._names(args)
             own = {first[index]: name for index, name in names.items() if index in first}
@@ -184,10 +183,10 @@ class _Collector:
         return run
 
     def let_go(self, under_way: CodeType | None) -> None:
-        """Drop the tensors, and have Dynamo compile the frames of the trace again.
+        """Drop the tensors, and make Dynamo compile the frames of the trace again.
 
-        The guards of a frame without parameters hold in training, too: Dynamo would run its traced
-        code there. Frames on the stack and ``under_way``, which Dynamo compiles now, stay.
+        The guards of a frame without parameters hold in training too, so Dynamo would run the
+        code of the trace there. Keeps frames on the stack and ``under_way``, which Dynamo compiles.
         """
         self.entries = ()
         self._numbers.clear()
@@ -234,7 +233,7 @@ class _Collector:
 
 
 def _place(code: CodeType) -> tuple[str, int, str]:
-    """The source of a code object. Dynamo's code has that of the function it is made from."""
+    """The source of a code object; Dynamo's code has the source of the original function."""
     return code.co_filename, code.co_firstlineno, code.co_name
 
 
@@ -244,7 +243,7 @@ def _stop(gradient: Tensor) -> None:
 
 @contextlib.contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    """After it all generators go on as if nothing had been drawn inside."""
+    """Context: restore all random generators on exit."""
     plain, of_numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():
@@ -254,5 +253,5 @@ def _same_random_numbers() -> Iterator[None]:
         np.random.set_state(of_numpy)
 
 
-#: The step that is being traced, if any: the backend is called again while it is.
+#: Collector of the step being traced, if any; Dynamo calls the backend again during the trace.
 _collectors: list[_Collector] = []

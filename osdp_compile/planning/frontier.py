@@ -1,4 +1,4 @@
-"""The frontier: the predicted step time of the best plan under every memory limit."""
+"""Frontier: predicted step time of the best plan over a range of memory limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from passes.types.plan import Plan
 from passes.types.units import format_bytes
 
 _POINTS = 10
-#: A plan that takes no longer than so many times the fastest ends the search for others.
+#: Factor to the fastest step within which a plan ends the search for faster ones.
 _AS_FAST = 1.005
 
 
@@ -26,7 +26,7 @@ class Frontier:
     points: tuple[tuple[int, Plan], ...]
 
     def draw(self, path: Path, others: Mapping[str, Plan]) -> None:
-        """Step time against memory, as a picture; ``others``: marked beside it, by name.
+        """Plot step time against memory into a file; ``others``: name -> plan, as markers.
 
         Raises:
             ImportError: if matplotlib is not installed.
@@ -61,11 +61,11 @@ def frontier(
     points: int = _POINTS,
     search: Search = "quick",
 ) -> Frontier:
-    """Plans for limits as in :func:`each_by_itself`, and each counts wherever it fits.
+    """Plans for limits as in :func:`each_by_itself`; each plan counts for all limits it fits.
 
-    Where the search under a higher limit finds none that is as fast, the one found under a lower
-    limit stands, so that more memory is never slower. It stays a plan for its own limit: with more
-    room its collectives would be scheduled otherwise than was predicted.
+    If the search under a higher limit finds a slower plan, the plan of a lower limit stands, so
+    more memory is never slower. It stays a plan for its own limit, because with more memory its
+    collectives would be scheduled differently from the prediction.
     """
     found: list[tuple[int, Plan]] = []
     for limit, plan in each_by_itself(step, ranks, hardware, say, points, search, True):
@@ -84,11 +84,10 @@ def each_by_itself(
     search: Search = "quick",
     until_fast: bool = False,
 ) -> list[tuple[int, Plan]]:
-    """Plan for limits from the least that works to what is taken without one, evenly spaced.
+    """Plans for evenly spaced limits, from the lowest feasible one to the peak without a limit.
 
-    ``until_fast``: from the first limit on under which a step is as fast as without one, within
-    0.5 %, its plan stands for all higher limits. A thorough search goes through the rungs that all
-    of them need once.
+    ``until_fast``: the first plan within 0.5 % of the step time without a limit stands for all
+    higher limits. A thorough search evaluates its limit grid once for all limits.
     """
     if search == "thorough":
         ladder = step.monotone_search(ranks, hardware, say)

@@ -1,7 +1,7 @@
-"""Offline: plans for a model and a cluster that need not be here.
+"""Offline: plans without the cluster, and without memory for the model.
 
-The model is traced on stand-ins without memory (it may be on the meta device), no process
-group is started, and what the cluster can do is read from a hardware profile::
+The trace uses a fake model without memory (the model may be on the meta device) and no process
+group. A hardware profile describes the cluster::
 
     plan = osdp_compile.plan(model, (tokens, targets), world_size=64, hardware="h100-sxm",
                              memory_limit="80GB")
@@ -45,32 +45,31 @@ def plan(
     accumulate: Accumulate = False,
     passes: Sequence[Pass] | None = None,
 ) -> Plan:
-    """The plan that ``torch.compile(model, backend="osdp")`` would make on such a cluster.
+    """The plan that ``torch.compile(model, backend="osdp")`` makes on such a cluster.
 
-    Nothing of the model is changed, run or allocated; it may be on the meta device.
+    The model does not change, run or take memory; it may be on the meta device.
 
     Args:
-        args, kwargs: what the model is called with in training, as one rank has it (their
-            shapes count, not their values).
-        world_size: how many ranks there are; or
-        mesh: their number along each dimension, the outer first, as ``{"host": 8, "gpu": 8}``
-            (collectives go leg by leg where the profile has rates along both names).
+        args, kwargs: the model's arguments in training on one rank (only their shapes count).
+        world_size: number of ranks; or
+        mesh: number of ranks along each dimension, the outer first, as ``{"host": 8, "gpu": 8}``
+            (collectives are hierarchical if the profile has rates along both names).
         hardware: a profile, the path of one, or the name of a preset.
         memory_limit: of one rank, in bytes or as ``"80GB"``; None: no limit.
-        optimizer: bytes of its state for each element, or a name.
-        slices: 1 to run every operator as a whole, or numbers of slices by parameter, as
-            ``{"blocks.*.up.weight": 4}``, or ``(4, 1)`` where one of the four is kept for the
-            backward and the others are gathered again; None: the planner's choice.
-        search: ``"thorough"`` searches under less memory too, and never gives a slower step for
-            more of it; it takes minutes where ``"quick"`` takes seconds.
-        param_dtype, reduce_dtype: in which parameters are gathered and computed with, and in which
-            gradients travel, as ``torch.bfloat16``; None: in their own.
-        accumulate: ``"reduced"``: with room for the gradients of earlier backwards, which a
-            backward adds its own to; True: for whole gradients (:func:`osdp_compile.no_sync`).
+        optimizer: bytes of its state per element, or a name.
+        slices: 1 to run every operator as a whole; or numbers of slices by parameter, as
+            ``{"blocks.*.up.weight": 4}``, or ``(4, 1)`` to keep one of four slices gathered for the
+            backward and regather the others; None: the planner's choice.
+        search: ``"thorough"`` searches under lower limits too, so more memory never gives a slower
+            step; it takes minutes, ``"quick"`` takes seconds.
+        param_dtype, reduce_dtype: data type of gathered parameters and compute, and of reduced
+            gradients, as ``torch.bfloat16``; None: their own.
+        accumulate: ``"reduced"``: plan memory for the reduced gradients of earlier backwards; True:
+            for whole accumulated gradients (:func:`osdp_compile.no_sync`).
 
     Raises:
         ValueError: for a malformed argument, naming it.
-        InfeasibleLimit: if no plan fits; it says the least limit that would work.
+        InfeasibleLimit: if no plan fits; the message names the lowest feasible limit.
         OsdpError: if the model cannot be sharded, or has nothing to train.
     """
     checked = Options.parse(
@@ -104,10 +103,10 @@ def plan(
 def mesh_sizes(
     world_size: int | None, mesh: Mapping[str, int] | DeviceMesh | None
 ) -> dict[str, int]:
-    """Ranks by dimension of a mesh, the outer first, from what a user gave.
+    """Mesh dimension -> number of ranks, the outer first, from the user's arguments.
 
     Raises:
-        ValueError: unless one of the two is given, and well formed.
+        ValueError: unless exactly one of the two is given, well formed, with two ranks or more.
     """
     if isinstance(mesh, DeviceMesh):
         names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))

@@ -1,4 +1,4 @@
-"""Describe: what the planner is told of a model, from the Dynamo graph that reads it."""
+"""Planner inputs: a model's parameters, held bytes and captured step, from its Dynamo graph."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _UNSEEN_BYTES = 1 << 16
 def owned_parameters(
     gm: fx.GraphModule, inputs: Sequence[Any], call: Call | None = None
 ) -> tuple[list[tuple[str, nn.Module]], list[ModelParameter]]:
-    """The modules that own the graph's parameters, and all parameters of theirs.
+    """The modules that own the graph's parameters, and all parameters of these modules.
 
-    ``call``: of whose step the graph is a part: then the modules are whole models.
+    ``call``: the call if the graph is only a part of it; then the modules are whole models.
 
     Raises:
         OsdpError: naming a parameter that cannot be sharded.
@@ -47,10 +47,10 @@ def owned_parameters(
 def step_roots(
     gm: fx.GraphModule, inputs: Sequence[Any], call: Call | None
 ) -> list[tuple[str, nn.Module]]:
-    """The modules that own the graph's parameters; of a call, the whole models.
+    """The modules that own the graph's parameters; with ``call``, the whole models.
 
     Raises:
-        OsdpError: naming a parameter that no module has.
+        OsdpError: naming a parameter that belongs to no module.
     """
     roots = find_roots(gm, inputs)
     return roots if call is None else with_whole_models(roots, call)
@@ -63,7 +63,7 @@ def captured_step(
     context: Context,
     passes: Sequence[Pass],
 ) -> Captured:
-    """The graph's training step with whole parameters. See :mod:`osdp_compile.planning.capture`."""
+    """The graph's training step with whole parameters; see :mod:`osdp_compile.planning.capture`."""
     by_id = {id(entry.parameter): entry.name for entry in entries}
     names = {i: by_id[id(value)] for i, value in enumerate(inputs) if id(value) in by_id}
     static = {**static_inputs(gm, inputs), **names}
@@ -73,10 +73,10 @@ def captured_step(
 def described(
     entry: ModelParameter, optimizers: OptimizerIndex | None, optimizer: int | str | None
 ) -> Parameter:
-    """A parameter as the passes see it.
+    """The passes' description of a parameter.
 
-    ``optimizers``: those there are, asked where ``optimizer`` is None. ``optimizer``: a name, or
-    bytes of state for each element.
+    ``optimizer``: a name, or bytes of state per element. ``optimizers``: the live optimizers, which
+    count if ``optimizer`` is None.
     """
     parameter = entry.parameter
     return Parameter(
@@ -93,7 +93,7 @@ def described(
 def _optimizer_bytes(
     parameter: nn.Parameter, optimizers: OptimizerIndex | None, optimizer: int | str | None
 ) -> int:
-    """Bytes of optimizer state the whole parameter has or will get."""
+    """Bytes of optimizer state of the whole parameter, present or future."""
     if not parameter.requires_grad:
         return 0
     if isinstance(optimizer, int):
@@ -108,11 +108,9 @@ def _optimizer_bytes(
 def slices_of(
     patterns: Mapping[str, int | tuple[int, int]] | None, parameters: Sequence[Parameter]
 ) -> tuple[tuple[str, int, int], ...] | None:
-    """In how many slices each parameter's operators must run, and how many of these are kept.
+    """User-forced slices: (parameter, number of slices, slices kept gathered); None: no force.
 
-    None: the planner decides.
-
-    ``patterns``: as the option ``slices`` gives them. Of several that match the last counts.
+    ``patterns``: the option ``slices``. The last matching pattern counts.
 
     Raises:
         ValueError: naming a pattern that no parameter matches.
@@ -129,9 +127,9 @@ def slices_of(
 
 
 def accumulated_bytes_of(entries: Sequence[ModelParameter], precision: Precision) -> int:
-    """What :func:`osdp_compile.no_sync` takes: whole gradients twice.
+    """Bytes of whole gradients for :func:`osdp_compile.no_sync`: twice their size.
 
-    What has added up, and a backward's, which are all there before the first of them is added.
+    The accumulated gradients, and those of a backward, which all exist before the first is added.
     """
     trained = (entry.parameter for entry in entries if entry.parameter.requires_grad)
     return 2 * sum(one.numel() * precision.gradient_dtype(one).itemsize for one in trained)
@@ -140,10 +138,10 @@ def accumulated_bytes_of(entries: Sequence[ModelParameter], precision: Precision
 def held_bytes_of(
     roots: Sequence[tuple[str, nn.Module]], inputs: Sequence[Any], entries: Sequence[ModelParameter]
 ) -> int:
-    """Bytes held all along besides parameters and optimizer state: buffers and the batch.
+    """Bytes held during the whole step, without parameters and optimizer state.
 
-    And some for what no graph shows: Adam's step counters, and small tensors that a
-    collective's thread lets go of a moment late.
+    Buffers, the batch, and :data:`_UNSEEN_BYTES` for memory that no graph shows: Adam's step
+    counters, and small tensors that a collective's thread frees a moment late.
     """
     own = {id(entry.parameter) for entry in entries}
     held = {id(t): t for t in inputs if isinstance(t, torch.Tensor) and id(t) not in own}

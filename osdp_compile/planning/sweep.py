@@ -1,27 +1,27 @@
-"""The sweep: what a training step is worth over ranks, bandwidths, memory and sequence lengths.
+"""Sweep: predicted throughput and bottleneck over ranks, bandwidths, memory and sequence lengths.
 
-The question of "Memory and Bandwidth are All You Need for Fully Sharded Data Parallel"
-(arXiv 2504.03655), put to the planner: at every point of a grid, what do the best plan and FSDP
-(every parameter sharded and gathered again) reach, and what would have to be more for more?
+Puts the question of "Memory and Bandwidth are All You Need for Fully Sharded Data Parallel"
+(arXiv 2504.03655) to the planner. For every point of a grid it gives the throughput of the best
+plan and of FSDP (every parameter sharded, and regathered in the backward), and the bottleneck.
 
-*Utilisation.* The seconds that the step's FLOPs take at the rates that the profile has for matrix
-products, as a share of the step: for one dtype FLOPs / (FLOP/s x seconds). The FLOPs are those of
-the forward and backward as they were captured (``passes/annotate/flops.py``: matrix products,
-convolutions, attention; a causal mask is not counted). Where nothing is recomputed
-(``torch.utils.checkpoint``) that is the model FLOPs utilisation, against the profile's rates: a
-preset's are :data:`passes.types.hardware_presets.MATMUL_EFFICIENCY` of the vendor's.
+*Utilisation.* Ideal seconds as a share of the step's seconds. The ideal seconds are the step's
+FLOPs at the profile's rates for matrix products: for one dtype FLOPs / (FLOP/s x seconds). The
+FLOPs are of the captured forward and backward (``passes/annotate/flops.py``: matrix products,
+convolutions, attention; a causal mask does not reduce them). Without recomputation
+(``torch.utils.checkpoint``) this is the model FLOPs utilisation against the profile's rates; a
+preset's rates are :data:`passes.types.hardware_presets.MATMUL_EFFICIENCY` of the vendor's.
 
-*What bounds a point.* By throughputs that the simulator gives, each "by more than a few per cent"
-being :data:`NOTICEABLE`, in this order:
+*Bottleneck.* From simulated throughputs. "More" means more by the share :data:`NOTICEABLE`. The
+first condition that holds counts:
 
-1. ``memory``: no plan fits; or without a limit there would be more throughput.
-2. ``bandwidth``: the same plan would have more if bytes took no time between any ranks, and
-   collectives their latency only.
-3. ``latency``: it would not, and all the same waiting for communication is more of the step.
+1. ``memory``: no plan fits, or the throughput without a limit is more.
+2. ``bandwidth``: the throughput of the same plan is more if bytes take no time between any ranks,
+   and collectives only their latency.
+3. ``latency``: the step's exposed communication is more than this share of the step.
 4. ``compute``: none of these.
 
-Memory comes first, for it helps through less communication, or more computing beside it: where it
-would help, bandwidth nearly always would, too.
+Memory comes first, because it helps by less communication, or by more compute beside it: where
+memory helps, bandwidth nearly always helps too.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from passes.types.hardware import Hardware, LinkRate
 from passes.types.plan import Decision, Plan, Prediction
 from passes.types.units import format_limit
 
-#: The share of a throughput, or of a step, that counts. Plans that the search finds for one limit
-#: and for a larger one may be as far from each other without any reason but the search.
+#: The share of a throughput, or of a step, that counts. Plans for one limit and for a larger one
+#: may differ as much only because of the search.
 NOTICEABLE = 0.05
 
 
 class Bound(str, enum.Enum):
-    """What would have to be more for more throughput; see the module's docstring."""
+    """The bottleneck of a point; see the module's docstring."""
 
     MEMORY = "memory"
     BANDWIDTH = "bandwidth"
@@ -56,11 +56,11 @@ class Bound(str, enum.Enum):
 class Grid:
     """The axes; the points are their product.
 
-    ``meshes``: ranks by dimension, one or two. ``bandwidths``: times the profile's
-    (:meth:`passes.types.hardware.Hardware.with_bandwidth`). ``limits``: bytes of a rank; None: no
-    limit.
-    ``lengths``: of a sequence; None: what the model is called with. ``batches``: sizes of a rank,
-    no axis: at each point the one with the highest throughput counts; None: as for ``lengths``.
+    ``meshes``: mesh dimension (one or two) -> number of ranks. ``bandwidths``: factors on the
+    profile's (:meth:`passes.types.hardware.Hardware.with_bandwidth`). ``limits``: bytes per rank;
+    None: no limit. ``lengths``: of a sequence; None: of the model's given arguments. ``batches``:
+    sizes per rank, no axis: the size with the highest throughput counts at each point; None: as for
+    ``lengths``.
     """
 
     meshes: tuple[Mapping[str, int], ...]
@@ -72,7 +72,7 @@ class Grid:
 
 @dataclasses.dataclass(frozen=True)
 class Reached:
-    """What a plan reaches at a point: ``batch`` of a rank, its prediction, its utilisation."""
+    """A plan's results at a point: ``batch`` per rank, prediction, utilisation."""
 
     batch: int | None
     said: Prediction
@@ -80,7 +80,7 @@ class Reached:
 
     @property
     def rate(self) -> float:
-        """Samples a second of one rank; steps a second where the batch size is not known."""
+        """Samples per second of one rank; steps per second if the batch size is unknown."""
         return (self.batch or 1) / self.said.step_seconds
 
 
@@ -88,10 +88,10 @@ class Reached:
 class Point:
     """One point of the grid.
 
-    ``best``, ``fsdp``: None where nothing fits. ``least_bytes``, ``fsdp_least_bytes``: the least
-    limit that the best plan, or FSDP, would need there; else None.
-    ``without_limit``, ``without_bandwidth``: how many times the throughput there would be without
-    a limit, and the same plan's if bytes took no time; None where nothing fits.
+    ``best``, ``fsdp``: None: does not fit. ``least_bytes``, ``fsdp_least_bytes``: the lowest
+    feasible limit of any plan, or of FSDP, if it does not fit; else None.
+    ``without_limit``, ``without_bandwidth``: factors on the best plan's throughput without a limit,
+    and for the same plan if bytes take no time; None: nothing fits.
     """
 
     ranks: Mapping[str, int]
@@ -111,14 +111,14 @@ class Point:
 
     @property
     def times_fsdp(self) -> float | None:
-        """The best plan's throughput over FSDP's; None where either does not fit."""
+        """The best plan's throughput over FSDP's; None: one of them does not fit."""
         if self.best is None or self.fsdp is None:
             return None
         return self.best.rate / self.fsdp.rate
 
     @property
     def bound(self) -> Bound:
-        """See the module's docstring."""
+        """The bottleneck; see the module's docstring."""
         if self.best is None or self.without_limit is None or self.without_bandwidth is None:
             return Bound.MEMORY
         if self.without_limit > 1 + NOTICEABLE:
@@ -130,13 +130,13 @@ class Point:
         return Bound.COMPUTE
 
     def samples_per_second(self, reached: Reached | None) -> float | None:
-        """Of all ranks; None where nothing fits, or the batch size is not known."""
+        """Of all ranks; None: nothing fits, or the batch size is unknown."""
         if reached is None or reached.batch is None:
             return None
         return reached.rate * self.world_size
 
     def tokens_per_second(self, reached: Reached | None) -> float | None:
-        """Of all ranks; None also where the sequence length is not known."""
+        """Of all ranks; None: nothing fits, or batch size or sequence length is unknown."""
         samples = self.samples_per_second(reached)
         return None if samples is None or self.length is None else samples * self.length
 
@@ -150,8 +150,8 @@ def sweep(
     """Plan every point, in the order of the axes: length, ranks, bandwidth, limit.
 
     Args:
-        traced: the training step of a batch size and a sequence length.
-        say: is told what is being done.
+        traced: batch size, sequence length -> the training step.
+        say: gets a text before each stage.
 
     Raises:
         OsdpError: if the model has nothing to plan, or the profile no collectives.
@@ -164,7 +164,7 @@ def sweep(
             say("tracing" + _about(batch, length))
             steps[batch] = traced(batch, length)
         for ranks in grid.meshes:
-            # No ring of these ranks may cross the network, or it may not be what limits one.
+            # Factors may give equal rates: no ring crosses the network, or it limits none.
             known: list[tuple[list[dict[str, LinkRate]], list[Point]]] = []
             for bandwidth in grid.bandwidths:
                 faster = hardware.with_bandwidth(bandwidth, ranks)
@@ -194,7 +194,7 @@ def _about(batch: int | None, length: int | None) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Candidate:
-    """A plan that counts wherever it fits, and what it then reaches."""
+    """A plan that counts wherever it fits, and its results."""
 
     step: TracedStep
     plan: Plan
@@ -202,10 +202,10 @@ class _Candidate:
 
 
 class _Network:
-    """One network: what is found for all batch sizes, and its points.
+    """One network: the plans found for all batch sizes, and its points.
 
-    ``best``: whatever was found, ``fsdp`` too. ``least_bytes``: of each batch size that does not
-    fit under some limit, the least that would do.
+    ``best``: all plans found, including ``fsdp``. ``least_bytes``: the lowest feasible limit of
+    each batch size that does not fit under some limit.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class _Network:
     def add(
         self, step: TracedStep, batch: int | None, about: str, say: Callable[[str], None]
     ) -> None:
-        """Plan without a limit, and under those that this plan does not fit; ``about``: which."""
+        """Plan without a limit, and for limits below this plan's peak; ``about``: for ``say``."""
         where = self.ranks, self.hardware
         ideal_seconds = _ideal_seconds(step, self.hardware)
 
@@ -242,16 +242,16 @@ class _Network:
             except InfeasibleLimit as error:
                 infeasible = True
                 self.least_bytes.append(error.least_bytes)
-        # What is found as FSDP, or under a limit, may be faster than what is found above it.
+        # FSDP, or a plan for a lower limit, may be faster than the plan for a higher limit.
         self.best += [*best, *fsdp]
         self.fsdp += fsdp
 
     def points(self) -> list[Point]:
-        """A point for each limit."""
+        """One point per limit."""
         endless = self.hardware.with_bandwidth(math.inf)
         most = _fastest(self.best, None)
         assert most is not None
-        priced: dict[int, float] = {}  # by the plan's id: it may be the best at many limits
+        priced: dict[int, float] = {}  # by id: a plan may be best at many limits
         points = []
         for limit in self.limits:
             best, fsdp = _fastest(self.best, limit), _fastest(self.fsdp, limit)
@@ -278,7 +278,7 @@ class _Network:
 
 
 def _fastest(candidates: Sequence[_Candidate], limit_bytes: int | None) -> _Candidate | None:
-    """The highest throughput of those that fit, if any does."""
+    """The candidate with the highest throughput that fits; None: none fits."""
     fitting = [
         one
         for one in candidates
@@ -288,7 +288,7 @@ def _fastest(candidates: Sequence[_Candidate], limit_bytes: int | None) -> _Cand
 
 
 def _ideal_seconds(step: TracedStep, hardware: Hardware) -> float:
-    """Seconds that the FLOPs of a step take at the profile's rates for matrix products."""
+    """Seconds of the step's FLOPs at the profile's rates for matrix products."""
     graphs = (step.captured.forward.graph, step.captured.backward.graph)
     return sum(
         flops / hardware.flops(dtype)

@@ -1,4 +1,4 @@
-"""A training step traced for planning: of a model that need not be here, for any cluster."""
+"""A training step traced once, to plan it for any cluster, without the cluster."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ from passes.types.plan import Decision, Plan, Prediction
 
 log = logging.getLogger("osdp_compile")
 
-#: Above so many nodes of forward and backward a step is folded, if it can be.
+#: A step with more forward and backward nodes is folded, if possible.
 _MOST_NODES = 2500
-#: How often the plan of a folded step is tried on the whole one.
+#: Tries to complete the plan of a folded step on the whole step.
 _WHOLE_TRIES = 3
-#: What the planner asks the price of.
+#: The kinds of collective that the planner needs rates for.
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 NOTHING_TO_PLAN = (
     "nothing that the model computes from these arguments needs gradients: there is nothing "
     "to plan (are all parameters frozen, or is the model called under no_grad?)"
 )
-#: The name that a graph has for a process group which does not exist.
+#: The graphs' name of a process group that does not exist.
 _GROUP = "osdp_offline"
 
 
 @dataclasses.dataclass(frozen=True)
 class TracedStep:
-    """A model's training step, traced once, to be planned for any cluster.
+    """A model's training step, traced once, for plans of any cluster.
 
-    ``held_bytes``: buffers, the batch, what no graph shows, and ``accumulated_bytes``, for whole
-    gradients that add up. ``adds_gradients``, ``slices``: as the planner's context has it.
+    ``held_bytes``: buffers, the batch, memory that no graph shows, and ``accumulated_bytes`` (whole
+    accumulated gradients). ``adds_gradients``, ``slices``: as in the planner's context.
     """
 
     captured: Captured
@@ -73,16 +73,16 @@ class TracedStep:
 
     @functools.cached_property
     def folded(self) -> Folded | None:
-        """Of a large step a few of its layers, for all."""
+        """The folded step, with a few layers for all; None: not large, or not foldable."""
         return folded_if_large(self.captured, self.parameters)
 
     def context(
         self, ranks: Mapping[str, int], hardware: Hardware, limit_bytes: int | None
     ) -> Context:
-        """What the passes are told; ``ranks``: by dimension of the mesh, one or two.
+        """The passes' context; ``ranks``: mesh dimension (one or two) -> number of ranks.
 
         Raises:
-            OsdpError: if the profile does not know what collectives cost.
+            OsdpError: if the profile lacks rates of collectives.
         """
         lacking = [kind for kind in _KINDS if kind not in hardware.collectives]
         if lacking:
@@ -118,10 +118,10 @@ class TracedStep:
         search: Search = "quick",
         say: Callable[[str], None] = lambda text: None,
     ) -> Plan:
-        """The fastest plan under the limit; ``say``: is told of every search of a thorough one.
+        """The fastest plan under the limit; a thorough search reports each search to ``say``.
 
         Raises:
-            InfeasibleLimit: if there is none.
+            InfeasibleLimit: if no plan fits.
         """
         ctx = self.context(ranks, hardware, limit_bytes)
         step = chosen(self.captured, self.folded, ctx)
@@ -133,13 +133,13 @@ class TracedStep:
         hardware: Hardware,
         say: Callable[[str], None] = lambda text: None,
     ) -> MonotoneSearch:
-        """To search thoroughly under several limits, under each rung once."""
+        """A thorough search for several limits; it evaluates each limit of its grid once."""
         ctx = self.context(ranks, hardware, None)
         step = chosen(self.captured, self.folded, ctx)
         return MonotoneSearch(step, ctx, self.passes, say, progress.detail)
 
     def least_bytes(self, ranks: Mapping[str, int], hardware: Hardware) -> int:
-        """The least limit that works: what the error about one that no plan fits says."""
+        """The lowest feasible limit, as in the error :class:`InfeasibleLimit`."""
         return self.monotone_search(ranks, hardware).least.peak_bytes
 
     def uniform(
@@ -151,7 +151,7 @@ class TracedStep:
     ) -> Plan:
         """One decision for all parameters, with its best schedule and its prediction.
 
-        ``limit_bytes``: overlap is given up for it; None: as much overlap as there can be.
+        ``limit_bytes``: the schedule gives up overlap for it; None: maximum overlap.
         """
         ctx = self.context(ranks, hardware, limit_bytes)
         plan = Plan.uniform(
@@ -164,19 +164,19 @@ class TracedStep:
         return self._completed(plan, ctx)
 
     def priced(self, plan: Plan, ranks: Mapping[str, int], hardware: Hardware) -> Prediction:
-        """What the simulator says of a plan on this hardware, made for it or not."""
+        """The simulator's prediction of a plan on this hardware, for which it need not be made."""
         ctx = self.context(ranks, hardware, plan.memory_limit_bytes)
         return predicted(self._completed(plan, ctx))
 
     def _completed(self, plan: Plan, ctx: Context) -> Plan:
         step = chosen(self.captured, self.folded, ctx)
-        if plan.recompute:  # of tensors in all layers
+        if plan.recompute:  # names tensors of all layers
             step = self.captured
         return complete(plan, step, ctx, self.passes)
 
 
 def predicted(plan: Plan) -> Prediction:
-    """The prediction of a plan that was made or completed here."""
+    """The prediction of a made or completed plan."""
     assert plan.prediction is not None
     return plan.prediction
 
@@ -190,14 +190,14 @@ def planned(
 ) -> Plan:
     """The fastest plan under the context's limit.
 
-    Of a thorough search it is for a limit of its own, which may be lower
+    The plan of a thorough search is for its own limit, which may be lower
     (``passes/plan/monotone_search.py``).
 
-    ``step``: if it is folded, the plan leaves the order of its collectives open
-    (:func:`planned_whole` does not).
+    ``step``: for a folded step the plan has no order of collectives
+    (:func:`planned_whole` gives one).
 
     Raises:
-        InfeasibleLimit: if there is none.
+        InfeasibleLimit: if no plan fits.
     """
     try:
         if search == "thorough" and ctx.limit_bytes is not None:
@@ -212,11 +212,11 @@ def planned_whole(
 ) -> Plan:
     """The fastest plan under the context's limit, with the order of its collectives.
 
-    What was planned on a few layers is looked at on all; if it takes more there than it may, less
-    is asked for, and at last the step is planned as a whole.
+    The plan of a folded step is completed on the whole step. If its peak there is above the limit,
+    the next try has a lower limit. After the last try the planner works on the whole step.
 
     Raises:
-        InfeasibleLimit: if there is none.
+        InfeasibleLimit: if no plan fits.
     """
     step = chosen(captured, folded_if_large(captured, ctx.parameters), ctx)
     if step is captured:
@@ -230,7 +230,7 @@ def planned_whole(
                 own = ctx.replace(limit_bytes=plan.memory_limit_bytes)
             plan = complete(plan, captured, own, passes)
         except InfeasibleLimit:
-            break  # the whole step's least limit is what an error says
+            break  # an error must name the whole step's lowest feasible limit
         if ctx.limit_bytes is None or asked.limit_bytes is None:
             return plan
         above_bytes = predicted(plan).peak_bytes - ctx.limit_bytes
@@ -241,7 +241,7 @@ def planned_whole(
 
 
 def folded_if_large(captured: Captured, parameters: Sequence[Parameter]) -> Folded | None:
-    """The step without its inner layers, if it is large and they are alike."""
+    """The step without repeated inner layers; None: small, several frames, or no equal layers."""
     nodes = len(captured.forward.graph.nodes) + len(captured.backward.graph.nodes)
     if nodes <= _MOST_NODES or captured.is_joined:
         return None
@@ -252,9 +252,9 @@ def folded_if_large(captured: Captured, parameters: Sequence[Parameter]) -> Fold
 
 
 def chosen(captured: Captured, folded: Folded | None, ctx: Context) -> Captured | Folded:
-    """What is planned on: not a folded step where a bucket would take more than one layer.
+    """The step for the planner: folded, unless the whole step is necessary.
 
-    Nor where some operators must run in slices.
+    That is: not folded, a bucket larger than one layer, or user-forced slices.
     """
     if folded is None or ctx.slices or bucket_bytes_for(ctx) > folded.layer_bytes(ctx):
         return captured
@@ -262,11 +262,11 @@ def chosen(captured: Captured, folded: Folded | None, ctx: Context) -> Captured 
 
 
 class _SeveralFrames(OsdpError):
-    """Leads out of Dynamo: the graph is not the whole step."""
+    """Leaves Dynamo: the graph is not the whole step."""
 
 
 class _Found(OsdpError):
-    """Carries a traced step out of Dynamo."""
+    """Leaves Dynamo with the traced step."""
 
     def __init__(self, step: TracedStep) -> None:
         super().__init__("traced")
@@ -283,14 +283,14 @@ def trace(
     precision: Precision = OWN_PRECISION,
     accumulate: Accumulate = False,
 ) -> TracedStep:
-    """Trace a training step on stand-ins, with all graphs that need gradients, as the backend.
+    """Trace a training step of a fake model, with all graphs that need gradients, as the backend.
 
     Raises:
-        OsdpError: if a parameter cannot be sharded, or nothing of what is computed needs gradients.
+        OsdpError: if a parameter cannot be sharded, or if no result needs gradients.
     """
     chosen = tuple(passes or default_passes())
     validate(chosen)
-    check_shardable(model_parameters([("", model)]))  # a stand-in has no hooks
+    check_shardable(model_parameters([("", model)]))  # fake parameters have no hooks
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         if is_collecting():
@@ -323,9 +323,9 @@ def trace(
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """Where the model is traced: where it is, and on the CPU if it is on the meta device.
+    """The device of the trace: the model's, or the CPU for a meta model.
 
-    A build of torch without CUDA cannot trace for it.
+    Not CUDA for a meta model: a build of torch without CUDA cannot trace for it.
     """
     devices = (p.device for p in model.parameters() if p.device.type != "meta")
     return next(devices, torch.device("cpu"))
@@ -339,7 +339,7 @@ def _traced_frames(
     precision: Precision,
     accumulate: Accumulate,
 ) -> TracedStep:
-    """The step of a model that graph breaks cut."""
+    """The traced step of a model with graph breaks."""
     roots = [("", model)]
     entries = model_parameters(roots)
     ctx = _context(entries, optimizer, precision)
@@ -369,7 +369,7 @@ def _traced(
 def _context(
     entries: Sequence[ModelParameter], optimizer: int | str, precision: Precision
 ) -> Context:
-    """Of it only the parameters, their types and the group's name enter the graphs."""
+    """A context; only its parameters, data types and group name enter the graphs."""
     parameters = tuple(described(entry, None, optimizer) for entry in entries)
     return Context(Plan((), world_size=1), generic(), parameters, 1, 0, _GROUP).replace(
         param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype

@@ -1,1 +1,1 @@
-"""Reports: plans, predictions and measurements for people."""
+"""Reports: tables and plots of plans, predictions and measurements."""

@@ -1,9 +1,9 @@
-"""What tensors take on the CPU, counted where torch allocates it.
+"""CPU memory: count tensor bytes in torch's CPU allocator.
 
-torch's profiler does not see what other threads free, and gloo's workers drop a collective's
-tensors when they get to it: a peak was up to 4 % too high so, and differed from run to run. So
-an allocator that counts is put before torch's own, for as long as one counts. It is a few lines
-of C++, compiled where and as Inductor compiles its kernels, once a cache.
+torch's profiler does not see memory that other threads free, and gloo's worker threads free the
+tensors of collectives. So during a measurement an allocator that counts stands in front of
+torch's own. It is a few lines of C++. Inductor's compiler for kernels compiles it, once for each
+cache folder.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
 
 _SOURCE = "counting_allocator.cpp"
-#: What was counted last, in bytes; empty: nothing yet.
+#: The peak of the last count, in bytes; empty: nothing was counted yet.
 _last_peak: list[int] = []
 
 
 def start_counting() -> None:
-    """Count, from zero, what is allocated from now on.
+    """Count allocations from now on, starting at zero.
 
     Raises:
-        OsdpError: if it is counted already, or the process has an allocator of another kind.
+        OsdpError: if a count is active, or the process does not use torch's own allocator.
     """
     problem = _library().osdp_start_counting()
     if problem == 1:
@@ -40,7 +40,7 @@ def start_counting() -> None:
 
 
 def stop_counting() -> tuple[int, int]:
-    """The most bytes that were alive at once, and those that are alive now."""
+    """The peak of bytes alive, and the bytes alive now."""
     peak_bytes, current_bytes = ctypes.c_int64(), ctypes.c_int64()
     _library().osdp_stop_counting(ctypes.byref(peak_bytes), ctypes.byref(current_bytes))
     _last_peak[:] = [peak_bytes.value]
@@ -48,7 +48,7 @@ def stop_counting() -> tuple[int, int]:
 
 
 def leaves_out(peak_bytes: int, tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether a peak is the one that was counted last, without some tensors that are alive."""
+    """Whether a peak is that of the last count, and the count missed some of these tensors."""
     if _last_peak != [peak_bytes]:
         return False
     addresses = (tensor.untyped_storage().data_ptr() for tensor in tensors)
@@ -58,7 +58,7 @@ def leaves_out(peak_bytes: int, tensors: Iterable[torch.Tensor]) -> bool:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    # Inductor's libraries are not linked with c10; torch has loaded it, but for itself alone.
+    # Inductor's libraries are not linked with c10. torch has loaded it without global symbols.
     c10 = next((Path(torch.__file__).parent / "lib").glob("libc10.*"))
     ctypes.CDLL(str(c10), mode=ctypes.RTLD_GLOBAL)
     source = resources.files("osdp_compile").joinpath(_SOURCE).read_text()

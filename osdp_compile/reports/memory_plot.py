@@ -1,4 +1,4 @@
-"""A picture of the predicted memory over a training step. Needs matplotlib, an extra."""
+"""Memory plot: the predicted memory over a training step. Needs matplotlib, an extra."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 _SHADES = {"forward": "#e8f0fb", "backward": "#fdf1e3", "optimizer": "#ecf6ec"}
 _LINE, _LIMIT, _MEASURED, _QUIET = "#1f5fa8", "#c0392b", "#2e7d32", "#666666"
-#: Times the peak; a limit above that is only named, or there would be nothing else to see.
+#: Multiple of the peak. A limit above it is named in the legend, and the axis does not reach it.
 _FAR = 2
 
 
 def draw_memory(
     step: StepTimeline, path: str | Path, limit_bytes: int | None, measured_bytes: int | None
 ) -> None:
-    """Write the picture; the path's ending chooses the format (png, svg, pdf...).
+    """Write the plot; the suffix of the path selects the format (png, svg, pdf...).
 
     Raises:
         ImportError: without matplotlib.
@@ -60,7 +60,7 @@ def draw_memory(
 
 
 def _curve(step: StepTimeline) -> tuple[list[float], list[int]]:
-    """Seconds of the step and the bytes from then on, for all phases."""
+    """Times in seconds and the bytes alive from each time on, over all phases."""
     points = [
         (start_seconds + seconds, size_bytes)
         for start_seconds, phase in step.placed()
@@ -73,7 +73,7 @@ def _shade(axes: Axes, step: StepTimeline, second: float) -> None:
     for start_seconds, phase in step.placed():
         begin, end = start_seconds * second, (start_seconds + phase.step_seconds) * second
         axes.axvspan(begin, end, color=_SHADES.get(phase.phase, "#f0f0f0"), zorder=0, linewidth=0)
-        # A phase too narrow for its name goes without.
+        # A narrow phase gets no label.
         if phase.step_seconds > 0.1 * step.step_seconds:
             where: dict[str, Any] = {"xytext": (0, -6), "textcoords": "offset points"}
             place = ((begin + end) / 2, axes.get_ylim()[1])

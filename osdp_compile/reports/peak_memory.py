@@ -1,4 +1,4 @@
-"""Measured memory: every tensor byte alive in this process."""
+"""Peak memory: measure the tensor bytes alive in this process."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from osdp_compile.reports.cpu_memory import start_counting, stop_counting
 
 
 class PeakMemory:
-    """Context manager: the most tensor bytes alive at once since it was entered.
+    """Context manager: the peak of tensor bytes alive since it was entered.
 
-    Enter it before the model is built, so that everything is counted. On CUDA torch's
-    allocator counts; on the CPU one that is put before it, for which a small library is compiled
-    at the first use.
+    Enter it before the model is built, so that everything is counted. On CUDA torch's allocator
+    counts. On the CPU an allocator in front of torch's counts; its small library is compiled at
+    the first use.
 
-    ``peak_bytes``, ``current_bytes``: valid after leaving. On the CPU, what lived before
-    entering is in neither, dead or alive; on CUDA it counts as negative once freed.
+    ``peak_bytes``, ``current_bytes``: valid after the exit. On the CPU, tensors from before the
+    entry are in neither figure. On CUDA such a tensor counts as negative once it is freed.
 
     Raises:
-        OsdpError: on entering, inside another one on the CPU.
+        OsdpError: on entry, inside another ``PeakMemory`` on the CPU.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:

@@ -1,4 +1,4 @@
-"""Reports for people: the plan as a table, on one screen however deep the model."""
+"""Plan table: print a plan; equal layers share a row, so a deep model fits on one screen."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from passes.types.units import format_bytes, format_limit, format_seconds
 
 
 def plan_table(plan: Plan) -> Table:
-    """The plan: parameter, shape, decision, bytes saved, why.
+    """The plan as a table: parameter, shape, decision, bytes saved, reason.
 
-    Parameters that differ only in a layer's number and share everything else stand in one
-    row: ``blocks.{0..11}.up.weight``; its bytes are their sum, its seconds their range.
+    Parameters that differ only in a layer's number share one row: ``blocks.{0..11}.up.weight``.
+    The row's bytes are their sum, its seconds their range.
     """
     limit = plan.memory_limit_bytes
     title = f"osdp plan for {plan.world_size} ranks, " + (
@@ -40,7 +40,7 @@ def plan_table(plan: Plan) -> Table:
         first = rows[0]
         saved = sum(row.saved_bytes for row in rows)
         table.add_row(
-            Text(_joined([row.name for row in rows])),  # a name may hold brackets
+            Text(_joined([row.name for row in rows])),  # Text: rich parses brackets in a str
             "x".join(map(str, first.shape)) or "scalar",
             _decided(first),
             format_bytes(saved) if saved else "",
@@ -49,7 +49,7 @@ def plan_table(plan: Plan) -> Table:
     return table
 
 
-#: What is more than its words one after the other.
+#: Texts of decisions that are not their value with commas for underscores.
 _DECIDED = {
     Decision.SHARD_HOST_KEEP: "shard within host, keep",
     Decision.SHARD_HOST_AGAIN: "shard within host, again",
@@ -57,7 +57,7 @@ _DECIDED = {
 
 
 def _decided(row: ParameterPlan) -> str:
-    """A decision for people."""
+    """The text of a decision, with its slices."""
     decided = _DECIDED.get(row.decision, row.decision.value.replace("_", ", "))
     if row.slices == 1:
         return decided
@@ -66,10 +66,10 @@ def _decided(row: ParameterPlan) -> str:
 
 
 def prediction_lines(plan: Plan) -> list[str]:
-    """What the simulator says of the step; none if nothing was predicted.
+    """The simulator's prediction of the step, in two lines; empty without a prediction.
 
-    Two lines; one more if activations are recomputed, and one if some collectives over all ranks
-    go leg by leg along the levels of a mesh.
+    One more line reports recomputed activations, and one the hierarchical collectives over all
+    ranks.
     """
     said = plan.prediction
     if said is None:
@@ -100,15 +100,15 @@ def prediction_lines(plan: Plan) -> list[str]:
 def plan_text(plan: Plan, width: int | None = None) -> str:
     """The table and the prediction as plain text.
 
-    ``width``: in columns (None: the terminal's, or 120 where there is none).
+    ``width``: in columns (None: that of the terminal, or 120 without a terminal).
     """
     return plain_text(plan_table(plan), *map(Text, prediction_lines(plan)), width=width)
 
 
 def plain_text(*parts: RenderableType, width: int | None = None) -> str:
-    """What rich would print, one below the other, without colours.
+    """The output of rich for these parts in sequence, without colours.
 
-    ``width``: in columns (None: the terminal's, or 120 where there is none).
+    ``width``: in columns (None: that of the terminal, or 120 without a terminal).
     """
     columns = width or shutil.get_terminal_size(fallback=(120, 24)).columns
     console = Console(file=io.StringIO(), width=columns, color_system=None)
@@ -122,8 +122,7 @@ def plain_text(*parts: RenderableType, width: int | None = None) -> str:
 def log_plan(plan: Plan, log: logging.Logger) -> None:
     """Log the plan once, at INFO.
 
-    Who has configured logging gets it as a record; who has not sees it on standard error:
-    the logger is then given a handler of its own.
+    If the program has not configured logging, the logger gets a handler for standard error.
     """
     ensure_visible(log)
     log.info("%s", plan_text(plan))
@@ -134,7 +133,7 @@ _Row = TypeVar("_Row", ParameterPlan, str)
 
 
 def _grouped(rows: Sequence[ParameterPlan]) -> Iterable[list[ParameterPlan]]:
-    """Rows that are alike but for a layer's number, in the order of the first of each."""
+    """Groups of rows that differ only in a layer's number, in the order of their first rows."""
     groups: dict[tuple[object, ...], list[ParameterPlan]] = {}
     for row in rows:
         pattern = _NUMBER.sub("*", row.name)
@@ -145,7 +144,7 @@ def _grouped(rows: Sequence[ParameterPlan]) -> Iterable[list[ParameterPlan]]:
 
 
 def _keys_grouped(keys: Sequence[str]) -> Iterable[list[str]]:
-    """What is recomputed, alike but for a layer's number."""
+    """Groups of recomputed tensors that differ only in a layer's number."""
     groups: dict[str, list[str]] = {}
     for key in keys:
         groups.setdefault(_NUMBER.sub("*", key), []).append(key)
@@ -154,7 +153,10 @@ def _keys_grouped(keys: Sequence[str]) -> Iterable[list[str]]:
 
 
 def _grids(rows: list[_Row]) -> Iterable[list[_Row]]:
-    """Rows whose names hold every combination of their numbers, so that ranges tell the truth."""
+    """Split rows into groups whose names have every combination of their numbers.
+
+    Only then a name with ranges covers exactly these rows.
+    """
     numbers = [_NUMBER.findall(row if isinstance(row, str) else row.name) for row in rows]
     spans = [len(set(column)) for column in zip(*numbers, strict=True)]
     if math.prod(spans) == len(rows):
@@ -173,12 +175,12 @@ _IN_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
 def _kind(reason: str) -> str:
-    """A reason without its figures: layers alike differ in microseconds."""
+    """A reason without its seconds: equal layers differ in microseconds."""
     return _SECONDS.sub("", reason)
 
 
 def _ranged(reasons: Sequence[str]) -> str:
-    """Reasons of one kind as one, each figure from its least to its most: ``2.1 to 2.7 ms``."""
+    """One text for reasons of one kind, each figure as a range: ``2.1 to 2.7 ms``."""
     columns = zip(*(_SECONDS.findall(reason) for reason in reasons), strict=True)
     parts = (_range(sorted(set(column), key=_seconds)) for column in columns)
     return _SECONDS.sub(lambda _: next(parts), reasons[0])
@@ -208,7 +210,7 @@ def _joined(names: Sequence[str]) -> str:
 
 
 def _span(numbers: list[int]) -> str:
-    """``{0..3}``, or ``{0,2,5}`` where there are gaps, or the number if it is one."""
+    """Numbers as ``{0..3}``, with gaps ``{0,2,5}``, or one number by itself."""
     if len(numbers) == 1:
         return str(numbers[0])
     if numbers == list(range(numbers[0], numbers[-1] + 1)):

@@ -1,4 +1,4 @@
-"""Is the prediction right? What was predicted of a model's training step beside what it took."""
+"""Step report: predicted and measured time and memory of a model's training step."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from passes.simulate.timeline import Buffer, Event, Timeline
 from passes.types.context import Phase
 from passes.types.units import format_bytes, format_limit, format_seconds
 
-#: Fewer measured steps than this say nothing.
+#: Number of measured steps below which no step time is reported.
 LEAST_STEPS = 3
-#: How many buffers and exposed collectives are printed; the report holds all.
+#: Numbers of buffers and exposed collectives that are printed; the report holds all.
 SHOWN_BUFFERS = 10
 SHOWN_EXPOSED = 8
-#: Of the step: what is exposed for less is not worth a row.
+#: Share of the step. Below this exposed time the table of exposed collectives is left out.
 _LEAST_EXPOSED = 0.002
 _SAVED = "saved by other graphs"
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Predicted and measured, of one training step on this rank. Prints as tables.
+    """Prediction and measurement of one training step on this rank. Prints as tables.
 
     ``timeline``: the simulated step: forward, backward and optimizer.
     ``measured_step_seconds``: the median of ``measured_steps`` steps, from the start of one
-    forward to the next; None for too few.
-    ``measured_peak_bytes``: on CUDA the allocator's peak; else what was given; None for nothing.
-    ``entered_late``: the peak that was given was measured without the model's own parameters, and
-    is not in the report. ``on_cuda``: where the model is.
-    ``trained_graphs``: how many a step runs, one after the other; more than one if it has graph
-    breaks. Of each, the timeline is that of its last compilation.
+    forward to the next; None for too few steps.
+    ``measured_peak_bytes``: the given peak, or on CUDA the allocator's; None: there is neither.
+    ``entered_late``: the given peak was measured without the model's own parameters, and is not in
+    the report. ``on_cuda``: the model is on CUDA.
+    ``trained_graphs``: number of graphs that a step runs in sequence; more than one comes from
+    graph breaks. The timeline has the last compilation of each graph.
     """
 
     world_size: int
@@ -63,12 +63,12 @@ class Report:
 
     @property
     def predicted_exposed_seconds(self) -> float:
-        """Of the step, how long compute waits for communication."""
+        """Time in the step during which compute waits for communication."""
         return self.timeline.exposed_seconds
 
     @property
     def exposed(self) -> tuple[tuple[str, Event], ...]:
-        """The collectives that the computing waits for, with their phase, the longest first."""
+        """The collectives that compute waits for, with their phase, the longest wait first."""
         found = [
             (phase.phase, event)
             for phase in self.timeline.phases
@@ -83,17 +83,17 @@ class Report:
 
     @property
     def peak_phase(self) -> str:
-        """In which part of the step the predicted peak is."""
+        """The phase of the predicted peak."""
         return self.timeline.peak.phase
 
     @property
     def peak_buffers(self) -> tuple[Buffer, ...]:
-        """Everything that is alive at the predicted peak, largest first."""
+        """The buffers alive at the predicted peak, largest first."""
         return self.timeline.peak.peak_buffers
 
     @property
     def peak_bytes_by_kind(self) -> dict[str, int]:
-        """What fills the predicted peak, largest first; the values add up to it."""
+        """The predicted peak by kind of buffer, largest first; the values add up to it."""
         kinds: dict[str, int] = {}
         for buffer in self.peak_buffers:
             kinds[buffer.kind] = kinds.get(buffer.kind, 0) + buffer.size_bytes
@@ -104,7 +104,7 @@ class Report:
         self.timeline.save(path)
 
     def save_memory_picture(self, path: str | Path) -> None:
-        """Draw the predicted memory over the step; the name's ending says in which format.
+        """Draw the predicted memory over the step; the suffix of the path selects the format.
 
         Raises:
             ImportError: without matplotlib, an extra of this package.
@@ -125,12 +125,12 @@ class Report:
 
 
 def report(model: nn.Module, *, peak_bytes: int | None = None) -> Report:
-    """Predicted and measured, side by side, of a model that is being trained.
+    """Compare prediction and measurement of a model in training.
 
     Args:
-        model: the module, or what ``torch.compile`` returned for it.
-        peak_bytes: the measured peak, which only you can know on the CPU:
-            ``PeakMemory().peak_bytes``. On CUDA it is asked of the allocator.
+        model: the module, or the result of ``torch.compile`` for it.
+        peak_bytes: the measured peak. On the CPU it comes from the caller:
+            ``PeakMemory().peak_bytes``. On CUDA the default is the allocator's.
 
     Raises:
         OsdpError: if the model has no plan, or its backward has not been compiled yet.
@@ -178,7 +178,7 @@ def report(model: nn.Module, *, peak_bytes: int | None = None) -> Report:
 
 
 def _own_parts(model: nn.Module) -> Iterator[torch.Tensor]:
-    """What this rank holds of a model's parameters."""
+    """The local tensors of a model's parameters."""
     for parameter in model.parameters():
         detached = parameter.detach()
         yield detached.to_local() if isinstance(detached, DTensor) else detached
@@ -288,7 +288,7 @@ def _largest(said: Report) -> Table:
 
 
 def _shortened(label: str, shown: int = 2) -> str:
-    """What a bucket serves may be a hundred parameters: the first of them, and how many more."""
+    """A label with the first names and the number of others: a bucket may have a hundred."""
     names = label.split("+")
     if len(names) <= shown + 1:
         return label
@@ -296,7 +296,7 @@ def _shortened(label: str, shown: int = 2) -> str:
 
 
 def _notes(said: Report) -> list[str]:
-    """What the figures rest on, and how to get those that are missing."""
+    """The sources of the figures, and how to get missing ones."""
     notes = []
     if said.measured_step_seconds is None:
         notes.append(

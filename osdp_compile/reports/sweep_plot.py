@@ -1,4 +1,4 @@
-"""The points of a sweep as heat maps. Needs matplotlib, an extra."""
+"""Sweep plot: the points of a sweep as heat maps. Needs matplotlib, an extra."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _FRAMES = {
     Bound.LATENCY: "#8e44ad",
     Bound.COMPUTE: "#2e9e4f",
 }
-_NOTHING = "#e3e3e3"  # of a cell without a figure
+_NOTHING = "#e3e3e3"  # colour of a cell without a value
 
 
 @dataclasses.dataclass(frozen=True)
 class _Axis:
-    """One axis of the grid: a point's place on it, that place as text, what the axis is called."""
+    """One axis of the grid: ``place``: a point's coordinate; ``text``: the coordinate as text."""
 
     name: str
     place: Callable[[Point], Any]
@@ -42,7 +42,7 @@ class _Axis:
         return f"{self.name}: {self.text(place)}"
 
 
-#: In the order in which they are given to a map's two axes, then to columns and rows of maps.
+#: The first axes with several places become a map's two axes, then columns and rows of maps.
 _AXES = (
     _Axis("network, times the profile's", lambda one: one.bandwidth, "{:g}x".format),
     _Axis("memory limit", lambda one: one.limit_bytes, limit_text),
@@ -54,10 +54,11 @@ _NO_AXIS = _Axis("", lambda one: None, lambda place: "")
 
 @dataclasses.dataclass(frozen=True)
 class _Map:
-    """A kind of heat map: what colours a cell (None: nothing does), and what is written in it.
+    """A kind of heat map.
 
-    ``least``: the value of the lightest colour. ``scale``: how values stand beside the colours.
-    ``framed``: whether a cell has a frame in the colour of what bounds it.
+    ``value``: selects a cell's colour; None: no colour. ``text``: the cell's text.
+    ``least``: the value of the lightest colour. ``scale``: format of the colour bar's values.
+    ``framed``: a cell has a frame in the colour of its :class:`Bound`.
     """
 
     name: str
@@ -105,11 +106,11 @@ _MAPS = (
 
 
 def check_picture(path: Path) -> None:
-    """Say what is missing before anything is planned.
+    """Check before planning that the plot can be written.
 
     Raises:
         ImportError: without matplotlib.
-        ValueError: if it knows no format for the path's ending.
+        ValueError: if matplotlib has no format for the suffix of the path.
     """
     known = new_figure("--picture", 1, 1).canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in known:
@@ -117,9 +118,9 @@ def check_picture(path: Path) -> None:
 
 
 def draw_sweep(points: Sequence[Point], path: Path, title: str) -> None:
-    """Write the picture: of each kind a map for every place on the third and the fourth axis.
+    """Write the plot: for each kind one map for every place on the third and the fourth axis.
 
-    Axes of one place have no axis in the picture. The path's ending chooses the format.
+    An axis with a single place is not drawn. The suffix of the path selects the format.
 
     Raises:
         ImportError: without matplotlib.
@@ -161,7 +162,7 @@ def draw_sweep(points: Sequence[Point], path: Path, title: str) -> None:
 def _draw(
     axes: Axes, one: _Map, points: Sequence[Point], across: _Axis, up: _Axis, most: float
 ) -> AxesImage:
-    """One heat map."""
+    """Draw one heat map."""
     xs, ys = across.places(points), up.places(points)
     values = np.full((len(ys), len(xs)), np.nan)
     for point in points:

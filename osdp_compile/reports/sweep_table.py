@@ -1,4 +1,4 @@
-"""The points of a sweep as a table: for people, and as CSV for programs."""
+"""Sweep table: the points of a sweep as a printed table and as CSV."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ _STYLES = {
 
 
 def ranks_text(sizes: Iterable[int]) -> str:
-    """The ranks, or those along each dimension of a mesh: ``8x8``."""
+    """The number of ranks, or the sizes of the mesh dimensions: ``8x8``."""
     return "x".join(map(str, sizes))
 
 
 def limit_text(limit_bytes: int | None) -> str:
-    """A limit as people write it: ``80 GB``, and not 74.51 GiB."""
+    """A limit as people write it: ``80 GB``, not 74.51 GiB."""
     return "none" if limit_bytes is None else format_limit(limit_bytes)
 
 
 def least_text(point: Point, least_bytes: int | None) -> str:
-    """The least limit that would do, rounded up, in powers of 1000 if the limit reads so."""
+    """The least feasible limit, rounded up, in powers of 1000 if the point's limit is."""
     assert least_bytes is not None and point.limit_bytes is not None
     return format_bytes(least_bytes, is_decimal(point.limit_bytes), round_up=True)
 
 
 def points_table(points: Sequence[Point], title: str) -> Table:
-    """The points, one a row; what is known of none has no column."""
+    """One row for each point; a column without any value is left out."""
     # Narrow, for a dozen columns on one screen.
     table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
     shown: dict[str, list[str | Text]] = {}
@@ -91,7 +91,7 @@ def _cells(point: Point) -> dict[str, str | Text]:
 
 
 def write_csv(points: Sequence[Point], path: Path) -> None:
-    """The points in raw units, one a line; empty where there is no such figure."""
+    """Write one line for each point, in raw units; a missing figure is empty."""
     rows = [_row(point) for point in points]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))

@@ -1,1 +1,1 @@
-"""Runtime: what runs on every rank while a model trains."""
+"""Runtime: code that runs on every rank during training."""

@@ -1,9 +1,9 @@
-"""The call under way: what the user called, of which Dynamo compiles a frame now.
+"""The current call: the user's call in which Dynamo compiles a frame now.
 
-A backend is given one graph. Behind a graph break, in a submodule whose frame is compiled by
-itself, or in blocks that are compiled one by one, that is a part of a step. The Python stack has
-the whole: the outermost module that is being called and holds the graph's parameters, or the
-outermost compiled function.
+A backend gets one graph. After a graph break, in a submodule with a compiled frame of its own, or
+in blocks compiled one by one, the graph is only a part of a step. The Python stack shows the whole
+step: the call of the outermost module that holds the graph's parameters, or of the outermost
+compiled function.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from osdp_compile.live_objects import closed_over
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call under way.
+    """A running call.
 
-    ``target``: the module or the function that was called. ``modules``: the modules that are being
-    called inside it or are it, the outermost first. ``is_whole``: the frame that is being
-    compiled is the target's own, so that nothing runs before it or beside it.
+    ``target``: the called module or function. ``modules``: the target, if it is a module, and the
+    modules in whose calls Dynamo is now, the outermost first. ``is_whole``: the frame being
+    compiled is the target's own, so no other code of the step runs outside of it.
     """
 
     target: Callable[..., Any]
@@ -37,7 +37,7 @@ class Call:
     is_whole: bool
 
     def outermost(self, module: nn.Module) -> nn.Module:
-        """The outermost module being called that holds another one, or that one itself."""
+        """The outermost of ``modules`` that contains ``module``; else ``module`` itself."""
         for one in self.modules:
             if any(part is module for part in one.modules()):
                 return one
@@ -45,9 +45,9 @@ class Call:
 
 
 def current_call(holds: Callable[[nn.Module], bool]) -> Call | None:
-    """The outermost call on the stack of a compiled function, or of a module for which ``holds``.
+    """The outermost call of a compiled function, or of a module with ``holds(module)``.
 
-    None: Dynamo compiles a frame on its own, as for an export.
+    None: no such call, as for an export, where Dynamo compiles a frame alone.
     """
     frames = list(stack())[::-1]  # the outermost first
     modules: list[nn.Module] = []
@@ -77,7 +77,7 @@ def current_call(holds: Callable[[nn.Module], bool]) -> Call | None:
 
 
 def modules_being_called() -> Iterator[nn.Module]:
-    """The modules whose calls lead to here, within what ``torch.compile`` returned."""
+    """The modules on the call stack, the innermost first, up to the innermost compiled callable."""
     for frame in stack():
         called = _torch.called_module(frame)
         if called is not None:
@@ -87,7 +87,7 @@ def modules_being_called() -> Iterator[nn.Module]:
 
 
 def interrupted_call(gm: fx.GraphModule, inputs: Sequence[Any]) -> Call | None:
-    """The call of which a graph is one of several frames; None: it is the whole step."""
+    """The current call, if the graph is only a part of it; None: the graph is the whole step."""
     parameters = {id(one) for one in inputs if isinstance(one, nn.Parameter)}
     call = current_call(holding(parameters))
     if call is None or (call.is_whole and not _torch.ends_at_graph_break(gm)):
@@ -98,10 +98,10 @@ def interrupted_call(gm: fx.GraphModule, inputs: Sequence[Any]) -> Call | None:
 def with_whole_models(
     roots: Sequence[tuple[str, nn.Module]], call: Call
 ) -> list[tuple[str, nn.Module]]:
-    """The modules of a step, each as a whole, from those that one of its graphs reads.
+    """The whole modules of a step, from the roots that one of its graphs reads.
 
-    Each root becomes the outermost module under way that holds it. A function may call models
-    behind a graph break: those with trained parameters that it refers to are roots, too.
+    Each root becomes the outermost module of the call that contains it. A function may call other
+    models after a graph break: models with trained parameters that it refers to are roots too.
     """
     found: dict[int, tuple[str, nn.Module]] = {}
     for label, root in roots:
@@ -137,7 +137,7 @@ def _has_plain_trained(module: nn.Module) -> bool:
 
 
 def referred_to(function: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that a function closes over, is a method of, or names as globals; with names."""
+    """The modules in a function's closure, globals and ``__self__``, with names."""
     named: list[tuple[str, Any]] = [("model", getattr(function, "__self__", None))]
     function = getattr(function, "__func__", function)
     code: CodeType | None = getattr(function, "__code__", None)
@@ -152,7 +152,7 @@ def referred_to(function: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def stack() -> Iterator[FrameType]:
-    """The frames that lead to the caller, the innermost first."""
+    """The caller's frame and the frames above it, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -160,7 +160,7 @@ def stack() -> Iterator[FrameType]:
 
 
 def _until_dynamo(frames: Sequence[FrameType]) -> Iterator[FrameType]:
-    """The frames that run, without those of Dynamo's compiler and of what it calls."""
+    """The frames up to the first one of Dynamo's compiler."""
     for frame in frames:
         if _torch.is_dynamos_compiler(frame):
             return
@@ -168,7 +168,7 @@ def _until_dynamo(frames: Sequence[FrameType]) -> Iterator[FrameType]:
 
 
 def holding(parameters: Collection[int]) -> Callable[[nn.Module], bool]:
-    """Whether a module holds one of some parameters, given by their ids."""
+    """A predicate of modules: the module holds one of these parameters, given by ``id``."""
     known: dict[int, bool] = {}
 
     def holds(module: nn.Module) -> bool:

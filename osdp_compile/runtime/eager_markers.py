@@ -1,8 +1,8 @@
 """The eager implementation of the markers, for code outside a compiled graph.
 
-After a graph break, in an uncompiled evaluation, or in the backward of either, a
-parameter is gathered and a gradient reduced right where it is read: correct, and not
-overlapped with anything.
+In eager code after a graph break, in an uncompiled evaluation, and in the backward of either, the
+read of a parameter gathers it, and its gradient is reduced at the same place. The result is
+correct, without any overlap.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import passes.ops.packing  # noqa: F401  (these two define the operators)
 from osdp_compile import _torch
 from osdp_compile.runtime.collectives import all_gather_single, reduce_scatter_single
 
-# Weak: a group that something still holds at the end of the process is not torn down by
-# ``destroy_process_group``, and its threads may abort the process while Python shuts down.
+# Weak references: ``destroy_process_group`` does not tear down a group that is still referenced,
+# and that group's threads may abort the process while Python shuts down.
 _groups: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
 
 
 def register_group(group: dist.ProcessGroup) -> str:
-    """Make a process group known to the eager markers; returns the name that graphs use."""
+    """Register a process group for the eager markers; returns its name in graphs."""
     name: str = group.group_name
     _groups[name] = group
     return name
 
 
 def group_of(name: str) -> dist.ProcessGroup:
-    """The process group that graphs name so."""
+    """The process group of this name."""
     if name not in _groups:
         raise RuntimeError(
             f"process group {name!r} of a sharded parameter is gone: the model was sharded under "
@@ -100,7 +100,7 @@ def _reduce_grad(
 
 
 class _Replicated(torch.autograd.Function):
-    """A replicated parameter read in eager mode: itself; its gradient is all-reduced."""
+    """Eager read of a replicated parameter: identity; the backward all-reduces the gradient."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, name: str, group_name: str) -> Tensor:
@@ -121,13 +121,13 @@ def read(
     *marks: str | int,
     **dtypes: torch.dtype,
 ) -> Tensor:
-    """The full parameter, from this rank's part of it. Differentiable; a marker in a trace.
+    """The full parameter from this rank's part. Differentiable; a marker in a trace.
 
     Args:
         local: this rank's rows ``[rows/N, ...]`` if sharded, else the whole parameter.
-        shape: the whole parameter's.
-        marks: of its :class:`passes.types.shard_layout.ShardLayout`.
-        dtypes: of its :class:`osdp_compile.model.mixed_precision.Precision`.
+        shape: of the whole parameter.
+        marks: :attr:`passes.types.shard_layout.ShardLayout.marks`.
+        dtypes: :meth:`osdp_compile.model.mixed_precision.Precision.marks`.
     """
     if sharded or dtypes or torch.compiler.is_compiling():
         return torch.ops.osdp.unshard(local, name, shape, sharded, *marks, **dtypes)
@@ -136,5 +136,5 @@ def read(
     return _Replicated.apply(local, name, *marks)
 
 
-# Called by a frame that Dynamo could not trace (an nn.LSTM's), this is not the model's code.
+# Frames that Dynamo could not trace (nn.LSTM's) call this; Dynamo must not compile it by itself.
 _torch.skip_code(read.__code__)

@@ -1,18 +1,18 @@
-"""Whether code runs inside a forward: there a module's parameters are read as whole tensors.
+"""Test whether code runs inside a forward, where a module's parameters read as whole tensors.
 
-Reading a whole tensor is a collective where the parameter is sharded: every rank must read it.
-In a forward all ranks do. Elsewhere one rank alone may read, to print say, and the others would
-never answer; there a module gives the parameter as it lies.
+The read of a sharded parameter as a whole tensor is a collective: every rank must do it. In a
+forward all ranks do. Elsewhere one rank alone may read, for example to print, and would wait for
+the others for ever. There the read returns the stored parameter.
 
-The Python stack tells, at the moment of the read. What counts as a forward:
+The Python stack decides, at the moment of the read. These count as a forward:
 
-* a call of any module, and a method called ``forward`` that is called by itself;
-* a call of what ``torch.compile`` returned for a function or a method;
-* the backward of an ``autograd.Function``, and what ``torch.utils.checkpoint`` computes again:
-  on a GPU the backward runs in a thread of its own, with no forward on its stack.
+* a call of any module, and a direct call of a module's ``forward``;
+* a call of the result of ``torch.compile`` for a function or a method;
+* the backward of an ``autograd.Function``, and the recomputation of ``torch.utils.checkpoint``:
+  on a GPU the backward runs in a thread of its own, without a forward on its stack.
 
-A parametrization (``torch.nn.utils.parametrize``) computes the weight whenever it is read, and is
-a module that is called: it counts only where it is itself read inside a forward.
+A parametrization (``torch.nn.utils.parametrize``) computes the weight at every read, by a call of
+a module. Such a call counts only if the read itself is inside a forward.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.nn.utils import parametrize
 
 from osdp_compile import _torch
 
-#: By identity: Python computes the hash of code anew each time.
+#: Ids of code objects: Python does not cache the hash of a code object.
 _FORWARDS = frozenset(
     map(id, (*_torch.MODULE_CALLS, *_torch.COMPILED_CALLS, *_torch.CUSTOM_BACKWARDS))
 )
@@ -37,14 +37,14 @@ _PARAMETRIZE, _PARAMETRIZED = parametrize.__file__, "get_parametrized"
 
 
 def is_inside_forward() -> bool:
-    """Whether the caller runs inside a forward, see the module's docstring."""
-    # A frame's locals are looked at last: Python may keep them alive until the frame ends.
+    """Whether the caller runs inside a forward (see the module's docstring)."""
+    # Read frame locals last: reading them may keep them alive until the frame ends.
     caller = sys._getframe(1)
     return _is_under(caller, _is_known) or _is_under(caller, _is_a_modules_forward)
 
 
 def _is_under(frame: FrameType | None, is_forward: Callable[[FrameType], bool]) -> bool:
-    """Whether a frame, or one that leads to it, is a forward and no parametrization's own."""
+    """Whether the frame or a frame above it is a forward that no parametrization called."""
     found = False
     while frame is not None:
         if not found:

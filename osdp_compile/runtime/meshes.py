@@ -1,4 +1,4 @@
-"""Meshes: the ranks as one flat group, and as hosts of ranks where the mesh has two dimensions."""
+"""Device meshes: all ranks as one flat group, or two dimensions (hosts, ranks of a host)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from passes.types.plan import Plan
 def flat_mesh(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
     """The one-dimensional mesh over all ranks of a mesh. Collective.
 
-    ``mesh``: what the user's options say, checked by :func:`check_mesh` (None: all ranks).
+    ``mesh``: the user's option, checked by :func:`check_mesh` (None: all ranks).
     """
     if mesh is None:
         return init_device_mesh(device_type, (dist.get_world_size(),))
@@ -24,12 +24,12 @@ def flat_mesh(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
 
 
 def mesh_of_shards(mesh: DeviceMesh, along: Mapping[str, dist.ProcessGroup]) -> DeviceMesh:
-    """A mesh of two dimensions for DTensors whose rows both of them cut: one never flattened.
+    """A two-dimensional mesh for DTensors with ``[Shard(0), Shard(0)]``; it is never flattened.
 
-    Where a mesh was flattened, torch 2.13 gathers ``[Shard(0), Shard(0)]`` in one go, as if rows
-    were cut for all ranks at once: wrong where they do not come out even.
+    On a flattened mesh torch 2.13 gathers ``[Shard(0), Shard(0)]`` in one collective, as if the
+    rows were sharded over all ranks at once. That is wrong for uneven rows.
 
-    ``along``: its groups (:func:`groups_along`).
+    ``along``: the groups of the mesh (:func:`groups_along`).
     """
     return DeviceMesh.from_group(
         list(along.values()), mesh.device_type, mesh.mesh, mesh_dim_names=tuple(along)
@@ -37,9 +37,9 @@ def mesh_of_shards(mesh: DeviceMesh, along: Mapping[str, dist.ProcessGroup]) -> 
 
 
 def own_mesh(flat: DeviceMesh, given: DeviceMesh | None, plan: Plan) -> DeviceMesh:
-    """The mesh that a model's DTensors are on: of two levels if the plan shards within hosts.
+    """The mesh of a model's DTensors: two-dimensional if the plan shards within hosts.
 
-    ``flat``, ``given``: over all ranks, and what the user's options say.
+    ``flat``: the mesh over all ranks. ``given``: the user's option.
     """
     if plan.within_hosts and given is not None:
         return mesh_of_shards(given, groups_along(given))
@@ -47,9 +47,9 @@ def own_mesh(flat: DeviceMesh, given: DeviceMesh | None, plan: Plan) -> DeviceMe
 
 
 def groups_along(mesh: DeviceMesh | None) -> dict[str, dist.ProcessGroup]:
-    """This rank's groups along two dimensions, the outer first, by name; empty if flat.
+    """This rank's groups by mesh dimension, the outer first; empty for a flat mesh.
 
-    A mesh with one rank along either dimension is flat, whatever its shape.
+    A mesh with one dimension, or with one rank along a dimension, counts as flat.
     """
     if mesh is None or mesh.ndim == 1 or 1 in mesh.shape:
         return {}
@@ -58,10 +58,11 @@ def groups_along(mesh: DeviceMesh | None) -> dict[str, dist.ProcessGroup]:
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Refuse a mesh over which the ranks cannot be laid out.
+    """Refuse an unsupported mesh.
 
     Raises:
-        ValueError: saying what to give.
+        ValueError: for more than two dimensions, two without names, or ranks that are not in
+            ascending order; says what to give.
     """
     names = mesh.mesh_dim_names
     if mesh.ndim > 2:
@@ -86,17 +87,17 @@ def check_mesh(mesh: DeviceMesh) -> None:
 
 
 def level(name: str, group: dist.ProcessGroup) -> MeshDim:
-    """A dimension as the passes see it."""
+    """The passes' ``MeshDim`` of a mesh dimension."""
     return MeshDim(name, group.size(), group.group_name)
 
 
 def levels_of(
     levels: Sequence[MeshDim], hardware: Hardware, by_exchange: bool
 ) -> tuple[MeshDim, MeshDim] | None:
-    """The levels of a mesh, if the profile prices whatever the passes may emit along both.
+    """The two mesh dimensions, if the profile has rates for all collectives along both; else None.
 
-    ``levels``: the dimensions, the outer first; a mesh with one dimension, or one rank along
-    either, has no levels. ``by_exchange``: of the passes' context.
+    ``levels``: the dimensions, the outer first. None also for a mesh with one dimension, or with
+    one rank along a dimension. ``by_exchange``: as in the passes' context.
     """
     if len(levels) != 2 or any(one.size == 1 for one in levels):
         return None

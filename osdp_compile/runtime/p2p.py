@@ -1,9 +1,7 @@
-"""Exchange: gathers and scatters on gloo as messages from rank to rank.
+"""P2P collectives: all-gather and reduce-scatter's exchange on gloo, as send and recv.
 
-Better than gloo's own collectives in three ways: they fill the link (two hosts at 400
-Mbit/s, 4 MiB at a time, one in flight: 1.7 times the rate of its all-to-all); nothing is
-copied; and no tensor code runs on gloo's threads, where it corrupted the heap
-(docs/design.md).
+Reasons not to use gloo's own collectives: P2P messages fill the link, make no copies, and run no
+tensor code on gloo's threads, where it corrupts the heap (docs/experiments.md).
 """
 
 from __future__ import annotations
@@ -19,21 +17,21 @@ from osdp_compile import _torch
 from osdp_compile.runtime.collectives import GLOO_STAGES, backend_of
 from osdp_compile.runtime.eager_markers import group_of
 
-#: Of our messages, so that a script's own send and recv do not meet them.
+#: Tag of our messages, so that they do not match a script's own send and recv.
 _TAG = 0x05D9
 
-#: For developers: with this variable set to 1, on every rank, gloo's own collectives are used. So
-#: the path that NCCL takes can be run without a GPU.
+#: For developers: the value 1, on every rank, selects gloo's own collectives. It runs NCCL's path
+#: without a GPU.
 _NATIVE = "OSDP_NATIVE_COLLECTIVES"
 
 
 def by_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether gathers and scatters of a group are carried out here, and not by its backend."""
+    """Whether this file runs the group's gathers and exchanges, instead of its backend."""
     return _on_gloo(group, device) and os.environ.get(_NATIVE) != "1"
 
 
 def staged_kinds(group: dist.ProcessGroup, device: torch.device) -> frozenset[str]:
-    """The kinds of collective of whose whole tensor a group's backend holds a copy in flight."""
+    """The kinds of collective for which the backend holds a copy of the whole tensor in flight."""
     return GLOO_STAGES if _on_gloo(group, device) else frozenset()
 
 
@@ -42,14 +40,14 @@ def _on_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def start_gather(gathered: Tensor, part: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-    """Start gathering every rank's part [k] into ``gathered`` [N * k]."""
+    """Start the gather of every rank's part [k] into ``gathered`` [N * k]."""
     rows = gathered.view(group.size(), -1)
     rows[group.rank()] = part.view(-1)
     return _start(rows, [part.view(-1)] * group.size(), group)
 
 
 def start_exchange(received: Tensor, packed: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-    """Start sending row r of ``packed`` [N * k] to rank r; its rows for us go to ``received``."""
+    """Start an all-to-all: row r of ``packed`` [N * k] goes to rank r; ours to ``received``."""
     rows, sent = received.view(group.size(), -1), packed.view(group.size(), -1)
     rows[group.rank()] = sent[group.rank()]
     return _start(rows, list(sent), group)
@@ -58,7 +56,7 @@ def start_exchange(received: Tensor, packed: Tensor, group: dist.ProcessGroup) -
 def _start(rows: Tensor, sent: list[Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
     size, rank = group.size(), group.rank()
     works = []
-    for distance in range(1, size):  # at every moment each rank is to receive from another one
+    for distance in range(1, size):  # in each round every rank receives from a different rank
         source, target = (rank - distance) % size, (rank + distance) % size
         works.append(group.recv([rows[source]], source, _TAG))
         works.append(group.send([sent[target]], target, _TAG))
@@ -80,7 +78,7 @@ def _exchange(packed: Tensor, ranks: int, group_name: str) -> Tensor:
 
 
 def _until_waited_for(tensor: Tensor, works: list[dist.Work]) -> Tensor:
-    """Make ``wait_tensor`` of a tensor wait for these."""
+    """Register works: ``wait_tensor(tensor)`` waits for all of them."""
     for work in works:
         _torch.register_work(tensor, work)
     return tensor

@@ -1,1 +1,1 @@
-"""Tracking: models between their calls: sessions, steps, memory, what no graph covers."""
+"""Tracking of models between calls: sessions, step times, memory, uncovered parameters."""

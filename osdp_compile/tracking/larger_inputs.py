@@ -1,8 +1,8 @@
-"""Larger inputs: what a graph for any size takes when it is called with more than it was made for.
+"""Dynamic shapes: memory of a call with inputs larger than those that the graph was compiled with.
 
-With dynamic shapes one compiled graph serves all lengths, and its peak is predicted for those of
-the call that compiled it. The tensors that are alive at that peak have sizes in symbols. A later
-call gives the symbols other values, and the same tensors other bytes.
+One compiled graph serves all sizes. Its peak is predicted for the sizes of the call that compiled
+it. The sizes of the tensors alive at that peak are expressions of symbols. A later call gives the
+symbols other values, and so the same tensors have other bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Symbols = Mapping[int, Any]
 
 
 def symbols_of(inputs: Sequence[Any]) -> Symbols:
-    """The symbols that a Dynamo graph's inputs are values of; none: all of its sizes are fixed."""
+    """The symbols whose values a Dynamo graph takes as inputs; empty: all sizes are fixed."""
     return {
         index: value.node.expr
         for index, value in enumerate(inputs)
@@ -30,7 +30,7 @@ def symbols_of(inputs: Sequence[Any]) -> Symbols:
 
 
 def of_symbolic_size(values: Any) -> list[torch.Tensor]:
-    """The tensors in nested containers of which a size is a symbol: they hold no memory."""
+    """The tensors in nested containers with a symbolic size; they hold no memory."""
     return [
         one
         for one in _torch.tree_leaves(values)
@@ -42,9 +42,9 @@ def of_symbolic_size(values: Any) -> list[torch.Tensor]:
 class GrowingPeak:
     """The tensors of symbolic size that are alive at a graph's predicted peak.
 
-    ``graph``: a lowered one. ``alive``: names of its nodes that are alive at the peak.
-    ``inputs``: the Dynamo graph's that are :func:`of_symbolic_size`; their caller holds them all
-    along.
+    ``graph``: the lowered graph. ``alive``: names of its nodes that are alive at the peak.
+    ``inputs``: the Dynamo graph's inputs :func:`of_symbolic_size`. The caller holds them during
+    the whole graph.
     """
 
     def __init__(
@@ -62,16 +62,16 @@ class GrowingPeak:
         self._known: dict[tuple[int, ...], int] = {}
 
     def more_bytes(self, args: Sequence[Any]) -> int:
-        """What a call takes at the predicted peak above the prediction; negative: below.
+        """Bytes at the predicted peak for this call, minus the prediction.
 
-        ``args``: what the Dynamo graph is called with.
+        ``args``: the arguments of the Dynamo graph.
         """
         if isinstance(self._bytes, int):
             return 0
         numbers = tuple(int(args[index]) for index in self._symbols)
         if numbers not in self._known:
             found = self._bytes.subs(dict(zip(self._symbols.values(), numbers, strict=True)))
-            # A size that the data decide (a nonzero's) is known only when it is there.
+            # A size that depends on data (a nonzero's) is known at run time only.
             self._known[numbers] = (
                 int(found) - self._predicted_bytes if not found.free_symbols else 0
             )

@@ -1,11 +1,15 @@
-"""Watch: what is there while a model's graphs run, beside what its plan counts.
+"""Memory watch: bytes in use while a model's graphs run that its plan does not count.
 
-A plan counts parameters, optimizer state, the batch, what the option ``accumulate`` says, and what
-other models held at the model's first call. Other things are seen only when they are there:
-gradients that a backward adds to, what calls saved whose backward is still to come, inputs larger
-than those that a graph for any size was compiled with, other models that were planned since. They
-are counted before every call of a compiled forward. Where a step is above the limit so, one warning
-says by how much, and the cause.
+A plan counts parameters, optimizer state, the batch, the gradients of the option ``accumulate``,
+and the bytes of other models at the model's first call. Four more are known at run time only:
+
+* gradients of earlier backwards, to which a backward adds;
+* activations saved for a backward that has not run yet;
+* inputs larger than those that a graph with dynamic shapes was compiled with;
+* models that were planned later.
+
+They are counted before every call of a compiled forward. If a step is above the limit because of
+them, one warning gives the bytes and the causes.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ _LARGEST_FIRST = "Make the first call with what takes the most, or lower the lim
 
 
 class GraphInput(NamedTuple):
-    """A tensor that a graph is called with; -1 for a size that may change."""
+    """A tensor input of a graph; a dynamic size is -1."""
 
     shape: tuple[int, ...]
     requires_grad: bool
@@ -42,9 +46,9 @@ class GraphInput(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """Bytes that are there beside what a plan counts, with their cause and what to do.
+    """Bytes in use that a plan does not count, with their cause and a remedy.
 
-    ``cause``: a noun. ``remedy``: a whole sentence without its full stop.
+    ``cause``: a noun phrase. ``remedy``: a whole sentence without its full stop.
     """
 
     size_bytes: int
@@ -53,12 +57,12 @@ class Beside:
 
 
 class Watch:
-    """What one model adds to the memory of its process.
+    """Memory of one model in its process.
 
-    ``state_bytes``: parameters and optimizer state, once it is laid out.
-    ``room_for_gradients``: whether its plan counts gradients of earlier backwards.
-    ``counted_bytes``: what its plan counts of models that others watch.
-    ``transient_bytes``: the most that a graph of its training takes while it runs.
+    ``state_bytes``: parameters, optimizer state and inputs, after the model is sharded.
+    ``room_for_gradients``: its plan counts gradients of earlier backwards.
+    ``counted_bytes``: bytes of other models that its plan counts.
+    ``transient_bytes``: the most that a graph of its training needs while it runs.
     """
 
     def __init__(self) -> None:
@@ -70,7 +74,7 @@ class Watch:
         self._saved: dict[int, int] = {}
         self._planned: dict[Hashable, tuple[GraphInput, ...]] = {}
         self._said = False
-        self._said_larger = False  # an input of a graph for any size
+        self._said_larger = False  # of a larger input of a graph with dynamic shapes
 
     def laid_out(
         self,
@@ -79,7 +83,7 @@ class Watch:
         room_for_gradients: bool,
         counted_bytes: int,
     ) -> None:
-        """Begin; ``parameters``: those that are trained, and bytes of their gradients here."""
+        """Begin. ``parameters``: trained parameters with their gradients' bytes on this rank."""
         self._gradients = [(weakref.ref(one), size_bytes) for one, size_bytes in parameters]
         self.state_bytes, self.room_for_gradients = state_bytes, room_for_gradients
         self.counted_bytes = counted_bytes
@@ -87,12 +91,12 @@ class Watch:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the model is still there: compiled code outlives it."""
+        """Whether the model is alive; its compiled code may live longer."""
         return any(reference() is not None for reference, _ in self._gradients)
 
     @property
     def gradient_bytes(self) -> int:
-        """Of the gradients that there are now."""
+        """Bytes of the gradients that exist now."""
         found = 0
         for reference, size_bytes in self._gradients:
             parameter = reference()
@@ -102,17 +106,17 @@ class Watch:
 
     @property
     def held_bytes(self) -> int:
-        """Between steps, with the gradients of all that is trained, and what calls saved."""
+        """Bytes between steps: state, gradients of all trained parameters, saved activations."""
         gradients = sum(size_bytes for _, size_bytes in self._gradients)
         return self.state_bytes + gradients + self.saved_bytes
 
     @property
     def saved_bytes(self) -> int:
-        """Saved by calls whose backward is still to come."""
+        """Bytes saved by calls whose backward has not run yet."""
         return sum(self._saved.values())
 
     def saves(self, outputs: Any, size_bytes: int) -> None:
-        """A forward has saved so much, until its backward has run or nothing can reach it."""
+        """Count a forward's saved bytes until its backward runs or its graph is freed."""
         nodes = (
             leaf.grad_fn
             for leaf in _torch.tree_leaves(outputs)
@@ -131,9 +135,9 @@ class Watch:
         weakref.finalize(node, free).atexit = False
 
     def called(self, step: CompiledStep, limit_bytes: int, args: Sequence[Any] = ()) -> None:
-        """Before a call of a compiled forward: compare what there will be with the limit.
+        """Compare the bytes of a coming call of a compiled forward with the limit.
 
-        ``args``: of the call.
+        ``args``: the arguments of the call.
         """
         larger_bytes = 0 if self._said_larger else step.larger_input_bytes(args)
         if self._said and not larger_bytes:
@@ -157,9 +161,10 @@ class Watch:
         )
 
     def _beside(self, frames_bytes: int, larger_bytes: int) -> list[Beside]:
-        """``frames_bytes``: what the graphs count as saved by earlier frames of the step.
+        """The bytes that the plan does not count, by cause.
 
-        ``larger_bytes``: what this call takes by the sizes of its inputs.
+        ``frames_bytes``: bytes that the graphs count as saved by earlier frames of the step.
+        ``larger_bytes``: bytes that this call needs above the peak for the sizes of its inputs.
         """
         found = []
         if larger_bytes:
@@ -197,14 +202,14 @@ class Watch:
         return found
 
     def runs(self, transient_bytes: int) -> None:
-        """A graph takes so much while it runs, beside what is held between steps."""
+        """Note the bytes that a graph needs while it runs, beyond those held between steps."""
         self.transient_bytes = max(self.transient_bytes, transient_bytes)
 
     def lowers(self, frame: Hashable, inputs: tuple[GraphInput, ...], frames: bool) -> str:
-        """A graph is lowered: how it differs from the one that was planned on; empty if not.
+        """How a graph that is lowered differs from the planned graph; empty: not at all.
 
-        ``frames``: the plan is of all frames of the step: the first graph of each is the one that
-        was planned on. Else it is the first graph of all.
+        ``frames``: the plan covers all frames of the step, and the first graph of each frame is a
+        planned graph. Else the first graph of all is the planned graph.
         """
         if frames or not self._planned:
             self._planned.setdefault(frame, inputs)
@@ -223,7 +228,7 @@ class Watch:
         )
 
     def above(self, what: str, peak_bytes: int, limit_bytes: int, cause: str) -> None:
-        """Warn of a graph that is above the limit by itself."""
+        """Warn of a graph whose own peak is above the limit."""
         self._said = True
         log.warning(
             "this %s needs %s, above memory_limit=%s: %s",
@@ -238,14 +243,14 @@ _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
 def watches() -> list[Watch]:
-    """Of all models that were planned and are alive."""
+    """The watches of all planned models that are alive."""
     return [watch for watch in _watches if watch.is_alive]
 
 
 def watched(
     function: Callable[..., Any], watch: Watch, step: CompiledStep, limit_bytes: int
 ) -> Callable[..., Any]:
-    """The compiled function of a frame that is trained, watched."""
+    """Wrap the compiled function of a trained frame; ``watch`` checks every call."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         watch.called(step, limit_bytes, args)
@@ -253,7 +258,7 @@ def watched(
         watch.saves(outputs, step.kept_bytes)
         return outputs
 
-    # What AOTAutograd left on it for Dynamo. (Not ``functools.wraps``: Dynamo would look
-    # through ``__wrapped__``.)
+    # Copy the attributes that AOTAutograd sets for Dynamo. (Not ``functools.wraps``: Dynamo
+    # would look through ``__wrapped__``.)
     vars(call).update(getattr(function, "__dict__", {}))
     return call

@@ -1,21 +1,21 @@
-"""Other models of the process: what they hold while one is planned, and its share of the limit.
+"""Other models of the process: the bytes they hold on a rank, and a model's share of the limit.
 
-One limit is for all that a rank holds. What is counted for models beside the one that is planned,
-as they lie on this rank:
+One limit covers everything that a rank holds. Bytes counted for the models beside the planned one,
+on this rank:
 
 =========================  =================================================================
-planned already            parameters, gradients and optimizer state by their plans, and what
-                           calls saved whose backward is still to come
-compiled, not yet called   the least that they will hold: all sharded, or whole as they are
-                           until their first call, whichever is more
+planned already            parameters, gradients and optimizer state by their plans, and
+                           activations saved for a backward that has not run yet
+compiled, not yet called   the larger of two figures: the same state if all is sharded, or their
+                           parameters now, whole until their first call
 =========================  =================================================================
 
-Models that are not compiled with this backend are not counted, as are other tensors of the user's:
-a plan does not depend on what happens to be alive.
+Models that are not compiled with this backend are not counted, nor are other tensors of the user:
+a plan does not depend on which objects happen to be alive.
 
-What is left is shared with those not yet called in proportion to their parameters, unless the
-model needs more: then it gets the least that it needs. So the first one leaves room for the others,
-for what they gather and compute as well.
+The model shares the rest of the limit with the models not yet called, in proportion to their
+parameters. If the model needs more than its share, it gets the least limit that it needs. So the
+first model leaves room for the others, also for their gathered weights and activations.
 """
 
 from __future__ import annotations
@@ -43,12 +43,11 @@ from passes.types.units import format_bytes
 
 @dataclasses.dataclass(frozen=True)
 class OtherModels:
-    """Bytes on the rank that has most of each.
+    """Bytes; each field is the maximum over ranks.
 
-    ``watched_bytes``: of models that were planned. ``pending_bytes``: the least of those that were
-    compiled and not called yet; ``pending_parameter_bytes``: their parameters, whole.
-    ``running_bytes``: the most that a
-    planned one takes besides while it runs.
+    ``watched_bytes``: held by planned models. ``pending_bytes``: the least that models compiled
+    and not called yet will hold; ``pending_parameter_bytes``: their parameters, whole.
+    ``running_bytes``: the most that one planned model needs in addition while it runs.
     """
 
     watched_bytes: int = 0
@@ -61,7 +60,7 @@ class OtherModels:
         return self.watched_bytes + self.pending_bytes
 
     def share_bytes(self, limit_bytes: int, own_parameter_bytes: int) -> int:
-        """The part of the limit to plan under, what the others hold included."""
+        """The limit to plan under. It includes the bytes that the other models hold."""
         if not self.pending_parameter_bytes:
             return limit_bytes
         left_bytes = max(0, limit_bytes - self.held_bytes)
@@ -74,13 +73,13 @@ def other_models(
     group: dist.ProcessGroup,
     compiled: Callable[[], Iterable[nn.Module]],
 ) -> OtherModels:
-    """What models beside this one hold. Collective: of each figure the highest of all ranks.
+    """Bytes of the models beside this one: each field the maximum over ranks. Collective.
 
-    ``compiled``: finds the living models that this backend compiles.
+    ``compiled``: finds the live models that this backend compiles.
     """
-    if backend_of(group, "cpu") == "fake":  # graphs are made here, for ranks that are elsewhere
+    if backend_of(group, "cpu") == "fake":  # tracing only: the ranks are not here
         return OtherModels()
-    gc.collect()  # a model that was dropped is no model
+    gc.collect()  # do not count dropped models
     device = entries[0].parameter.device
     seen = {None, *(_storage(entry.parameter) for entry in entries)}
     pending: list[nn.Parameter] = []
@@ -90,7 +89,7 @@ def other_models(
             continue  # it is never planned
         for parameter in own:
             storage = _storage(parameter)
-            # One that a session has is counted by its watch.
+            # The Watch of a session counts the parameters of that session.
             if storage in seen or parameter.device.type != device.type or find(parameter):
                 continue
             seen.add(storage)
@@ -118,10 +117,10 @@ def planned_under_share(
 ) -> Plan:
     """The plan under the model's share of the limit, or under the least limit that it needs.
 
-    ``plan``: gives one under a limit, what the others hold included.
+    ``plan``: plans under a limit that includes the bytes of the other models.
 
     Raises:
-        InfeasibleLimit: if it needs more than the limit.
+        InfeasibleLimit: if the model needs more than the limit.
     """
     share_bytes = others.share_bytes(limit_bytes, own_parameter_bytes)
     try:
@@ -145,13 +144,13 @@ def planned_under_share(
 
 
 def _storage(tensor: Tensor) -> int | None:
-    """Which memory a tensor is in; None: it has none of its own to count."""
+    """The address of a tensor's local storage; None: there is no memory to count."""
     local = _local(tensor)
     if isinstance(local, _torch.FakeTensor):
         return None
     try:
         return local.untyped_storage().data_ptr() or None
-    except (NotImplementedError, RuntimeError):  # a subclass that holds its values elsewhere
+    except (NotImplementedError, RuntimeError):  # a subclass without a storage of its own
         return None
 
 
@@ -160,12 +159,12 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _local_bytes(tensor: Tensor) -> int:
-    """What it takes on this rank: of a view all that it is a view of."""
+    """Bytes of a tensor's storage on this rank; for a view, of the whole base."""
     return _local(tensor).untyped_storage().nbytes()
 
 
 def _training_bytes(parameter: nn.Parameter, optimizers: OptimizerIndex) -> int:
-    """Gradient and optimizer state of a parameter that is trained, as it lies on this rank."""
+    """Gradient and optimizer state of a trained parameter on this rank."""
     holding = optimizers.holding(parameter)
     if not holding or not parameter.numel():
         return 0
@@ -176,6 +175,6 @@ def _training_bytes(parameter: nn.Parameter, optimizers: OptimizerIndex) -> int:
 
 
 def _least_bytes(parameter: nn.Parameter, optimizers: OptimizerIndex, ranks: int) -> int:
-    """The same with the parameter itself, once it is sharded over all ranks."""
+    """Parameter, gradient and optimizer state on one rank, sharded over all ranks."""
     own = parameter.numel() * parameter.element_size()
     return -(-(own + _training_bytes(parameter, optimizers)) // ranks)

@@ -1,7 +1,7 @@
-"""Models that were laid out by ``osdp_compile.shard`` and wait for their first compiled call.
+"""Pending models: sharded by ``osdp_compile.shard``, before their first compiled call.
 
-What is remembered is kept by module: ``model.to_empty`` gives parameters other contents, which
-torch refuses while a weak reference leads to one.
+The records are keyed by module, not by parameter. ``model.to_empty`` swaps the contents of
+parameters, and torch refuses this for a parameter that has a weak reference.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from passes.types.plan import Plan
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PendingModel:
-    """How a model was laid out.
+    """How ``osdp_compile.shard`` placed a model.
 
-    ``mesh``: flat. ``given_mesh``: what the user gave, of one or two dimensions; None: all ranks.
-    ``own_mesh``: of the DTensors. ``context``: in which it was laid out.
+    ``mesh``: the flat mesh. ``given_mesh``: the user's mesh, of one or two dimensions; None: all
+    ranks. ``own_mesh``: the mesh of the DTensors. ``context``: the context of the call.
     """
 
     context: Context
@@ -51,10 +51,10 @@ class PendingModel:
         return self.context.plan
 
     def options(self, options: Options) -> Options:
-        """The backend's options, completed by what was given to ``shard``.
+        """The backend's options, completed by the arguments of ``shard``.
 
         Raises:
-            OsdpError: if they say otherwise.
+            OsdpError: if an option contradicts these arguments.
         """
         if options.mesh is not None and options.mesh != (self.given_mesh or self.mesh):
             raise OsdpError(
@@ -79,7 +79,7 @@ class PendingModel:
         return dataclasses.replace(options, mesh=self.given_mesh).with_plan(self.plan)
 
     def read_in(self, root: nn.Module, precision: Precision) -> bool:
-        """From now on the model's parameters are read in these types; whether that is new."""
+        """Read the model's parameters in these dtypes; True if they changed."""
         if self.reading.precision == precision:
             return False
         self.reading.precision = precision
@@ -91,8 +91,8 @@ class PendingModel:
         """The model's parameters, ready for training.
 
         Raises:
-            OsdpError: naming one that is not, or that is not as it was laid out.
-            PlanMismatch: if the model has other parameters by now.
+            OsdpError: naming a parameter that is not ready, or that has another placement.
+            PlanMismatch: if the model has other parameters now.
         """
         found = model_parameters([("", root)])
         check_fits(
@@ -135,30 +135,30 @@ _of_root: WeakKeyDictionary[nn.Module, PendingModel] = WeakKeyDictionary()
 
 
 def wait_for_first_call(root: nn.Module, laid_out: PendingModel) -> None:
-    """Remember how a model was laid out until it is called."""
+    """Remember a model's placement until its first call."""
     _of_root[root] = laid_out
 
 
 def end_waiting(root: nn.Module) -> None:
-    """The model is trained: from now on its session alone knows it."""
+    """Forget a model that is trained now: its session replaces the record."""
     del _of_root[root]
 
 
 def any_waits() -> bool:
-    """Whether there is any model that was laid out and not trained yet."""
+    """Whether any model is pending."""
     return bool(_of_root)
 
 
 def is_waiting(mesh: DeviceMesh) -> bool:
-    """Whether a model that was laid out over such a mesh was not trained yet.
+    """Whether a model is pending on an equal mesh.
 
-    Not over this very one: torch gives a DTensor another mesh that is equal.
+    Meshes are compared by value: torch gives a DTensor another mesh object that is equal.
     """
     return any(laid_out.own_mesh == mesh for laid_out in list(_of_root.values()))
 
 
 def waiting(parameters: Iterable[Any]) -> list[tuple[nn.Module, PendingModel]]:
-    """The models, with how each was laid out, that own some of these and were not called yet."""
+    """The pending models that own some of these parameters, each with its record."""
     wanted = {id(parameter) for parameter in parameters}
     return [
         (root, laid_out)

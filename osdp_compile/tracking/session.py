@@ -1,4 +1,4 @@
-"""What is remembered of a model between its first call and later compilations of it."""
+"""Session: state of a planned model from its first call on, for later compilations."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from passes.types.units import format_bytes, format_limit
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Session:
-    """A model that was sharded: its plan, its mesh, and how its graphs are lowered.
+    """A planned model: its plan, its mesh, and the settings that lower its graphs.
 
-    ``context``: with the plan, the hardware, the parameters, and the bytes this rank holds
-    between steps as ``base_bytes``.
-    ``reading``: how its modules read its parameters.
-    ``frames``: its step is several graphs, cut by graph breaks.
-    ``observed``: its graphs as they were compiled, and how long its steps take.
-    ``watch``: what is there while its graphs run, beside what the plan counts.
+    ``context``: holds the plan, the hardware, the parameters, and in ``base_bytes`` the bytes
+    that this rank holds between steps.
+    ``reading``: how the modules read the parameters.
+    ``frames``: the step is several graphs, separated by graph breaks.
+    ``observed``: the compiled graphs and the step times.
+    ``watch``: memory during the graphs that the plan does not count.
     """
 
     plan: Plan
@@ -48,7 +48,7 @@ class Session:
 
 
 def base_parts(session: Session) -> dict[str, int]:
-    """Bytes this rank holds between steps, by part: the session's ``base_bytes`` taken apart."""
+    """Bytes that this rank holds between steps, by part; their sum is the ``base_bytes``."""
     ctx = session.context
     parts = held_between_steps(ctx, session.plan)
     for kind, size_bytes in (
@@ -61,9 +61,9 @@ def base_parts(session: Session) -> dict[str, int]:
 
 
 def check_kept(session: Session, options: Options) -> None:
-    """Refuse options, of a later ``torch.compile`` of a model, that what is in force does not keep.
+    """Refuse options of a later ``torch.compile`` that contradict the plan in force.
 
-    What they leave out stays as it was given first.
+    Options that are not given keep their first values.
 
     Raises:
         OsdpError: naming the option.
@@ -99,7 +99,7 @@ _of_module: WeakKeyDictionary[nn.Module, Session] = WeakKeyDictionary()
 def remember(
     session: Session, roots: Sequence[nn.Module], parameters: Sequence[tuple[str, nn.Parameter]]
 ) -> None:
-    """Keep the session for as long as the model lives."""
+    """Keep the session while the model is alive."""
     for root in roots:
         _of_module[root] = session
     for name, parameter in parameters:
@@ -107,13 +107,13 @@ def remember(
 
 
 def find(parameter: Tensor) -> tuple[str, Session] | None:
-    """A sharded parameter's name and session; None if no session laid it out."""
+    """A parameter's name and session; None if no session has it."""
     found: tuple[str, Session] | None = _of_parameter.get(parameter)
     return found
 
 
 def session_for(model: nn.Module) -> Session | None:
-    """The session of a model, or None before its first call that needs gradients.
+    """The session of a model; None before its first call that needs gradients.
 
     ``model``: as for :func:`plan_of`.
     """
@@ -128,12 +128,12 @@ def session_for(model: nn.Module) -> Session | None:
 
 
 def plan_of(model: nn.Module) -> Plan | None:
-    """The plan in force for a model, or None before its first call that needs gradients.
+    """The plan in force for a model; None before its first call that needs gradients.
 
-    After :func:`osdp_compile.shard` there is one at once.
+    After :func:`osdp_compile.shard` a model has a plan at once.
 
-    ``model``: the module itself or what ``torch.compile`` returned for it, or any module
-    that contains or is contained in the one that was planned.
+    ``model``: the module, the result of ``torch.compile`` for it, or a module that contains the
+    planned module or is contained in it.
     """
     session = session_for(model)
     if session is not None:

@@ -1,9 +1,8 @@
-"""What is seen of a model's training: its graphs as they were compiled, and how long steps take.
+"""Step timer: timelines of a model's compiled graphs, and measured seconds of its training steps.
 
-A step is the time from one start of the compiled forward to the next one, so it holds the
-backward, the optimizer, and whatever else the training loop does. On a GPU these are the
-starts of the launches: as soon as the host runs ahead, they follow each other as fast as
-the steps are done.
+A step lasts from one start of the compiled forward to the next. It includes the backward, the
+optimizer and everything else in the training loop. On a GPU the host's launches are timed: once
+the host runs ahead, the launches follow each other at the rate of the steps.
 """
 
 from __future__ import annotations
@@ -18,41 +17,41 @@ from osdp_compile.tracking.larger_inputs import GrowingPeak
 from passes.simulate.timeline import Timeline
 from passes.types.context import Phase
 
-#: How many steps are remembered.
+#: Number of step times that are kept.
 KEPT_STEPS = 64
-_MOST_FRAMES = 256  # in a step; should the last one never run again, no more are kept
-#: Of a timeline's base: what frames of the step that ran before keep.
+_MOST_FRAMES = 256  # in a step: the bound if the last frame never runs again
+#: Part of a timeline's base: bytes that earlier frames of the step keep.
 OTHER_FRAMES = "other frames"
 
 
 class CompiledStep:
     """One compilation of a frame: the timelines of its graphs by phase.
 
-    ``frame``: the same when the frame is compiled again, for other shapes say. Alike modules that
-    are compiled apart have frames of their own, by their parameters.
+    ``frame``: identifies the frame. A recompilation, for other shapes say, has the same frame.
+    Equal modules that are compiled separately have different frames, by their parameters.
     """
 
     def __init__(self, frame: Hashable) -> None:
         self.frame = frame
         self.timelines: dict[Phase, Timeline] = {}
-        #: For graphs of any size: what calls take at their peaks above the prediction.
+        #: For graphs with dynamic shapes: bytes of a call at the peak above the prediction.
         self.growing: dict[Phase, GrowingPeak] = {}
-        #: Bytes that the forward returns to its caller, who holds them during the backward.
+        #: Bytes that the forward returns to its caller. The caller holds them in the backward.
         self.returned_bytes = 0
-        #: Bytes that are there from the end of the forward to the backward.
+        #: Bytes that are alive from the end of the forward to the backward.
         self.kept_bytes = 0
         #: The parameters that the graphs read.
         self.parameters: frozenset[str] = frozenset()
-        #: Whether it was said that it is above the limit.
+        #: A warning has said that the peak is above the limit.
         self.is_above = False
 
     @property
     def peak_bytes(self) -> int:
-        """The highest of its graphs, those that are compiled by now."""
+        """The highest peak of the graphs that are compiled by now."""
         return max((one.peak_bytes for one in self.timelines.values()), default=0)
 
     def larger_input_bytes(self, args: Sequence[Any]) -> int:
-        """What a call takes above :attr:`peak_bytes` by the sizes of its inputs."""
+        """Bytes of a call above :attr:`peak_bytes`, because of the sizes of its inputs."""
         peaks = (
             one.peak_bytes + (self.growing[phase].more_bytes(args) if phase in self.growing else 0)
             for phase, one in self.timelines.items()
@@ -61,16 +60,16 @@ class CompiledStep:
 
     @property
     def counted_frames_bytes(self) -> int:
-        """What earlier frames of the step keep, which its graphs count."""
+        """Bytes kept by earlier frames of the step, as the graphs of this one count them."""
         forward = self.timelines.get(Phase.FORWARD)
         return forward.base.get(OTHER_FRAMES, 0) if forward is not None else 0
 
 
 class Observed:
-    """What is seen of one model.
+    """Compiled frames and step times of one model.
 
-    ``in_step``: the frames that one step runs with gradients, in that order (more than one: graph
-    breaks), each as often as it runs.
+    ``in_step``: the frames that one step runs with gradients, in execution order, each as often
+    as it runs. Several frames come from graph breaks.
     """
 
     def __init__(self) -> None:
@@ -85,13 +84,13 @@ class Observed:
 
     @property
     def graphs(self) -> list[CompiledStep]:
-        """The frames of :attr:`in_step` as they were compiled last; before the first step, all."""
+        """The last compilation of each frame of :attr:`in_step`; before the first step, of all."""
         return [self._compiled[frame] for frame in self.in_step or self._compiled]
 
     def before(self, frame: Hashable) -> list[CompiledStep]:
-        """The runs of frames that come before the last one of a frame in a step.
+        """The frames that run in a step before the last run of a given frame.
 
-        Of a frame that no step ran yet those that have begun count.
+        If no step ran the frame yet, these are the frames of the last step and those begun since.
         """
         order = [*self.in_step, *self._under_way]
         if frame in self.in_step:
@@ -99,7 +98,7 @@ class Observed:
         return [self._compiled[one] for one in order if one in self._compiled]
 
     def compiled(self, step: CompiledStep, phase: Phase, timeline: Timeline) -> None:
-        """Keep a graph's timeline. A forward begins anew: its frame's steps are timed from now."""
+        """Keep a graph's timeline. After a forward, steps are timed from this frame's starts."""
         step.timelines[phase] = timeline
         self.interrupted()
         if phase is not Phase.FORWARD:
@@ -107,21 +106,21 @@ class Observed:
         if self._last is None or self._last.frame != step.frame:
             self._steps_seconds.clear()
             self._started = None
-        if step.frame not in self._compiled:  # it goes on where the last one stopped
+        if step.frame not in self._compiled:  # it continues where the last frame stopped
             self._under_way.extendleft(reversed(self.in_step))
         self._compiled[step.frame] = self._last = step
-        # The forward is compiled before its first start: that whole step is still to come.
+        # The forward is compiled before its first start: leave out the step that follows.
         self._leave_out_next = True
 
     def interrupted(self) -> None:
-        """Something is being compiled: the step under way is no step like others."""
+        """A graph is being compiled: leave the current step out of the times."""
         self._leave_out = True
 
     def forward_started(self, frame: Hashable) -> None:
-        """A frame's compiled forward begins now."""
+        """Record the start of a frame's compiled forward."""
         self._under_way.append(frame)
         if self._last is None or self._last.frame != frame:
-            return  # each frame starts once a step: one of them is enough
+            return  # one frame is enough to time a step
         self.in_step = tuple(self._under_way)
         self._under_way.clear()
         now = time.perf_counter()
@@ -132,27 +131,27 @@ class Observed:
 
     @property
     def steps(self) -> int:
-        """How many steps :attr:`step_seconds` rests on."""
+        """Number of steps behind :attr:`step_seconds`."""
         return len(self._steps_seconds)
 
     @property
     def step_seconds(self) -> float | None:
-        """The median of the last steps, the first after each compilation left out."""
+        """The median of the last steps, without the first step after each compilation."""
         return statistics.median(self._steps_seconds) if self._steps_seconds else None
 
 
 def timed(function: Callable[..., Any], observed: Observed, frame: Hashable) -> Callable[..., Any]:
-    """The compiled function of a frame that is trained, saying when it starts.
+    """Wrap the compiled function of a trained frame; the wrapper records each start.
 
-    It goes around everything that AOTAutograd and Inductor made: Inductor looks at the type of
-    what compiles one graph (for CUDA graphs), and a function put around that would hide it.
+    It wraps the result of AOTAutograd and Inductor, not the compiler of one graph. Inductor
+    inspects the type of that compiler (for CUDA graphs), and a wrapper would hide it.
     """
 
     def stamped(*args: Any, **kwargs: Any) -> Any:
         observed.forward_started(frame)
         return function(*args, **kwargs)
 
-    # What AOTAutograd left on it for Dynamo. (Not ``functools.wraps``: Dynamo would look
-    # through ``__wrapped__``.)
+    # Copy the attributes that AOTAutograd sets for Dynamo. (Not ``functools.wraps``: Dynamo
+    # would look through ``__wrapped__``.)
     vars(stamped).update(getattr(function, "__dict__", {}))
     return stamped

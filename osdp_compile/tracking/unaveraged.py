@@ -1,9 +1,10 @@
-"""Unaveraged: gradients of replicated parameters that differ between ranks, found before a step.
+"""Unaveraged gradients: refuse a step if gradients of replicated parameters differ between ranks.
 
-A plan that shards nothing leaves the parameters plain tensors, and gradients are averaged where a
-forward reads them. What a script computes with one outside of a forward, ``h @ model.out.weight.T``
-say, goes past that: each rank would add its own gradient, and the replicas would drift apart. (With
-DTensors torch refuses it.) So before an optimizer's first step ranks compare their gradients.
+A plan that shards nothing leaves the parameters plain tensors. Their gradients are averaged where a
+forward reads the parameters. Code that reads a parameter outside of a forward,
+``h @ model.out.weight.T`` say, bypasses the average: each rank would add its own gradient, and the
+replicas would diverge. (For DTensors torch raises an error.) So ranks compare their gradients
+before an optimizer's first step.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from torch.distributed.tensor import DTensor
 from osdp_compile.errors import OsdpError
 from osdp_compile.tracking.session import Session, find
 
-#: Gradients that were averaged are the same to the last bit; what every rank adds of the weights
-#: alone may round otherwise on another machine.
+#: Averaged gradients are bitwise equal. A term of the weights alone, which every rank adds by
+#: itself, may round differently on another machine.
 _TOLERANCE = 1e-3
 
 
 def check_averaged(stepping: Sequence[nn.Parameter]) -> None:
-    """Refuse a step by gradients of plain parameters that differ between ranks. Collective.
+    """Refuse a step if gradients of plain parameters differ between ranks. Collective.
 
     ``stepping``: parameters with gradients.
 
     Raises:
-        OsdpError: on every rank, naming the first one.
+        OsdpError: on every rank, naming the first such parameter.
     """
     models: dict[int, tuple[Session, dict[str, nn.Parameter]]] = {}
     for parameter in stepping:
@@ -53,7 +54,7 @@ def _first_that_differs(
     names: Sequence[str], parameters: dict[str, nn.Parameter], group: dist.ProcessGroup
 ) -> str | None:
     device = next(iter(parameters.values())).device
-    # All ranks send as many figures, whichever gradients they have.
+    # All ranks send the same number of values, also for parameters without gradients.
     sizes = torch.stack([_size(parameters.get(name), device) for name in names])
     least_and_most = torch.cat([-sizes, sizes])
     dist.all_reduce(least_and_most, op=dist.ReduceOp.MAX, group=group)

@@ -1,10 +1,10 @@
-"""Uncovered: trained parameters that no compiled graph reads, found before they step.
+"""Uncovered parameters: refuse an optimizer step on parameters that no compiled graph reads.
 
-The backend hears of a model when Dynamo gives it a graph. Dynamo may give it none: it skips frames
-(of an ``nn.LSTM``, say), ``torch._dynamo.disable`` takes functions out, errors may be suppressed,
-and ``torch.compiler.set_stance("force_eager")`` and the recompile limit end compiling. Parameters
-that are read there only are in no plan, and nothing averages their gradients: every rank would
-train a model of its own. So before an optimizer's first step every gradient must be accounted for.
+The backend learns of a model when Dynamo passes it a graph. Dynamo may pass none. It skips frames
+(of an ``nn.LSTM``, say). ``torch._dynamo.disable`` excludes functions. Errors may be suppressed.
+``torch.compiler.set_stance("force_eager")`` and the recompile limit end compilation. Parameters
+that only such code reads are in no plan, and nothing averages their gradients: every rank would
+train its own model. So before an optimizer's first step every gradient must be accounted for.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from osdp_compile.runtime.current_call import referred_to
 from osdp_compile.tracking.session import find
 from osdp_compile.tracking.unaveraged import check_averaged
 
-#: Optimizers that were looked at, with how many parameters had gradients.
+#: Checked optimizers, with the number of parameters that had gradients.
 _looked_at: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
-#: Parameters whose mesh has one rank: nobody else trains them.
+#: Parameters whose mesh has one rank: no other rank trains them.
 _alone: Any = WeakTensorKeyDictionary()
 _watching: list[Any] = []
 
 
 def watch_optimizers(backend: Callable[..., Any]) -> None:
-    """From now on look at what steps, for models that are compiled with a backend."""
+    """Check optimizers before their steps, for models that are compiled with a backend."""
     if not _watching:
         _watching.append(
             register_optimizer_step_pre_hook(
@@ -48,30 +48,30 @@ def watch_optimizers(backend: Callable[..., Any]) -> None:
 
 
 def leave_alone(inputs: Sequence[Any]) -> None:
-    """Of a graph that is trained on one rank: its parameters need no average."""
+    """Exempt the parameters of a graph on one rank: their gradients need no average."""
     for value in inputs:
         if isinstance(value, nn.Parameter):
             _alone[value] = True
 
 
 def check_covered(optimizer: torch.optim.Optimizer, backend: Callable[..., Any]) -> None:
-    """Refuse a step by gradients that were averaged nowhere.
+    """Refuse a step with gradients that nothing averaged.
 
     Raises:
         OsdpError: naming a parameter of a model that is compiled with the backend, or one that
-            steps with parameters of such a model.
+            shares an optimizer with parameters of such a model.
     """
     stepping = [
         one for group in optimizer.param_groups for one in group["params"] if one.grad is not None
     ]
     if _looked_at.get(optimizer) == len(stepping):
         return
-    # A step of length zero, as torch.distributed.checkpoint takes it to make an optimizer's state.
+    # A step with learning rate zero: torch.distributed.checkpoint creates optimizer state so.
     if all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups):
         return
     if _ranks() > 1:
         unknown = [one for one in stepping if not _accounted_for(one)]
-        if unknown:  # of FSDP, if Dynamo compiled nothing between its hooks
+        if unknown:  # FSDP parameters, if Dynamo compiled nothing between its hooks
             check_not_in_fsdp(_of_compiled_models(unknown, backend))
         apart = [one for one in unknown if not isinstance(one, DTensor)]
         if apart:
@@ -92,7 +92,7 @@ def _accounted_for(parameter: nn.Parameter) -> bool:
 def _of_compiled_models(
     parameters: Sequence[nn.Parameter], backend: Callable[..., Any]
 ) -> list[nn.Module]:
-    """The models compiled with a backend that hold some of these."""
+    """The models compiled with a backend that hold some of the parameters."""
     wanted = {id(one) for one in parameters}
     return [
         model
@@ -104,7 +104,7 @@ def _of_compiled_models(
 def _check_apart(
     apart: Sequence[nn.Parameter], stepping: Sequence[nn.Parameter], backend: Callable[..., Any]
 ) -> None:
-    gc.collect()  # a model whose compiled form is gone trains as it likes
+    gc.collect()  # a model without a compiled form is not checked
     wrapped = living(nn.parallel.DistributedDataParallel)
     reduced = {id(parameter) for one in wrapped for parameter in one.parameters()}
     apart = [one for one in apart if id(one) not in reduced]
@@ -115,7 +115,7 @@ def _check_apart(
     }
     own = [one for one in apart if id(one) in names]
     if not own and any(find(one) is not None for one in stepping):
-        own = list(apart)  # it trains with a model of ours
+        own = list(apart)  # they share the optimizer with a planned model
         for model in living(nn.Module):
             found = {id(one): name for name, one in model.__dict__.get("_parameters", {}).items()}
             names.update({key: name for key, name in found.items() if key not in names})
@@ -135,7 +135,7 @@ def _check_apart(
 
 
 def compiled_models(backend: Callable[..., Any]) -> Iterator[nn.Module]:
-    """The living modules that are compiled with a backend, or that such a function refers to."""
+    """The live modules that are compiled with a backend, or that such a function refers to."""
     for module in list(living(nn.Module)):
         inner = module.__dict__.get("_compiled_call_impl")
         if inner is not None and _torch.backend_of_compiled(inner) is backend:

@@ -1,1 +1,1 @@
-"""Annotate: the cost of every node, and the bytes of the training state."""
+"""The cost of every node, and the bytes of the training state."""

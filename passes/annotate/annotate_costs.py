@@ -1,16 +1,16 @@
-"""Annotate: what every node costs.
+"""Annotate: the cost of every node.
 
 Needs: ``meta["val"]`` on every node.
-Leaves: ``meta[COST]`` (:class:`Cost`), ``meta[PHASE]`` (forward or backward) and
-``meta[REGION]`` (of fused nodes, else None) on every node; the graph is unchanged.
+Leaves: ``meta[COST]`` (:class:`Cost`), ``meta[PHASE]`` and ``meta[REGION]`` (None outside fused
+regions) on every node except the output; ``gm.meta[DATAFLOW]``. The graph is unchanged.
 
-Formulas: FLOPs are in ``passes/annotate/flops.py``. A kernel takes the time that the profile has
-measured for it (``kernel_seconds``), or else the larger of FLOPs over the device's rate and
-bytes over its memory bandwidth (the roofline); a collective ``latency + wire bytes x inverse
-bandwidth``, by the rates and the ranks of its process group. A fused region costs the bytes that
-enter and leave it: each of its nodes is charged for the outside tensors that it is the first to
-read and for what it writes to memory. A node without a formula is priced by its bytes, and named
-once at debug level.
+Formulas: a kernel takes its measured time (``kernel_seconds`` of the profile). Without one it
+takes the larger of FLOPs / device rate and bytes / memory bandwidth (the roofline), plus
+``launch_seconds``. For FLOPs see ``passes/annotate/flops.py``. A collective takes ``latency + wire
+bytes x inverse bandwidth``, by the rates and ranks of its process group. A fused region costs the
+bytes that enter and leave it: each node pays for the outside tensors that it reads first in its
+region, and for its output in memory. A node without a FLOP formula is priced by its bytes and
+logged once at debug level.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from passes.types.context import Context
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The price of one node.
+    """The cost of one node.
 
-    ``memory_bytes``: what its output takes while alive (0: a view, or inside a fused kernel).
-    ``workspace_bytes``: what it takes besides, only while it runs
-    (``passes/annotate/workspace.py``); a collective until it is waited for (``Context.staged``).
+    ``memory_bytes``: bytes of its output while alive (0: a view, or inside a fused kernel).
+    ``workspace_bytes``: extra bytes while it runs (``passes/annotate/workspace.py``); for a
+    collective until its wait (``Context.staged``).
     ``seconds``: on the compute stream, or on the network for a collective.
-    ``busy_seconds``: of the compute stream, that a collective takes from what runs beside it.
-    ``wake_seconds``: that a collective ends later if nothing was in flight as it was started.
-    ``serves``: the parameters it is there for (``passes/graph/attribution.py``).
-    ``in_function``: its kernel is one C++ function with those beside it
+    ``busy_seconds``: compute overhead of a collective, on the compute stream.
+    ``wake_seconds``: start delay of a collective, if nothing is in flight at its start.
+    ``serves``: the parameters that it serves (``passes/graph/attribution.py``).
+    ``in_function``: its kernel shares one C++ function with neighbouring kernels
     (``passes/simulate/memory.py``).
     """
 
@@ -73,7 +73,7 @@ class Cost:
 
 
 def cost_of(node: fx.Node) -> Cost:
-    """The annotation of a node; a node that has none costs nothing."""
+    """The cost of an annotated node; zero for a node without annotation."""
     return node.meta.get(COST, _NOTHING)
 
 
@@ -81,19 +81,19 @@ _NOTHING = Cost()
 
 
 def region_of(node: fx.Node) -> int | None:
-    """The fused region of an annotated node (``passes/graph/op_traits.py``); None: it has none."""
+    """The fused region of a node (``passes/annotate/fusion_regions.py``); None: it has none."""
     return node.meta.get(REGION)
 
 
 def collective_full_bytes(node: fx.Node) -> int:
-    """Bytes of the whole tensor a collective works on: what its ranks together hold of it."""
+    """Bytes of a collective's whole tensor, over all its ranks."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     return max(bytes_of(node.meta["val"]), bytes_of(source.meta["val"]))
 
 
 def stands_alone(node: fx.Node) -> bool:
-    """Whether a node is a kernel of torch's own: no view, nothing fused, none of our own."""
+    """Whether a node is a kernel of torch's own: no view, not fused, no custom operator."""
     return node.op == "call_function" and not (
         is_fusible(node)
         or is_alias(node)
@@ -105,7 +105,7 @@ def stands_alone(node: fx.Node) -> bool:
 
 
 def kernel_key(node: fx.Node) -> str:
-    """What a kernel's time depends on, as text: the operator, shapes, strides and settings."""
+    """A text key for a kernel's time: operator, dtypes, shapes, strides and other arguments."""
 
     def described(source: fx.Node) -> str:
         value = source.meta.get("val")
@@ -120,7 +120,7 @@ def kernel_key(node: fx.Node) -> str:
 
 
 def _packing_read_bytes(node: fx.Node) -> int:
-    """What a copy into or out of a collective reads: of a bucket its own columns only."""
+    """Bytes that a packing operator reads; of a bucket only its own columns."""
     sources = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
     read_bytes = sum(bytes_of(s.meta["val"]) for s in sources if isinstance(s, fx.Node))
     if node.target in PICKING:
@@ -129,14 +129,14 @@ def _packing_read_bytes(node: fx.Node) -> int:
 
 
 def _dtype_of(value: object) -> str:
-    """The dtype's name of a result, of the first of several; ``float32`` where there is none."""
+    """The dtype name of a result, or of the first tensor of several; ``float32`` without one."""
     if isinstance(value, list | tuple):
         value = next((item for item in value if isinstance(item, torch.Tensor)), None)
     return str(value.dtype if isinstance(value, torch.Tensor) else torch.float32)[len("torch.") :]
 
 
 def flops_by_dtype(graph: fx.Graph) -> dict[str, int]:
-    """FLOPs of a graph by the dtype whose rate prices them (``Hardware.flops``)."""
+    """FLOPs of a graph by dtype, whose rate prices them (``Hardware.flops``)."""
     total: dict[str, int] = {}
     for node in graph.nodes:
         if stands_alone(node) and (flops := flops_of(node)):
@@ -159,7 +159,7 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     phase = ctx.phase.value
     on_cpu = ctx.hardware.device_type == "cpu"
     entered: set[tuple[int, int]] = set()
-    size_bytes: list[int] = []  # of one tensor; of several results none
+    size_bytes: list[int] = []  # of a single tensor; 0 for several results
     for index, node in enumerate(dataflow.nodes[:-1]):
         meta, traits, own = node.meta, dataflow.traits[index], region[index]
         meta[PHASE] = phase
@@ -199,7 +199,7 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
             if not _is_tensor(dataflow.nodes[source]):
                 continue
             entered.add((own, root))
-            # An embedding or a gather reads as much as it gives, not its whole table.
+            # The cap is for an embedding or a gather, which reads only a part of its table.
             source_bytes = size_bytes[source] or bytes_of(dataflow.nodes[source].meta["val"])
             read_bytes += min(source_bytes, 4 * max(own_bytes, 1024))
         write_bytes = bytes_of(value) if is_real else 0
@@ -225,7 +225,7 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 
 
 def _is_tensor(node: fx.Node) -> bool:
-    """Whether a node's value is a tensor, or several."""
+    """Whether a node's value is one or several tensors."""
     return isinstance(node.meta.get("val"), torch.Tensor | list | tuple)
 
 
@@ -240,7 +240,7 @@ def _cost(
     workspace: int,
     in_function: bool,
 ) -> Cost:
-    """The price of what computes: layers that are alike share it, and so do plans."""
+    """The cost of a node other than a collective, shared by equal layers and by plans."""
     return Cost(
         flops,
         read_bytes,

@@ -1,7 +1,7 @@
-"""FLOPs of an operator: torch's own registry, and formulas for what it lacks.
+"""FLOPs of an operator: torch's registry, and formulas for operators that it lacks.
 
-As in the registry, a multiplication with its addition counts two, and pointwise operators
-and reductions count nothing: what they take is the memory they read and write.
+As in the registry, a multiply-add counts as two. Pointwise operators and reductions count as
+zero: memory traffic determines their time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _aten = torch.ops.aten
 
 
 def flops_of(node: fx.Node) -> int:
-    """FLOPs of a call to an operator; 0 where no formula is known, which is logged once."""
+    """FLOPs of a call to an operator; 0 without a formula, which is logged once."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet is None or gives_nothing(node):
         return 0
@@ -44,7 +44,7 @@ def flops_of(node: fx.Node) -> int:
 
 
 def _sized(value: Any) -> Any:
-    """A tensor whose sizes are numbers, symbolic ones by their hints: a formula adds no guard."""
+    """A value with symbolic sizes replaced by their hints, so that a formula adds no guard."""
     if isinstance(value, list | tuple):
         return type(value)(_sized(item) for item in value)
     if isinstance(value, torch.Tensor) and not all(isinstance(size, int) for size in value.shape):
@@ -54,7 +54,7 @@ def _sized(value: Any) -> Any:
 
 @functools.cache
 def _say(operator: str, name: str, why: str) -> None:
-    """Log, once for a node however often the planner prices it, that it goes by its bytes."""
+    """Log once per node that its bytes alone determine its price."""
     log.debug("%s (%s) is priced by its bytes: %s", name, operator, why)
 
 
@@ -71,12 +71,12 @@ def _dot(one: Any, other: Any, *, out_val: Any) -> int:
 
 
 def _added_batch(bias: Any, one: Any, other: Any, *, out_val: Any, **_: Any) -> int:
-    """``bias + the sum over the batch of one @ other``; shapes (b, n, m) and (b, m, p)."""
+    """``bias + sum over b of one[b] @ other[b]``; shapes (b, n, m) and (b, m, p)."""
     return 2 * numel_of(one) * concrete(other.shape)[-1]
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, out_val: Any, **__: Any) -> int:
-    """Shapes (batch, heads, length, head size); a causal mask is not counted, as in torch."""
+    """Shapes (batch, heads, length, head size); a causal mask saves no FLOPs, as in torch."""
     shapes = (tuple(concrete(t.shape)) for t in (query, key, value))
     return int(sdpa_flop_count(*shapes))
 
@@ -89,7 +89,7 @@ def _attention_backward(
 
 
 def _fourier(source: Any, dim: Any, *_: Any, out_val: Any, **__: Any) -> int:
-    """``5 n log2 n`` for each transform of length n; the usual count for a complex FFT."""
+    """``5 n log2 n`` for each transform of length n, the standard count of a complex FFT."""
     larger = max(source, out_val, key=numel_of)
     length = math.prod(concrete(larger.shape)[axis] for axis in dim)
     return round(5 * numel_of(larger) * math.log2(max(length, 2)))

@@ -1,10 +1,10 @@
-"""Regions: which nodes Inductor will run as one kernel, and which tensors it will really allocate.
+"""Fusion regions: nodes that Inductor fuses, and tensors that it allocates.
 
-The model: a fusible node's *depth* is the number of barriers before it on the longest
-path, raised to that of its consumers where it feeds nothing shallower (Inductor computes
-such a chain inside its consumer). Connected fusible nodes of one depth are one *region*:
-no path between two of them can leave the region and come back, for that would cross a
-barrier and raise the depth.
+The model: a fusible node's *depth* is the number of barriers before it on the longest path. If all
+its readers are fusible, the depth rises to that of the shallowest reader (Inductor computes such a
+chain inside its consumer). Connected fusible nodes of equal depth form one *region*. A path
+between two of them cannot leave the region and return: it would cross a barrier, which raises the
+depth.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from networkx.utils import UnionFind
 
 from passes.graph.dataflow import Dataflow
 
-#: Of a node that is in no region.
+#: The region number of a node outside all regions.
 NO_REGION = -1
 
 
 def _depths(dataflow: Dataflow) -> list[int]:
     depth = [0] * len(dataflow.nodes)
     last = len(dataflow.nodes) - 1
-    # A kernel of its own, whose inputs must exist.
+    # A barrier is a kernel of its own, whose inputs must be in memory.
     barrier = [
         called and not fusible
         for called, fusible in zip(dataflow.called, dataflow.fusible, strict=True)
@@ -36,7 +36,7 @@ def _depths(dataflow: Dataflow) -> list[int]:
             if deep > own:
                 own = deep
         depth[index] = own
-    for index in range(last - 1, -1, -1):  # sink a chain into the consumers that will inline it
+    for index in range(last - 1, -1, -1):  # sink a chain into the consumers that inline it
         if dataflow.fusible[index] and not dataflow.alias[index]:
             users = dataflow.readers[index]
             if users and all(map(dataflow.fusible.__getitem__, users)):
@@ -45,9 +45,9 @@ def _depths(dataflow: Dataflow) -> list[int]:
 
 
 def regions(dataflow: Dataflow) -> list[int]:
-    """The region of every fusible node: equal numbers are one kernel; else :data:`NO_REGION`.
+    """The region number of every node, in graph order; :data:`NO_REGION` if not fusible.
 
-    Numbers follow the order of the graph, so they are the same on every rank.
+    Regions are numbered in graph order, so the numbers are equal on all ranks.
     """
     depth = _depths(dataflow)
     fused = [
@@ -68,9 +68,10 @@ def regions(dataflow: Dataflow) -> list[int]:
 
 
 def materialized(dataflow: Dataflow, region: list[int]) -> list[bool]:
-    """Whether a node's output is a buffer in memory; of a view it is not.
+    """Whether each node's output is a buffer in memory, in graph order.
 
-    Everything that no kernel fuses, and of a region what someone outside it reads.
+    True for every node outside regions that is no view, and for a node in a region if the graph
+    returns it or a node outside the region reads it.
     """
     returned = dataflow.returned()
     last = len(dataflow.nodes) - 1

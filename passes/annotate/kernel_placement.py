@@ -1,15 +1,15 @@
-"""Kernels: where the nodes of a fused region really run.
+"""Kernel placement: the position in the schedule at which each fused node runs.
 
-Inductor fuses what it can of a region into one kernel and puts the kernel where its first
-result stands. A result joins an earlier kernel of its region if all that it reads is there by
-then and it runs over as many elements. So does one of another region, if both read a tensor of
-that many elements (both halves of a gated unit's backward read the gradient of the product)
-and they are not far apart. A sum over leading dimensions (a bias's gradient) runs over columns,
-and what it reads is written row by row: they are two kernels.
+Inductor fuses the nodes of a region into kernels, and runs each kernel at the position of its
+first result. A result joins an earlier kernel of its region if all its inputs exist at that
+position and both loop over the same number of elements in the same order. A result of another
+region also joins if both regions read one tensor of that size and the kernels are near each other
+(both halves of a gated unit's backward read the gradient of the product). A sum over leading
+dimensions (a bias's gradient) loops over columns and its input is written by rows: two kernels.
 
-Inductor never reduces twice: a reduction's result is a buffer wherever it is read from another
-kernel. So it stands in a kernel of its own place, and what is computed of it alone, one element of
-each, is in that kernel or reads that buffer, and not what was reduced.
+Inductor never repeats a reduction: its result is a buffer if another kernel reads it. So a
+reduction's kernel has a position of its own. Elementwise results of one reduction run in this
+kernel or read this buffer, and do not read the reduction's inputs.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from passes.graph.dataflow import Dataflow
 from passes.graph.fx_utils import numel_of, once_for
 from passes.graph.op_traits import is_reduction
 
-#: Inductor does not fuse across more kernels than this only for what both read
+#: Inductor does not fuse for a shared input alone if more kernels than this lie between
 #: (``torch._inductor.scheduler.Scheduler.are_long_distant_nodes``).
 FAR_KERNELS = 64
 
 
 class _Loop(NamedTuple):
-    """What a kernel runs over: so many elements, row by row or column by column."""
+    """The loop of a kernel: its number of elements, row by row or column by column."""
 
     numel: int
     by_column: bool
@@ -43,7 +43,7 @@ _NO_LOOP = _Loop(0, by_column=False)
 
 @dataclasses.dataclass(eq=False)
 class _Kernel:
-    """``at``: where its first result is. ``number``: of kernels before it."""
+    """``at``: position of its first result. ``number``: number of kernels before it."""
 
     at: int
     loop: _Loop
@@ -51,13 +51,14 @@ class _Kernel:
 
 
 class _Fused(NamedTuple):
-    """What does not depend on the order of a fused node: what it reads, and its loop.
+    """The inputs and the loop of a fused node, which do not depend on the order.
 
-    ``inside``: tensors of its own region, and whether each is written to memory or reduced.
-    ``outside``: other tensors that it reads itself.
-    ``writes``: it is the one or the other itself.
-    ``keys``: its region as a number below zero, and the tensors outside that its region reads on
-    the way to it, of as many elements: what it may share with a kernel that it joins.
+    ``inside``: inputs in its own region, each with True if it is a buffer or a reduction.
+    ``outside``: all other inputs.
+    ``writes``: the node itself is a buffer or a reduction.
+    ``keys``: keys of the kernels that it may join: its region as a negative number, and the
+    tensors outside its region with as many elements as its loop that it depends on through the
+    region.
     """
 
     inside: tuple[tuple[int, bool], ...]
@@ -68,19 +69,19 @@ class _Fused(NamedTuple):
 
 
 class Kernels:
-    """The kernels of an annotated graph, for any order that its nodes are put in."""
+    """The kernels of an annotated graph, for any order of its nodes."""
 
     def __init__(self, dataflow: Dataflow) -> None:
         nodes = dataflow.nodes
         self._fused: list[_Fused | None] = [None] * len(nodes)
-        self._same_kernel: dict[int, int] = {}  # one of several results, and the kernel
-        self._alone = [False] * len(nodes)  # whether it writes
-        reads: dict[int, dict[int, None]] = {}  # outside tensors that its region reads
+        self._same_kernel: dict[int, int] = {}  # an item of several results, and its kernel
+        self._alone = [False] * len(nodes)  # outside regions: whether it is a buffer
+        reads: dict[int, dict[int, None]] = {}  # outside tensors that it reads through its region
         region = [region_of(node) for node in nodes]
         numel: dict[int, int] = {}
         memory = [cost_of(node).memory_bytes > 0 for node in nodes]
         reduces = [is_reduction(node) for node in nodes]
-        reduced: dict[int, _Loop] = {}  # of reductions, and of what is computed of one alone
+        reduced: dict[int, _Loop] = {}  # of reductions and their elementwise results
         for index, node in enumerate(nodes):
             traits = dataflow.traits[index]
             if traits.getitem and not traits.fusible and dataflow.inputs[index]:
@@ -117,19 +118,19 @@ class Kernels:
             self._fused[index] = _Fused(tuple(inside), tuple(outside), writes, loop, tuple(keys))
 
     def places(self, order: Sequence[int]) -> list[int]:
-        """For every node, the place in the order of the kernel that writes its result.
+        """For every node, the position in the order at which the kernel of its result runs.
 
-        ``order``: the nodes as they run, by their places in the wiring. Nodes inside a kernel
-        that write nothing are at their own.
+        ``order``: the nodes in execution order, by their indices in the dataflow. A fused node
+        that writes no buffer has its own position.
         """
         runs = [0] * len(order)
-        needs = [0] * len(order)  # the last place of what a fused node's region reads
-        mates: dict[int, list[_Kernel]] = {}  # kernels by region and what they read
+        needs = [0] * len(order)  # the last position of the inputs of a fused node's region
+        mates: dict[int, list[_Kernel]] = {}  # kernels by region and inputs
         fused, number = self._fused, 0
         for place, index in enumerate(order):
             one = fused[index]
             if one is None:
-                source = self._same_kernel.get(index)  # all its results are there at once
+                source = self._same_kernel.get(index)  # all results exist at once
                 if source is None:
                     runs[index] = place
                     number += self._alone[index]
@@ -141,7 +142,7 @@ class Kernels:
                 if runs[read] > needed:
                     needed = runs[read]
             for read, writes in one.inside:
-                # One that writes may be in the same kernel, not in a later one.
+                # A node that writes may be in the same kernel, but not in a later kernel.
                 needed = max(needed, needs[read], runs[read] - 1 if writes else -1)
             needs[index] = needed
             runs[index] = place
@@ -164,7 +165,7 @@ class Kernels:
 def _earlier(
     mates: dict[int, list[_Kernel]], keys: Sequence[int], number: int
 ) -> Iterator[_Kernel]:
-    """Kernels that a result may join: of its region, then near ones that read the same."""
+    """Kernels that a result may join: of its region, then near kernels with a shared input."""
     yield from mates.get(keys[0], ())
     for tensor in keys[1:]:
         for kernel in mates.get(tensor, ()):
@@ -173,7 +174,7 @@ def _earlier(
 
 
 def _loop_of(node: fx.Node) -> _Loop:
-    """The loop of a fused node: a reduction's is over what it reads."""
+    """The loop of a fused node; a reduction loops over its input."""
     if not is_reduction(node):
         return _Loop(_numel(node), by_column=False)
     numel = max(map(_numel, [node, *node.all_input_nodes]))
@@ -181,7 +182,7 @@ def _loop_of(node: fx.Node) -> _Loop:
 
 
 def _reduces_rows(node: fx.Node) -> bool:
-    """Whether a reduction is over all dimensions, or over the last ones."""
+    """Whether a reduction is over all dimensions or over the last dimensions."""
     source = node.args[0] if node.args else None
     value = source.meta.get("val") if isinstance(source, fx.Node) else None
     over = node.args[1] if len(node.args) > 1 else None

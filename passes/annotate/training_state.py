@@ -5,17 +5,17 @@ from __future__ import annotations
 from passes.types.context import Context
 from passes.types.plan import Plan
 
-#: Gradients of earlier backwards, which a backward adds its own to.
+#: Reduced gradients of earlier backwards; a backward adds its own to them.
 EARLIER_GRADIENTS = "earlier gradients"
-#: What other models of the process hold.
+#: Bytes held by other models of the process.
 OTHER_MODELS = "other models"
 
 
 def state_bytes(ctx: Context, plan: Plan) -> dict[str, int]:
-    """Bytes one rank holds between steps, by kind (``parameters``, ``optimizer``, ``gradients``).
+    """Bytes of training state on one rank by kind (``parameters``, ``gradients``, ``optimizer``).
 
-    Gradients are here as they are before the optimizer's step; rank 0's share is counted,
-    the largest.
+    Gradients count as before the optimizer's step. The bytes are those of rank 0, which has the
+    largest shards.
     """
     total = {"parameters": 0, "gradients": 0, "optimizer": 0}
     for parameter in ctx.parameters:
@@ -29,7 +29,7 @@ def state_bytes(ctx: Context, plan: Plan) -> dict[str, int]:
 
 
 def held_between_steps(ctx: Context, plan: Plan) -> dict[str, int]:
-    """Bytes that one rank holds during both graphs beside ``ctx.base_bytes``, by kind."""
+    """Bytes that one rank holds during both graphs beside the planner's ``base_bytes``, by kind."""
     state = state_bytes(ctx, plan)
     held = {"parameters": state["parameters"], "optimizer": state["optimizer"]}
     if ctx.adds_gradients:
@@ -38,9 +38,9 @@ def held_between_steps(ctx: Context, plan: Plan) -> dict[str, int]:
 
 
 def optimizer_temporary_bytes(ctx: Context, plan: Plan) -> int:
-    """Bytes an optimizer's step allocates and frees: two tensors of the largest local parameter.
+    """Bytes that an optimizer's step allocates and frees: twice the largest trained local shard.
 
-    Adam's single-tensor step in torch makes ``sqrt(v) / c`` and ``+ eps`` out of place.
+    Source: Adam's single-tensor step in torch makes ``sqrt(v) / c`` and ``+ eps`` out of place.
     """
     return 2 * max(
         (
@@ -53,19 +53,19 @@ def optimizer_temporary_bytes(ctx: Context, plan: Plan) -> int:
 
 
 def gradient_bytes(ctx: Context, plan: Plan, kept_bytes: int) -> int:
-    """Bytes of the gradients that an optimizer's step finds.
+    """Bytes of gradients at the start of an optimizer's step.
 
-    ``kept_bytes``: what the backward leaves. That is more than the parameters' own size where a
-    small gradient is a view of the bucket that it came in, and another was copied out of it.
+    ``kept_bytes``: bytes that the backward leaves. It exceeds the gradients' own bytes if a small
+    gradient is a view of its bucket and another gradient was copied out of this bucket.
     """
     return max(state_bytes(ctx, plan)["gradients"], kept_bytes)
 
 
 def optimizer_seconds(ctx: Context, plan: Plan) -> float:
-    """Seconds of an optimizer's step on what one rank holds.
+    """Seconds of an optimizer's step on one rank.
 
-    Of a plan that shards nothing on plain tensors, as the backend leaves them; after
-    ``osdp_compile.shard`` they are DTensors all the same.
+    A plan that shards nothing is priced with plain tensors, as the backend leaves them. After
+    ``osdp_compile.shard`` they are DTensors anyway.
     """
     trained = sum(parameter.requires_grad for parameter in ctx.parameters)
     held_bytes = sum(state_bytes(ctx, plan).values())
@@ -73,6 +73,6 @@ def optimizer_seconds(ctx: Context, plan: Plan) -> float:
 
 
 def base_kinds(ctx: Context) -> dict[str, int]:
-    """The planner's ``ctx.base_bytes`` by kind."""
+    """The bytes of the planner's ``ctx.base_bytes`` by kind."""
     named = {"accumulated": ctx.accumulated_bytes, OTHER_MODELS: ctx.other_models_bytes}
     return {"inputs": ctx.base_bytes - sum(named.values()), **named}

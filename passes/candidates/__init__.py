@@ -1,1 +1,1 @@
-"""Candidates: what the planner may choose from."""
+"""Candidates: parameter groups, recompute sets and slice groups for the planner's search."""

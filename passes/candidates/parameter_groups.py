@@ -1,4 +1,4 @@
-"""Alike: parameters that differ in a layer's number only."""
+"""Parameter groups: parameters whose names differ only in a layer's number."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from passes.types.context import Parameter
 
 
 def alike(parameters: Sequence[Parameter]) -> list[list[int]]:
-    """Indices of parameters that differ in a layer's number only, as each group begins."""
+    """Group the indices of parameters whose names differ only in numbers.
+
+    Shape, dtype and ``requires_grad`` must agree. Groups are in the order of their first index.
+    """
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, one in enumerate(parameters):
         pattern = re.sub(r"\d+", "*", one.name)

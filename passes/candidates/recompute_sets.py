@@ -1,21 +1,25 @@
-"""Recompute sets: which saved tensors are worth computing again, from a few to as many as help.
+"""Recompute sets: saved tensors to recompute, from a small to the largest useful saving.
 
-Every saved tensor t has bytes b(t) and a *chain*: the operators that make it from the nearest
-other saved tensors and the step's inputs. (Where the chain would be long and another tensor of no
-more bytes would make it short, that one is saved instead: what a layer norm reads in place of what
-it gives.) A set R of them spares the memory of its tensors and
-costs the operators in the union of their chains, since a tensor of R that another one's chain
-reads has a chain in that union too. But then both are there at once: tensors of R that are
-linked so are one *cluster*, whose bytes the backward must hold together. With every tensor in
-one cluster nothing is spared; with none in any, everything is held from the start.
+Needs: a captured step. Leaves: the step unchanged.
 
-For several bounds on a cluster's bytes, sets are grown tensor by tensor, always what costs least
-for a byte; what shares an operator (the parts of one product, the results of an attention) may
-come together. A set is then judged by the most that its step's backward would hold of saved and
-recomputed tensors at once. Of all sets those remain that hold less than every cheaper one.
+Every saved tensor t has bytes b(t) and a *chain*: the operators that compute it from the nearest
+other saved tensors and the step's inputs. If a chain is long, and another tensor of no more bytes
+makes it short, that tensor is saved instead (such as the input of a layer norm in place of its
+result).
 
-The clusters are what people make by hand when they checkpoint a model's layers: with a bound of
-one layer's bytes only the layers' inputs stay saved. Chen et al., arXiv 1604.06174.
+A set R of tensors saves the memory of its tensors. It costs the operators in the union of their
+chains: if a chain reads another tensor of R, that tensor's chain is in the union too. But then both
+tensors are alive together. Tensors of R with such links form one *cluster*, and the backward must
+hold all bytes of a cluster together. With all tensors in one cluster, R saves nothing. With R
+empty, the backward holds all tensors from its start.
+
+For several bounds on a cluster's bytes, sets grow by the tensor with the lowest cost per byte.
+Tensors that share an operator (the parts of one product, the results of an attention) may be added
+together. The memory of a set is the most bytes of saved and recomputed tensors that the backward
+holds at once. Only sets that hold less than every cheaper set remain.
+
+Clusters correspond to manual checkpointing of layers: with a bound of one layer's bytes, only the
+inputs of the layers stay saved. Chen et al., arXiv 1604.06174.
 """
 
 from __future__ import annotations
@@ -34,18 +38,18 @@ from passes.ops.markers import UNSHARD
 from passes.recompute.recompute_activations import PartitionBoundary, keys_of
 from passes.types.context import Context, Phase
 
-#: Bounds on a cluster, each twice the one before.
+#: Number of bounds on a cluster's bytes; each is half of the one before.
 _MOST_BOUNDS = 8
-#: Of how many of the sets that grow under one bound the memory is worked out.
+#: Number of sets per bound, about, whose memory is computed.
 _MOST_SAMPLES = 48
 
 
 @dataclasses.dataclass(frozen=True)
 class RecomputeSet:
-    """Saved tensors to compute again, and others to save for that, by their keys.
+    """Saved tensors to recompute, and further tensors to save for that, by their keys.
 
-    ``held_bytes``: the most of saved and recomputed tensors that the backward holds at once, as
-    far as that is known without a schedule. ``seconds``: what computing them takes.
+    ``held_bytes``: the most bytes of saved and recomputed tensors that the backward holds at once,
+    estimated without a schedule. ``seconds``: the time of the recomputation.
     """
 
     recompute: tuple[str, ...]
@@ -56,12 +60,13 @@ class RecomputeSet:
 
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """A saved tensor, with all saved views of its memory; or one that may be saved besides.
+    """A saved tensor with all saved views of its memory, or a tensor that could be saved instead.
 
-    ``first``, ``last``: places in the backward between which it is used; of what is not saved
-    today, none: the last is before the first.
-    ``chain``: what computes it again; empty if nothing can. ``reads``: others, by number.
-    ``instead``: the number of what had better be saved instead, if it is to be recomputed.
+    ``first``, ``last``: the first and the last place in the backward that uses it. For a tensor
+    that is not saved now, ``last`` is -1.
+    ``chain``: the operators that recompute it; empty if that is impossible.
+    ``reads``: the numbers of the other tensors that the chain reads.
+    ``instead``: the number of the tensor to save instead if this one is recomputed, or None.
     """
 
     keys: tuple[str, ...]
@@ -79,10 +84,10 @@ def recompute_sets(
     most: int,
     alike: Mapping[str, Sequence[str]] | None = None,
 ) -> list[RecomputeSet]:
-    """Up to ``most`` sets, each holding less than the one before it and taking longer.
+    """Up to ``most`` sets, each with less memory and more time than the one before it.
 
-    ``alike``: of a key those of all tensors that are recomputed if it is, which need not be in
-    this step (:attr:`passes.capture.fold_layers.Folded.alike`).
+    ``alike``: by key, the keys of all tensors that are recomputed together with it. They may be
+    outside of this step (:attr:`passes.capture.fold_layers.Folded.alike`).
     """
     alike = alike or {}
     forward = annotate(copy_module(captured.forward), ctx.replace(phase=Phase.FORWARD))
@@ -115,7 +120,7 @@ def recompute_sets(
 
 
 def _all_or_none(saved: Sequence[_Saved], together: Sequence[Sequence[int]]) -> list[_Saved]:
-    """Without the chain of what is like something that nothing can compute again."""
+    """Drop the chains of a group of tensors if one tensor of the group cannot be recomputed."""
     return [
         one if all(saved[i].chain for i in own) else dataclasses.replace(one, chain=())
         for one, own in zip(saved, together, strict=True)
@@ -123,7 +128,7 @@ def _all_or_none(saved: Sequence[_Saved], together: Sequence[Sequence[int]]) -> 
 
 
 def _together(saved: Sequence[_Saved], alike: Mapping[str, Sequence[str]]) -> list[list[int]]:
-    """Of each tensor all that are recomputed if it is."""
+    """By tensor, the numbers of all tensors that are recomputed together with it."""
     found: dict[Sequence[str], list[int]] = {}
     own = [alike.get(one.keys[0], one.keys) for one in saved]
     for index, kind in enumerate(own):
@@ -132,14 +137,14 @@ def _together(saved: Sequence[_Saved], alike: Mapping[str, Sequence[str]]) -> li
 
 
 def _closed(chosen: Iterable[int], together: Sequence[Sequence[int]]) -> frozenset[int]:
-    """With all that come with any of them."""
+    """The chosen tensors with all tensors that are recomputed together with them."""
     return frozenset(other for index in chosen for other in together[index])
 
 
 def _spaced(
     search: _Growing, found: Iterable[frozenset[int]], most: int
 ) -> Iterator[frozenset[int]]:
-    """Of the sets that hold less than all cheaper ones, some about evenly spaced in that."""
+    """Sets that hold less than all cheaper ones, about evenly spaced in held bytes."""
     priced = [(search.seconds(chosen), search.held(chosen)[0], chosen) for chosen in found]
     all_saved_bytes = below_bytes = search.held(frozenset())[0]
     front: list[tuple[int, frozenset[int]]] = []
@@ -159,7 +164,7 @@ def _spaced(
 
 
 def _saved_tensors(forward: fx.Graph, backward: fx.Graph) -> list[_Saved]:
-    """What the graph saves of its own, and what it might save instead, in the forward's order."""
+    """The saved tensors, and the tensors that could be saved instead, in the forward's order."""
     cut = PartitionBoundary(forward, backward)
     keys = keys_of(forward)
     returned = {root_of(node) for node in _returned(forward, cut)}
@@ -204,10 +209,10 @@ def _saved_tensors(forward: fx.Graph, backward: fx.Graph) -> list[_Saved]:
 def _instead(
     cut: PartitionBoundary, root: fx.Node, node: fx.Node, known: Collection[fx.Node]
 ) -> fx.Node | None:
-    """What to save in place of a tensor, so that no large kernel must run to have it again.
+    """The tensor to save in place of ``root``, so that its recomputation needs no large kernel.
 
-    The nearest tensor on the way back that all else comes from, pointwise and in reductions; no
-    larger than the one it stands for. None: there is none, or no large kernel comes before.
+    It is the nearest tensor from which pointwise operators and reductions compute ``root``, and it
+    is not larger than ``root``. None: no such tensor, no chain, or no large kernel in the chain.
     """
     found = cut.chain(node)
     if found is None or not any(stands_alone(one) for one in found[0]):
@@ -228,25 +233,25 @@ def _instead(
 
 
 def _returned(forward: fx.Graph, cut: PartitionBoundary) -> list[fx.Node]:
-    """What the forward returns to its caller."""
+    """The outputs of the forward for its caller."""
     outputs = [*forward.nodes][-1].args[0]
     own = outputs[: len(outputs) - len(cut.saved)]
     return [node for node in own if isinstance(node, fx.Node)]
 
 
 def _seconds_of(forward: fx.Graph, ctx: Context) -> dict[fx.Node, float]:
-    """What each operator takes to run once more, and each weight to be gathered for it."""
+    """Seconds to run each operator once more, and to regather each weight."""
     found = {node: cost_of(node).seconds for node in forward.nodes}
     latency_seconds = ctx.hardware.collectives["all_gather"].latency_seconds
     for node in forward.find_nodes(op="call_function", target=UNSHARD):
         size_bytes = bytes_of(node.meta["val"])
         seconds = ctx.hardware.collective_seconds("all_gather", size_bytes, ctx.world_size)
-        found[node] = seconds - latency_seconds  # it travels in a bucket
+        found[node] = seconds - latency_seconds  # a gather shares its bucket's latency
     return found
 
 
 class _Growing:
-    """Sets of saved tensors, by their numbers, grown by what costs least."""
+    """Greedy growth of sets of saved tensors, by their numbers, at the least cost per byte."""
 
     def __init__(self, saved: Sequence[_Saved], seconds: Mapping[fx.Node, float]) -> None:
         self.saved, self._seconds = saved, seconds
@@ -258,14 +263,14 @@ class _Growing:
                 users.setdefault(node, []).append(index)
             for other in saved[index].reads:
                 self._linked[other].add(index)
-        # A tensor by itself, and all that share an operator.
+        # Bundles: each tensor by itself, and all tensors that share an operator.
         together = dict.fromkeys((index,) for index in candidates)
         for node in sorted(users):
             if seconds[node] > 0:
                 together[tuple(users[node])] = None  # type: ignore[index]
         self._bundles: list[tuple[int, ...]] = list(together)
-        self._with: list[list[int]] = [[] for _ in saved]  # the bundles that a tensor is in
-        self._running: dict[fx.Node, list[int]] = {}  # and those that need an operator
+        self._with: list[list[int]] = [[] for _ in saved]  # by tensor, its bundles
+        self._running: dict[fx.Node, list[int]] = {}  # by operator, the bundles that need it
         for number, bundle in enumerate(self._bundles):
             for index in bundle:
                 self._with[index].append(number)
@@ -279,22 +284,22 @@ class _Growing:
         return sum(self.saved[index].size_bytes for index in chosen)
 
     def seconds(self, chosen: Iterable[int]) -> float:
-        """What computing them takes."""
+        """Seconds to recompute the chosen tensors."""
         return math.fsum(self._seconds[node] for node in self._chain(chosen))
 
     def bounds(self) -> list[int]:
-        """Bounds on a cluster's bytes, from what is of no use to what links nothing."""
+        """Bounds on a cluster's bytes: half of all bytes, a quarter, ... to the least tensor."""
         sizes = [one.size_bytes for one in self.saved if one.chain]
         total, least = sum(sizes), min(sizes, default=1)
         return [total >> n for n in range(1, _MOST_BOUNDS + 1) if total >> n >= least]
 
     def grow(self, bound_bytes: int) -> Iterator[frozenset[int]]:
-        """Ever larger sets whose clusters hold no more than the bound, or are one bundle.
+        """Ever larger sets. Each cluster is within the bound, or is a single bundle.
 
-        What had better not be saved is in them from the beginning.
+        Tensors with an ``instead`` are in every set.
         """
         swapped = [index for index, one in enumerate(self.saved) if one.instead is not None]
-        chosen = {index: [index] for index in swapped}  # and the cluster that each is in
+        chosen = {index: [index] for index in swapped}  # by tensor, its cluster
         bytes_left = [self._bytes(bundle) for bundle in self._bundles]
         seconds_left = [self.seconds(bundle) for bundle in self._bundles]
         runs: set[fx.Node] = set()
@@ -302,7 +307,7 @@ class _Growing:
 
         def price(number: int) -> tuple[float, int]:
             ratio = max(0.0, seconds_left[number]) / bytes_left[number]
-            return float(f"{ratio:.2g}"), number  # layers alike differ by rounding
+            return float(f"{ratio:.2g}"), number  # equal layers differ by rounding only
 
         prices = {number: price(number) for number in waiting}
 
@@ -335,7 +340,7 @@ class _Growing:
             yield frozenset(chosen)
 
     def held(self, chosen: frozenset[int]) -> tuple[int, int]:
-        """The most that the backward holds of the saved and the recomputed, and where first."""
+        """The most bytes of saved and recomputed tensors at once, and the first such place."""
         starts = self._starts(chosen)
         ends = [one.last for one in self.saved]
         for index in chosen:
@@ -355,17 +360,18 @@ class _Growing:
         return most, place
 
     def _starts(self, chosen: frozenset[int]) -> list[int]:
-        """From where in the backward each is there: the saved from its start."""
+        """The place in the backward from which each tensor is alive; 0 for a saved one."""
         starts = [one.first if index in chosen else 0 for index, one in enumerate(self.saved)]
-        for index in sorted(chosen, reverse=True):  # who reads another comes after it
+        for index in sorted(chosen, reverse=True):  # a reader has a higher number
             for other in self.saved[index].reads:
                 starts[other] = min(starts[other], starts[index])
         return starts
 
     def without_useless(self, chosen: frozenset[int]) -> frozenset[int]:
-        """Less those that are there again by the time when the most is held, and spare nothing.
+        """The set without the tensors that save no memory.
 
-        And less those in place of which something is saved that nothing else reads.
+        These are tensors already recomputed before the peak; tensors whose ``instead`` only they
+        read; and tensors not saved now that no other chain of the set reads.
         """
         most, place = self.held(chosen)
         starts = self._starts(chosen)
@@ -385,6 +391,6 @@ class _Growing:
         return frozenset(needed)
 
     def besides(self, chosen: frozenset[int]) -> list[int]:
-        """What is not saved today and read by what is recomputed."""
+        """The tensors that are not saved now, and that the chosen tensors' chains read."""
         reads = {other for index in chosen for other in self.saved[index].reads}
         return [other for other in sorted(reads - chosen) if self.saved[other].last < 0]

@@ -1,17 +1,18 @@
-"""Split families: which parameters could be split, and which only together.
+"""Slice groups: the parameters that can run in slices, in groups that are split together.
 
-A large weight that a product reads may be split along what becomes a dimension of the product's
-result (a linear's output features). Where a later product contracts that dimension, its weight is
-sliced alike, or the slices would be joined in between: the two linears of an MLP, and a gate beside
-the first. What belongs together is found by splitting on trial
-(``passes/split/split_operators.py``): whatever a slice had to be cut out of leads to the weight
-that decides on its size.
+Needs: a captured step. Leaves: the step unchanged.
 
-A weight whose product is larger than itself, such as a head of many words, may have the rows of
-its input sliced instead; of the tensors that come after it the saved ones are computed again then,
-or they would be there whole.
+A large weight can be sliced along the dimension that becomes a dimension of its product's result
+(the output features of a linear). If a later product contracts that dimension, its weight must be
+sliced in the same way; otherwise the slices are joined in between. Examples: the two linears of an
+MLP, and a gate beside the first. A trial split (``passes/split/split_operators.py``) finds these
+groups: each tensor that it must cut slices from leads to the weight that decides the tensor's size.
 
-Layers that differ in their number only are split alike.
+If the product of a weight is larger than the weight (such as a head with a large vocabulary), the
+rows of its input can be sliced instead. Saved tensors after the product are then recomputed,
+because otherwise they exist as a whole.
+
+Layers whose names differ only in a number are split in the same way.
 """
 
 from __future__ import annotations
@@ -32,21 +33,23 @@ from passes.split.split_rules import PRODUCTS, along_weight, read_along
 from passes.types.context import Context, Parameter
 from passes.types.plan import OF_INPUT, Decision, Plan, Split, shardable
 
-#: Weights of a layer that are split together: a gated MLP has three.
+#: The most weights of a layer in one group: a gated MLP has three.
 _MOST_TOGETHER = 3
-#: Weights smaller than such a share of the largest family's are not split.
+#: Do not split weights smaller than this share of the largest weight.
 _SMALL = 0.1
-#: How many times as many columns as rows, or the other way round, a head's weight has at least.
+#: Least ratio of the longer to the shorter dimension of a head's weight.
 _MANY = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class SliceGroupInstance:
-    """What is split together in one layer.
+    """The part of a slice group in one layer.
 
-    ``along``: of each parameter its dimension, and like whose rows
-    (:class:`passes.types.plan.Split`). ``recompute``: keys of saved tensors that must be computed
-    again for it to spare anything. ``size_bytes``: of what is there at once if it is whole.
+    ``along``: for each parameter its name, the sliced dimension, and the parameter whose rows are
+    sliced in the same way, or None (:class:`passes.types.plan.Split`).
+    ``size_bytes``: bytes alive at once without slices: the weights, or the product if the rows of
+    its input are sliced.
+    ``recompute``: keys of the saved tensors that must be recomputed for slices to save memory.
     """
 
     along: tuple[tuple[str, int, str | None], ...]
@@ -56,32 +59,35 @@ class SliceGroupInstance:
 
 @dataclasses.dataclass(frozen=True)
 class SliceGroup:
-    """Parameters that are split together, and alike in every layer."""
+    """Parameters that are split together, in the same way in every layer."""
 
     layers: tuple[SliceGroupInstance, ...]
 
     @functools.cached_property
     def names(self) -> frozenset[str]:
-        """Of the parameters."""
+        """The names of all parameters in the group."""
         return frozenset(name for layer in self.layers for name, _, _ in layer.along)
 
     @property
     def recompute(self) -> tuple[str, ...]:
-        """Of all layers."""
+        """The keys to recompute, of all layers."""
         return tuple(key for layer in self.layers for key in layer.recompute)
 
     @property
     def layer_bytes(self) -> int:
-        """Of what is there at once of its largest layer."""
+        """Bytes alive at once without slices, of the largest layer."""
         return max(layer.size_bytes for layer in self.layers)
 
     @property
     def of_input(self) -> bool:
-        """Whether not the weights but what they are multiplied with is sliced."""
+        """Whether the rows of the input are sliced, and not the weights."""
         return self.layers[0].along[0][1] == OF_INPUT
 
     def is_in(self, other: SliceGroup) -> bool:
-        """Whether another one slices all its parameters, and along the same if they are several."""
+        """Whether ``other`` slices all parameters of this group.
+
+        If there are several, the dimensions must agree too.
+        """
         own, theirs = (
             {name: along for name, along, _ in slice_group.layers[0].along}
             for slice_group in (self, other)
@@ -89,7 +95,7 @@ class SliceGroup:
         return own.keys() <= theirs.keys() and (len(own) == 1 or own.items() <= theirs.items())
 
     def into(self, slices: int) -> tuple[Split, ...]:
-        """Its parameters in so many slices."""
+        """The splits of all its parameters into this number of slices."""
         return tuple(
             Split(name, slices, along, like)
             for layer in self.layers
@@ -97,14 +103,14 @@ class SliceGroup:
         )
 
     def most_kept(self, slices: int) -> int:
-        """How many slices a layer has: of all its weights."""
+        """The number of slices of all weights of a layer: the most that can be kept gathered."""
         return slices * len(self.layers[0].along)
 
     def keeping(self, slices: int, kept: int) -> dict[str, int]:
-        """How many slices of each weight are kept, if so many of each layer's are.
+        """By weight, the number of kept slices, if each layer keeps ``kept`` slices.
 
-        The backward reads a layer's last weight first, when nothing has been computed yet that a
-        gather could hide behind: that one is kept first.
+        The last weight of a layer comes first: the backward reads it first, before any compute
+        that its gather could hide behind.
         """
         return {
             name: min(max(kept - place * slices, 0), slices)
@@ -114,19 +120,21 @@ class SliceGroup:
 
 
 def find_slice_groups(captured: Captured, ctx: Context) -> list[SliceGroup]:
-    """What could be split, the largest first; not weights much smaller than the largest."""
+    """All slice groups, the largest first, without weights much smaller than the largest."""
     largest = max((one.full_bytes for one in ctx.parameters if len(one.shape) > 1), default=0)
     return _families(captured, ctx, round(_SMALL * largest))
 
 
 def _families(captured: Captured, ctx: Context, least_bytes: int = 0) -> list[SliceGroup]:
-    """The largest first; a matrix that is in one is not there by itself again.
+    """Slice groups, the largest first, without those contained in a larger one.
 
-    Nor are several, if the larger family slices them along the same dimensions. (In a GPT the two
-    linears of an MLP are sliced along what lies between them, or, with the one before, along the
-    residual stream: these are two.)
+    A single matrix is contained in a group that slices it. Several matrices are contained in a
+    group that slices them along the same dimensions. (In a GPT, the two linears of an MLP can be
+    sliced along their hidden dimension, or together with the weight before along the residual
+    stream: these are two groups.) Groups that slice the rows of an input, and groups with weights
+    of more than two dimensions, always stay.
 
-    ``least_bytes``: of the weights that families are looked for of.
+    ``least_bytes``: ignore weights smaller than this.
     """
     found = sorted(_all(captured, ctx, least_bytes), key=lambda one: -one.layer_bytes)
     kept: list[SliceGroup] = []
@@ -157,14 +165,14 @@ def _all(captured: Captured, ctx: Context, least_bytes: int) -> Iterator[SliceGr
 
 
 def splits_by_hand(captured: Captured, ctx: Context) -> tuple[tuple[Split, ...], tuple[str, ...]]:
-    """What ``ctx.slices`` says is to run in slices, and what is sliced like it.
+    """The user-forced slices (``ctx.slices``), with the weights that must be sliced with them.
 
-    And the keys of saved tensors that are computed again for that.
-
-    A weight whose product is larger than itself has the rows of its input sliced.
+    Also returns the keys of the saved tensors that must be recomputed. If a weight's product is
+    larger than the weight, the rows of its input are sliced.
 
     Raises:
-        ValueError: naming a parameter that cannot run in slices, or is there twice.
+        ValueError: a parameter cannot run in slices, its slices cannot be kept, or two requests
+            give it different numbers of slices. The message names the parameter.
     """
     slice_groups = _families(captured, ctx)
     found: dict[str, Split] = {}
@@ -202,9 +210,10 @@ def splits_by_hand(captured: Captured, ctx: Context) -> tuple[tuple[Split, ...],
 
 
 def _meant(name: str, of_input: bool, layer: SliceGroupInstance) -> tuple[bool, bool, int]:
-    """How much a layer is what is meant by naming one of its parameters.
+    """Rank how well a group matches the named parameter.
 
-    Its rows are, with what goes with them, or else the smallest group that it is in.
+    A group that slices the rows of its input is best, then a group that begins with the parameter,
+    then the smallest group.
     """
     return of_input, layer.along[0][0] == name, -len(layer.along)
 
@@ -216,9 +225,9 @@ def _together(
     heads: Sequence[Parameter],
     along: int,
 ) -> SliceGroup:
-    """A group of weights that are alike, with those that are sliced like them.
+    """The slice group of corresponding weights, with the weights that must be sliced with them.
 
-    What that is in the first layer says it for all.
+    The first layer decides for all layers.
     """
     group_of = {one.name: group for group in groups for one in group}
     size = heads[0].shape[along]
@@ -233,7 +242,7 @@ def _together(
                 continue
             if shape[dim] == size and shardable(shape, ctx.world_size):
                 more[name] = dim
-        if len(chosen) + len(more) > _MOST_TOGETHER:  # not within a layer, or of what all read
+        if len(chosen) + len(more) > _MOST_TOGETHER:  # the dimension goes beyond one layer
             chosen = {heads[0].name: along}
             break
         if not more:
@@ -250,12 +259,12 @@ def _together(
 
 
 def _leader(chosen: Mapping[str, int]) -> str | None:
-    """Whose rows are sliced: what has them as another dimension is sliced like it."""
+    """The weight whose rows are sliced; the other weights follow the slices of its rows."""
     return next((name for name, dim in chosen.items() if dim == 0), None)
 
 
 def _cut_out(captured: Captured, ctx: Context, chosen: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Of which weights slices had to be cut out, and along what, if these were split."""
+    """The weights, and their dimensions, that slices must be cut from if ``chosen`` is split."""
     leader = _leader(chosen)
     named = [(one.name, one) for one in ctx.parameters]
     plan = Plan.uniform(named, Decision.SHARD_AGAIN, world_size=ctx.world_size)
@@ -275,9 +284,10 @@ def _cut_out(captured: Captured, ctx: Context, chosen: Mapping[str, int]) -> lis
 
 
 def _by_input(captured: Captured, marker: fx.Node, one: Parameter) -> Iterator[SliceGroup]:
-    """A weight of which the rows of its input may be sliced: its product is larger than it.
+    """The group that slices the rows of a weight's input, if this can save memory.
 
-    And has many more columns than its input, as a head's of many words.
+    The product must be at least as large as the weight, and one dimension of the weight at least
+    ``_MANY`` times the other, as in a head with a large vocabulary.
     """
     product = _product_of(marker)
     if product is None:
@@ -289,7 +299,7 @@ def _by_input(captured: Captured, marker: fx.Node, one: Parameter) -> Iterator[S
 
 
 def _product_of(marker: fx.Node) -> fx.Node | None:
-    """The one product that a weight is read by, two-dimensional and as its right operand."""
+    """The only two-dimensional product with a weight as right operand; None: none or several."""
     found = [
         node
         for node in marker.graph.nodes
@@ -302,7 +312,10 @@ def _product_of(marker: fx.Node) -> fx.Node | None:
 
 
 def _after(captured: Captured, product: fx.Node) -> list[str]:
-    """Keys of what is saved of the product, and what is as large and is made of it."""
+    """Keys of saved tensors that depend on a product and have at least half of its bytes.
+
+    The product itself is included. Tensors that cannot be recomputed are not.
+    """
     cut = PartitionBoundary(captured.forward.graph, captured.backward.graph)
     keys = keys_of(captured.forward.graph)
     size_bytes = bytes_of(product.meta["val"])

@@ -1,1 +1,1 @@
-"""Capture: a training step before any decision, whole or with its layers folded."""
+"""Capture: a training step before any decision, whole or with its inner layers folded."""

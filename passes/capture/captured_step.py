@@ -1,8 +1,8 @@
-"""Captured graphs: a training step before any decision, and what a plan makes of it.
+"""Captured steps: the graphs of a training step before any decision, and their copies for a plan.
 
-The forward and backward are traced once, with whole parameters. Here markers are put in
-(as tracing a sharded model would), and a copy is laid out for any plan, so that a plan
-can be priced without tracing again.
+Needs: a forward and a backward, traced once with whole parameters.
+Leaves: the same with the markers that tracing a sharded model gives; and for any plan a copy of
+them with sharded parameters, so that the planner predicts many plans from one trace.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ _ADD = torch.ops.aten.add.Tensor
 
 
 class NothingSaved(ValueError):
-    """A plan recomputes what the forward does not save: the message says how many, and one."""
+    """A plan recomputes tensors that the forward does not save.
+
+    The message has their number and the first key.
+    """
 
     def __init__(self, keys: Sequence[str]) -> None:
         super().__init__(
@@ -38,14 +41,14 @@ class NothingSaved(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """A partitioned training step with a marker for every parameter it reads.
+    """A partitioned training step with a marker for every parameter that it reads.
 
-    ``values``: what the graphs that are made of it share
+    ``values``: the cache that all graphs made from this step share
     (:func:`passes.graph.fx_utils.shared_values`).
-    ``is_joined``: the graphs are those of several frames (``passes/capture/join_frames.py``).
-    ``border_bytes``: the largest gradient that one frame's backward gives to another's. Autograd
-    holds it while that runs.
-    ``unread``: parameters of the model that code beside the graphs reads, in eager mode.
+    ``unread``: the model's parameters that eager code outside of the graphs reads.
+    ``is_joined``: the graphs join several frames (``passes/capture/join_frames.py``).
+    ``border_bytes``: the most bytes of gradients that one frame's backward gets from later frames.
+    Autograd holds them while that backward runs.
     """
 
     forward: fx.GraphModule
@@ -62,14 +65,14 @@ def add_markers(
     gradients: Mapping[int, fx.Node],
     ctx: Context,
 ) -> None:
-    """Put markers into a joint graph that was traced with whole parameters.
+    """Insert markers into a joint graph that was traced with whole parameters.
 
-    A parameter that is read in another type is cast wherever it is read, and its gradients back:
-    markers take the place of these casts.
+    With mixed precision, the trace casts a parameter at every use, and its gradients back. Markers
+    replace these casts.
 
     Args:
-        parameters: placeholder of each parameter, and its name.
-        gradients: position of each gradient in the outputs, and its parameter's placeholder.
+        parameters: the name of each parameter, by placeholder.
+        gradients: the placeholder of each gradient's parameter, by position in the outputs.
     """
     graph = joint.graph
     for shard, name in parameters.items():
@@ -109,7 +112,7 @@ def add_markers(
             reduced.meta["val"] = whole.meta["val"]
             if ctx.reduce_dtype is not None:
                 reduced.kwargs = {"reduce_dtype": ctx.reduce_dtype}
-            # Where its gradient is ready: the reductions must not all come last.
+            # Directly after the gradient: the reductions must not all stand at the end.
             source.append(reduced)
             if cast:
                 whole.replace_all_uses_with(reduced)
@@ -121,13 +124,13 @@ def add_markers(
 
 
 def _is_read(user: fx.Node, ctx: Context) -> bool:
-    """Whether a parameter's user is its cast to the type in which parameters are read."""
+    """Whether a parameter's user is its cast to ``ctx.param_dtype``."""
     dtype = ctx.param_dtype
     return dtype is not None and is_cast(user) and user.meta["val"].dtype == dtype
 
 
 def _terms(gradient: fx.Node) -> list[fx.Node]:
-    """The casts of the gradients that are added up to one."""
+    """The casts of the gradients whose sum is ``gradient``."""
     if gradient.target is _ADD:
         return [term for source in gradient.all_input_nodes for term in _terms(source)]
     assert is_cast(gradient), f"{gradient} is no gradient of what was cast"
@@ -137,11 +140,10 @@ def _terms(gradient: fx.Node) -> list[fx.Node]:
 def mark_inputs(
     gm: fx.GraphModule, names: Sequence[str | None], parameters: frozenset[str], phase: Phase
 ) -> None:
-    """Say on every placeholder what it is.
+    """Write the kind of every placeholder into its metadata.
 
-    ``names``: for each placeholder a parameter's or buffer's name, or ``batch``: these are
-    static, their memory is not the graph's. None for what else there is: what the forward
-    saved, and the gradients that the backward begins with.
+    ``names``: by placeholder, the name of a parameter or buffer, or ``batch``. These are static:
+    the graph does not own their memory. None: a saved tensor or an incoming gradient.
     """
     for node, name in zip(gm.graph.find_nodes(op="placeholder"), names, strict=True):
         if name is not None:
@@ -152,10 +154,10 @@ def mark_inputs(
 
 
 def lay_out(captured: Captured, plan: Plan, ctx: Context) -> Captured:
-    """Copies of the captured graphs as tracing the sharded model would give them.
+    """Copies of the captured graphs for a plan, equal to a trace of the sharded model.
 
     Raises:
-        NothingSaved: if the plan recomputes what this forward does not save.
+        NothingSaved: the plan recomputes tensors that this forward does not save.
     """
     forward, backward = copy_module(captured.forward), copy_module(captured.backward)
     missing = recompute(forward, backward, plan)
@@ -198,7 +200,10 @@ def _set_shards(gm: fx.GraphModule, plan: Plan, ctx: Context) -> None:
 
 
 def _save(forward: fx.GraphModule, backward: fx.GraphModule, kept: Mapping[str, fx.Node]) -> None:
-    """What the partitioner does for a gathered weight that must be saved."""
+    """Save gathered weights for the backward, as the partitioner does.
+
+    ``kept``: by parameter, the ``unshard`` in the forward of each weight that is kept gathered.
+    """
     output = output_node(forward.graph)
     extra: list[fx.Node] = []
     for node in list(backward.graph.find_nodes(op="call_function", target=UNSHARD)):

@@ -1,15 +1,17 @@
-"""Fold: of many layers that are alike, leave all but a few out of a captured step.
+"""Fold layers: leave the inner ones of many equal layers out of a captured step.
 
-What a plan costs on the whole step follows from the few, so that a model of a hundred layers is
-planned as fast as one of six. Left in are the first layers and the last, where a step begins and
-ends; what lies between is held by two tensors, the activations and gathered weights that the
-layers left out save for the backward, and their gradients; and the seconds of each are those from
-one layer to the next (:func:`seconds_of`).
+Needs: a captured step with layers that are equal node by node.
+Leaves: a captured step with the first and the last layers only.
 
-A layer's number is the number in its parameters' names (of several lists of modules, that of the
-list with the most bytes). A forward node is in the last layer of those whose parameters it depends
-on, a backward node in the first; 0 where it depends on none. A step is folded if the nodes of all
-inner layers are alike, one by one, and each layer reads from its neighbours only.
+The costs of the whole step follow from these few layers, so planning a model of a hundred layers
+takes as long as planning one of six. Extra nodes hold the memory of the layers left out: their
+saved activations, their kept gathered weights, and their gradients (:func:`put_in`). The seconds of
+a layer left out are those between two equal neighbours (:func:`seconds_of`).
+
+A layer's number is the number in its parameters' names (with several lists of modules, in the list
+with the most bytes). A forward node belongs to the last layer whose parameters it depends on, a
+backward node to the first one; layer 0 means no dependency. A step is folded if all inner layers
+are equal node by node, and each layer reads from its neighbours only.
 """
 
 from __future__ import annotations
@@ -56,21 +58,22 @@ from passes.simulate.simulator import Simulation
 from passes.types.context import Context, Parameter, Phase
 from passes.types.plan import Decision, Plan
 
-#: Layers that are left in, at the beginning and at the end.
+#: Number of layers that stay at the beginning, and at the end.
 _ENDS = 3
-#: The fewest that are worth it.
+#: Least number of layers for folding.
 _FEWEST_LAYERS = 8
-#: meta keys: a node's layer; that it is the one by which its layer is timed.
 
 
 @dataclasses.dataclass(frozen=True)
 class Folded:
     """A captured step without its inner layers.
 
-    ``layers``: the parameters of every layer, alike ones at the same place, in the order in which
-    the layers run. ``inner``: those that are left out, by their place in it.
-    ``operators``: the keys of the forward's operators in every layer but the first and the last,
-    alike ones at the same place (:func:`passes.recompute.recompute_activations.keys_of`).
+    ``layers``: the parameter names of every layer in execution order; corresponding parameters are
+    at the same place.
+    ``inner``: the indices in ``layers`` of the layers left out.
+    ``operators``: the keys (:func:`passes.recompute.recompute_activations.keys_of`) of the
+    forward's operators in every layer except the first and the last; corresponding operators are
+    at the same place.
     """
 
     captured: Captured
@@ -79,14 +82,16 @@ class Folded:
     operators: tuple[tuple[str, ...], ...]
 
     def decisions(self, layer: int, plan: Plan) -> tuple[Decision, ...]:
-        """A layer's decisions."""
+        """The decisions of a layer's parameters."""
         return tuple(plan.decision(name) for name in self.layers[layer])
 
     def is_like_before(self, layer: int, plan: Plan) -> bool:
-        """Whether a layer that is left out is like the last one before; else the first behind.
+        """Whether a layer left out has the decisions of the last layer before the gap.
+
+        Otherwise it has those of the first layer after the gap.
 
         Raises:
-            ValueError: if it is like neither.
+            ValueError: it has neither.
         """
         own = self.decisions(layer, plan)
         if own == self.decisions(self.inner[0] - 1, plan):
@@ -100,23 +105,23 @@ class Folded:
 
     @functools.cached_property
     def alike(self) -> dict[str, tuple[str, ...]]:
-        """Of the key of an operator of a layer those of all layers' that are like it."""
+        """By operator key, the keys of the corresponding operators of all layers."""
         return {key: own for own in zip(*self.operators, strict=True) for key in own}
 
     @functools.cached_property
     def _gone(self) -> frozenset[str]:
-        """The keys of the operators that are left out."""
+        """The keys of the operators left out."""
         first = self.inner[0] - 1  # the first and the last layer are not in ``operators``
         left_out = self.operators[first : first + len(self.inner)]
         return frozenset(key for own in left_out for key in own)
 
     @property
     def at_the_cut(self) -> tuple[int, int]:
-        """The layers before and behind what is left out, as nodes count them: from 1."""
+        """The layers directly before and after the gap, numbered from 1 as in node metadata."""
         return self.inner[0], self.inner[-1] + 2
 
     def without_inner(self, plan: Plan) -> Plan:
-        """A plan that recomputes nothing of what is left out."""
+        """The plan without the recomputations of the layers left out."""
         gone = self._gone
         return plan.replace(
             recompute=tuple(key for key in plan.recompute if key not in gone),
@@ -124,11 +129,11 @@ class Folded:
         )
 
     def layer_bytes(self, ctx: Context) -> int:
-        """Bytes of one layer's parameters, whole."""
+        """Bytes of one layer's parameters, unsharded."""
         return sum(ctx.parameter(name).full_bytes for name in self.layers[0])
 
     def stand_ins(self, plan: Plan) -> dict[str, str]:
-        """Parameters of layers that are left out, and those of the layer that each is like."""
+        """For each parameter left out, the corresponding parameter of the layer that it equals."""
         found: dict[str, str] = {}
         for layer in self.inner:
             like = self.inner[0] - 1 if self.is_like_before(layer, plan) else self.inner[-1] + 1
@@ -137,7 +142,7 @@ class Folded:
 
 
 def fold(captured: Captured, parameters: Sequence[Parameter]) -> Folded | None:
-    """Leave out the inner layers; None if there are too few, or they are not alike."""
+    """Leave out the inner layers; None: too few layers, or layers that differ."""
     layers = layers_of(captured, parameters)
     if len(layers) < _FEWEST_LAYERS:
         return None
@@ -167,9 +172,10 @@ def fold(captured: Captured, parameters: Sequence[Parameter]) -> Folded | None:
 
 
 def layers_of(captured: Captured, parameters: Sequence[Parameter]) -> tuple[tuple[str, ...], ...]:
-    """Parameters by layer, in the order in which the forward reads the layers; empty if none.
+    """Parameter names by layer, in the order in which the forward reads the layers.
 
-    Alike ones are at the same place; all layers have the same.
+    Corresponding parameters are at the same place. Empty if there are no layers, or if their
+    parameters differ in shape, dtype or ``requires_grad``.
     """
     lists: dict[str, dict[str, dict[str, Parameter]]] = {}
     for parameter in parameters:
@@ -202,7 +208,7 @@ def layers_of(captured: Captured, parameters: Sequence[Parameter]) -> tuple[tupl
 def _layers_of_nodes(
     graph: fx.Graph, phase: Phase, number: dict[str, int], saved_in: dict[str, int], last: int
 ) -> dict[fx.Node, int]:
-    """The layer of every node, from 1; 0 for what depends on no layer."""
+    """The layer of every node, numbered from 1; 0: it depends on no layer."""
     layer: dict[fx.Node, int] = {}
     for node in graph.nodes:
         name = node.meta.get(PARAMETER)
@@ -210,7 +216,7 @@ def _layers_of_nodes(
             if name is not None:
                 layer[node] = number.get(name, 0)
             elif phase is Phase.BACKWARD:
-                # What the forward saved, or a gradient that the backward begins with.
+                # A saved tensor, or an incoming gradient.
                 layer[node] = saved_in.get(node.name, last)
             else:
                 layer[node] = 0
@@ -222,7 +228,7 @@ def _layers_of_nodes(
 
 
 def _saved_bytes(forward: fx.Graph, number: int) -> int:
-    """Bytes that the forward keeps of one layer, views of one tensor counted once."""
+    """Bytes that the forward saves of one layer; views of one tensor count once."""
     roots = dict.fromkeys(map(root_of, output_node(forward).all_input_nodes))
     return sum(
         bytes_of(node.meta["val"])
@@ -241,18 +247,18 @@ def _cut(
     number: dict[str, int],
     keys: dict[fx.Node, str],
 ) -> fx.GraphModule | None:
-    """The graph without the inner layers; None if they are not alike."""
+    """The graph without the inner layers; None: the layers differ."""
     members: dict[int, list[fx.Node]] = {}
     for node in gm.graph.nodes:
         if node.op != "output":
             members.setdefault(layer[node], []).append(node)
     place = {node: index for nodes in members.values() for index, node in enumerate(nodes)}
-    before, behind = inner[0], inner[-1] + 2  # the layers at the cut, from 1
-    # All but the first and the last, in which a step begins and ends.
+    before, behind = inner[0], inner[-1] + 2  # the layers at the gap, numbered from 1
+    # All layers except the first and the last, where the step begins and ends.
     alike = range(2, max(number.values()))
     kinds = {index: _kinds(members.get(index, []), layer, place, number) for index in alike}
     for index, own in kinds.items():
-        # What their neighbours are read for tells only where those are alike too.
+        # Compare the reads only where the neighbours are equal layers too.
         compared = slice(None) if before <= index <= behind else slice(3)
         if own is None or [one[compared] for one in own] != [
             one[compared] for one in kinds[before] or ()
@@ -291,9 +297,9 @@ def _kinds(
     place: dict[fx.Node, int],
     number: dict[str, int],
 ) -> list[tuple[Hashable, ...]] | None:
-    """What the nodes of a layer are, but for its number; None if it reads from afar.
+    """A description of a layer's nodes without its number; None: it reads beyond its neighbours.
 
-    Of each the operator, its other arguments, its value, and last what it reads.
+    For each node: the operator, its other arguments, its shape and dtype, and last its inputs.
     """
     found: list[tuple[Hashable, ...]] = []
     for node in nodes:
@@ -301,7 +307,7 @@ def _kinds(
         for source in node.all_input_nodes:
             away = layer[source] - layer[node] if layer[source] else None
             if away is None:
-                read.append(source.name)  # what all layers share
+                read.append(source.name)  # shared by all layers
             elif abs(away) <= 1:
                 read.append((away, place[source]))
             else:
@@ -317,7 +323,7 @@ def _kinds(
 
 
 def _anchor(nodes: Sequence[fx.Node]) -> int:
-    """The place, in a layer, of the operator that computes most."""
+    """The place within a layer of the operator with the most FLOPs; the first one on a tie."""
     return max(range(len(nodes)), key=lambda index: (_flops(nodes[index]), -index))
 
 
@@ -326,7 +332,10 @@ def _flops(node: fx.Node) -> int:
 
 
 def put_in(laid: Captured, folded: Folded, plan: Plan, ctx: Context) -> None:
-    """Put what the layers left out hold into graphs that are laid out for a plan."""
+    """Insert nodes that hold the memory of the layers left out.
+
+    ``laid``: the folded step's graphs for this plan (:func:`passes.capture.captured_step.lay_out`).
+    """
     owned = [ctx.parameter(name) for layer in folded.inner for name in folded.layers[layer]]
     before, behind = folded.at_the_cut
     saved = {
@@ -350,7 +359,8 @@ def put_in(laid: Captured, folded: Folded, plan: Plan, ctx: Context) -> None:
             for node in (ends, last):
                 node.meta[GATHERED] = "the layers left out"
         _return(forward, ends)
-    # Layer by layer what was saved is freed and gradients come: never is all of both there.
+    # Each layer frees its saved tensors and allocates its gradients: all saved tensors and all
+    # gradients are never alive together.
     freed = _held(backward, begins, 0, inputs)
     gradients = _held(backward, freed, gradient_bytes, [freed])
     gradients.meta[GRADIENT_OF] = "the layers left out"
@@ -358,12 +368,15 @@ def put_in(laid: Captured, folded: Folded, plan: Plan, ctx: Context) -> None:
 
 
 def _end_before(graph: fx.Graph, layer: int) -> fx.Node:
-    """The node after which the layers left out were, whose next is this one."""
+    """The last node before the gap.
+
+    ``layer``: the first layer that runs after the gap.
+    """
     return next(node for node in graph.nodes if _of_its_own(node) == layer).prev
 
 
 def _of_its_own(node: fx.Node) -> int | None:
-    """The layer of an operator that is where it was captured; None of what is recomputed."""
+    """The layer of a captured operator; None for a recomputed one and for other nodes."""
     own = node.op == "call_function" and RECOMPUTED not in node.meta
     return node.meta.get(LAYER) if own else None
 
@@ -371,7 +384,7 @@ def _of_its_own(node: fx.Node) -> int | None:
 def _held(
     graph: fx.Graph, before: fx.Node, size_bytes: int, inputs: Sequence[fx.Node] = ()
 ) -> fx.Node:
-    """So many bytes, from a node on."""
+    """Insert a node after ``before`` that holds ``size_bytes``."""
     with graph.inserting_after(before):
         node = graph.call_function(LEFT_OUT, tuple(inputs))
     with fake_mode_of(graph):
@@ -388,7 +401,7 @@ def _return(graph: fx.Graph, node: fx.Node) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Seconds:
-    """Of one layer, or of several."""
+    """Step time and compute time of one layer or of several."""
 
     step: float
     compute: float
@@ -401,11 +414,11 @@ class Seconds:
 
 
 def seconds_of(folded: Folded, plan: Plan, lowered: fx.Graph, simulation: Simulation) -> Seconds:
-    """What the layers left out take in one of the two graphs, lowered and simulated.
+    """The seconds of the layers left out in one of the two graphs, lowered and simulated.
 
-    A layer takes what passes between the same operator of its neighbours that are like it; and no
-    less than its collectives take of their network, for those that are behind are waited for in
-    the end.
+    A layer takes the time between the same operator of two neighbours with the same decisions. It
+    takes at least the time of its collectives on their network, because collectives that fall
+    behind must be waited for in the end.
     """
     like_before = sum(folded.is_like_before(layer, plan) for layer in folded.inner)
     like_behind = len(folded.inner) - like_before
@@ -426,10 +439,11 @@ def seconds_of(folded: Folded, plan: Plan, lowered: fx.Graph, simulation: Simula
 
 
 def recomputes_regularly(folded: Folded, one: Plan) -> bool:
-    """Whether as much is computed again between two layers before what is left out as behind it.
+    """Whether as many nodes are recomputed between two layers before the gap as after it.
 
-    Otherwise the first layers or the last are not like those between, and nothing follows from
-    them. ``one``: of its decisions nothing is asked.
+    Otherwise the layers at the ends do not represent the layers left out.
+
+    ``one``: a plan; only its recomputation counts.
     """
     forward, backward = map(copy_module, (folded.captured.forward, folded.captured.backward))
     if recompute(forward, backward, folded.without_inner(one)):
@@ -445,7 +459,7 @@ def recomputes_regularly(folded: Folded, one: Plan) -> bool:
 
 
 def recomputed_of(folded: Folded, backward: fx.Graph) -> tuple[int, float]:
-    """Bytes of what a lowered backward and the layers left out compute again, and the seconds."""
+    """Recomputed bytes, and their seconds, of a lowered backward and of the layers left out."""
     size_bytes, seconds = recomputed(backward.nodes)
     before, _ = folded.at_the_cut
     one = [node for node in backward.nodes if node.meta.get(LAYER) == before]
@@ -455,7 +469,7 @@ def recomputed_of(folded: Folded, backward: fx.Graph) -> tuple[int, float]:
 
 
 def _anchors(graph: fx.Graph) -> dict[int, fx.Node]:
-    """By layer the node that the layer is timed by."""
+    """By layer, the node by which the layer is timed."""
     return {
         node.meta[LAYER]: node
         for node in graph.nodes
@@ -464,7 +478,7 @@ def _anchors(graph: fx.Graph) -> dict[int, fx.Node]:
 
 
 def _between(graph: fx.Graph, simulation: Simulation, one: fx.Node, other: fx.Node) -> Seconds:
-    """What passes between two nodes, and what of it is computing."""
+    """The time between two nodes, and its compute part."""
     compute, inside = 0.0, False
     for node in graph.nodes:
         if node in (one, other):
@@ -478,9 +492,9 @@ def _between(graph: fx.Graph, simulation: Simulation, one: fx.Node, other: fx.No
 
 
 def _network_seconds(graph: fx.Graph, names: set[str]) -> float:
-    """What a layer's collectives take of the network that they take most of.
+    """Seconds of a layer's collectives on the process group that they use longest.
 
-    ``names``: of its parameters. Of a bucket it has its share of the parameters.
+    ``names``: the layer's parameters. Of a bucket, the layer has the share of its parameters.
     """
     taken: dict[str, float] = {}
     for node in graph.nodes:

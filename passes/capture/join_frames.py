@@ -1,10 +1,10 @@
-"""Join frames: the graphs of a step that graph breaks cut, as one forward and one backward.
+"""Join frames: combine the graphs of a step with graph breaks into one forward and one backward.
 
-Needs: the frames of one step in the order they run, each captured with markers, and the tensors
+Needs: the frames of one step in execution order, each captured with markers, and the tensors
 that travel between them.
-Leaves: one captured step: every parameter is gathered once, its gradients are added up and
-reduced once, and a tensor that one frame gives to a later one is an edge. It is planned on and
-never run: the frames are lowered one by one, as the plan of the whole says (``Plan.order_for``).
+Leaves: one captured step. Every parameter is gathered once. Its gradients are added and reduced
+once. A tensor that one frame gives to a later one is an edge. The joined step serves planning only
+and never runs: each frame is lowered by itself, with its part of the plan (``Plan.order_for``).
 
 Before::                                  After::
 
@@ -39,13 +39,13 @@ _ADD = torch.ops.aten.add.Tensor
 class FrameRun:
     """One run of a captured frame within a step, and the tensors at its borders.
 
-    A tensor that travels between frames has one number in all of them.
+    A tensor that travels between frames has the same number in all frames.
 
-    ``names``: the parameters of this run by those of the capture (alike blocks share a graph).
-    ``inputs``: the number of the tensor that a placeholder of the forward is, by its name.
-    ``outputs``: the number of each tensor that the caller gets, by its position in the results.
-    ``tangents``: the number of the tensor whose gradient a placeholder of the backward is.
-    ``gradients``: the number of the tensor whose gradient a result of the backward is.
+    ``names``: by parameter name of the capture, the name in this run (equal blocks share a graph).
+    ``inputs``: by placeholder name of the forward, the number of its tensor.
+    ``outputs``: by position in the forward's results, the number of a tensor for the caller.
+    ``tangents``: by placeholder name of the backward, the number of the tensor of this gradient.
+    ``gradients``: by position in the backward's results, the number of the tensor of this gradient.
     """
 
     captured: Captured
@@ -57,13 +57,13 @@ class FrameRun:
 
     @property
     def saved_count(self) -> int:
-        """How many of the forward's results, the last ones, are for its backward."""
+        """Number of saved tensors: the last results of the forward."""
         given = self.captured.backward.graph.find_nodes(op="placeholder")
         return sum(not node.name.startswith("tangents") for node in given)
 
 
 def join_frames(runs: Sequence[FrameRun]) -> Captured:
-    """The runs of one step as one captured step. See the module's docstring."""
+    """Join the runs of one step into one captured step. See the module's docstring."""
     values = _Values()
     forward = _Forward(runs, values)
     backward = _Backward(runs, values, forward)
@@ -76,11 +76,11 @@ def join_frames(runs: Sequence[FrameRun]) -> Captured:
 
 
 class _Values:
-    """The values of the frames' nodes in one fake tensor mode, with concrete sizes."""
+    """Copies of the frames' node values in one fake tensor mode, with concrete sizes."""
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._known: dict[int, tuple[Any, Any]] = {}  # with the original: its id stays its own
+        self._known: dict[int, tuple[Any, Any]] = {}  # holds the originals: their ids stay unique
 
     def of(self, value: Any) -> Any:
         if isinstance(value, list | tuple):
@@ -102,7 +102,7 @@ class _Values:
 
 
 class _Part:
-    """A joined graph as it grows: placeholders first, then the frames' operators in turn."""
+    """A joined graph under construction: placeholders first, then the operators frame by frame."""
 
     def __init__(self, values: _Values) -> None:
         self.graph, self.owner, self.values = fx.Graph(), nn.Module(), values
@@ -122,7 +122,7 @@ class _Part:
     def copy(
         self, node: fx.Node, nodes: Mapping[fx.Node, fx.Node], run: FrameRun, gm: fx.GraphModule
     ) -> fx.Node:
-        """A frame's node; a parameter's gather only if no frame gathered it before."""
+        """Copy a node of a frame. A parameter that an earlier frame gathered is not copied."""
         if node.target is UNSHARD:
             name = run.names[str(node.args[1])]
             if name not in self._gathered:
@@ -158,8 +158,8 @@ def _rename(node: fx.Node, at: int, name: str) -> None:
 class _Forward:
     """The joined forward.
 
-    ``nodes``: by run, its node for each node of the run's forward.
-    ``saved``: what it returns for the backward, each tensor once.
+    ``nodes``: by run, the joined node of each node of the run's forward.
+    ``saved``: the tensors that it saves for the backward, each once.
     """
 
     def __init__(self, runs: Sequence[FrameRun], values: _Values) -> None:
@@ -167,8 +167,8 @@ class _Forward:
         self.nodes: list[dict[fx.Node, fx.Node]] = []
         self.saved: dict[fx.Node, None] = {}
         self._parameters: dict[str, fx.Node] = {}
-        self._made: dict[int, fx.Node] = {}  # what frames gave to their callers
-        self._returned: dict[int, fx.Node] = {}  # what of that no later frame took
+        self._made: dict[int, fx.Node] = {}  # by number, results of frames for their callers
+        self._returned: dict[int, fx.Node] = {}  # of these, the ones that no later frame reads
         for run in runs:
             self._add(run)
         returned = list(dict.fromkeys(self._returned.values()))
@@ -212,9 +212,9 @@ class _Forward:
 
 
 class _Backward:
-    """The joined backward: the last frame's first.
+    """The joined backward. The backward of the last frame comes first.
 
-    ``given_bytes``: by run, of the gradients that it gets from later frames.
+    ``given_bytes``: by run, bytes of the gradients that it gets from later frames.
     """
 
     def __init__(self, runs: Sequence[FrameRun], values: _Values, forward: _Forward) -> None:
@@ -225,7 +225,7 @@ class _Backward:
             )
             for node in forward.saved
         }
-        self._gradients: dict[int, fx.Node] = {}  # of what travels between frames
+        self._gradients: dict[int, fx.Node] = {}  # by number, of tensors that travel
         self._reduced: dict[str, fx.Node] = {}
         self._returned: dict[fx.Node, None] = {}
         self._tangents = 0
@@ -243,7 +243,10 @@ class _Backward:
     def _add(
         self, index: int, run: FrameRun, origins: Mapping[str, fx.Node], before: frozenset[int]
     ) -> None:
-        """``before``: numbers of the tensors that earlier frames make."""
+        """Add the backward of a run.
+
+        ``before``: numbers of the tensors that earlier frames make.
+        """
         gm = run.captured.backward
         nodes: dict[fx.Node, fx.Node] = {}
         for node in gm.graph.nodes:
@@ -282,7 +285,7 @@ class _Backward:
         return self.part.add_input(f"tangents_{self._tangents}", {**node.meta, SAVES: ""})
 
     def _reduce_once(self, node: fx.Node) -> None:
-        """Reduce the sum of a parameter's gradients where the last of them is there."""
+        """Reduce the sum of a parameter's gradients after the last of them."""
         name = str(node.args[2])
         before = self._reduced.get(name)
         self._reduced[name] = node

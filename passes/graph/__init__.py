@@ -1,1 +1,1 @@
-"""Graph: read, edit, check and print FX graphs."""
+"""Read, edit, check and print FX graphs."""

@@ -1,8 +1,8 @@
-"""Serves: which parameters every node of a graph is there for.
+"""Attribution: the parameters that each node of a graph serves.
 
-A gather, and what its output passes through, serve what is gathered; a kernel serves the
-weights it reads; a gradient, and what packs and reduces it, serve the parameter it is of,
-or all of their bucket.
+A gather and the views and copies of its output serve the gathered parameters. A kernel serves the
+weights that it reads. A gradient, its packing and its reduction serve the gradient's parameter, or
+all parameters of the bucket.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _CONVERSIONS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to
 
 
 def attribution(dataflow: Dataflow) -> list[tuple[str, ...]]:
-    """Names of parameters, for every node by its place; empty for those that serve none."""
+    """Names of parameters for every node, in graph order; empty for nodes that serve none."""
     found: list[tuple[str, ...]] = [()] * len(dataflow.nodes)
-    weight = [False] * len(dataflow.nodes)  # parameters in whatever form: whole, cut, in a bucket
+    weight = [False] * len(dataflow.nodes)  # a parameter in any form: full, shard, in a bucket
     for index, node in enumerate(dataflow.nodes):
         traits = dataflow.traits[index]
         called = dataflow.called[index]
@@ -45,7 +45,7 @@ def attribution(dataflow: Dataflow) -> list[tuple[str, ...]]:
                 map(weight.__getitem__, sources)
             )
         found[index] = names
-    leads: set[int] = set()  # to a reduction: from there back to the kernel that it follows
+    leads: set[int] = set()  # from a reduction back to the kernel that computes its gradient
     for index in range(len(dataflow.nodes) - 1, -1, -1):
         if index in leads:
             goes_on = _passes_on(dataflow.traits[index]) or len(dataflow.inputs[index]) == 1
@@ -60,7 +60,7 @@ def attribution(dataflow: Dataflow) -> list[tuple[str, ...]]:
 
 
 def _own(node: fx.Node) -> tuple[tuple[str, ...], bool]:
-    """What a node says of itself: the parameters, and whether it is those (or a gradient)."""
+    """Parameters in a node's metadata or arguments; whether it is a weight (or a gradient)."""
     purpose = node.meta.get(COLLECTIVE)
     if node.op == "placeholder":
         name = node.meta.get(PARAMETER) or node.meta.get(GATHERED)
@@ -82,12 +82,12 @@ def _reduces(node: fx.Node, traits: OpTraits) -> bool:
 
 
 def _passes_on(traits: OpTraits) -> bool:
-    """Whether a node only lays out anew what goes in."""
+    """Whether a node only rearranges its input."""
     return traits.alias or traits.packing or traits.getitem
 
 
 def _member(node: fx.Node, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Which of a bucket's parameters an ``unpack`` takes out: they lie in the bucket's order."""
+    """The parameter that an ``unpack`` reads from a bucket; columns follow the names' order."""
     packed = node.all_input_nodes[0]
     starts = sorted({user.args[2] for user in packed.users if user.target is UNPACK})  # type: ignore[type-var]
     return (names[starts.index(node.args[2])],) if len(starts) == len(names) else names

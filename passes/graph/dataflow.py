@@ -1,9 +1,9 @@
-"""Dataflow: what reads what in a graph, found once for all who ask, by place in its order.
+"""Dataflow: inputs, readers, writers and memory roots of all nodes, by index in graph order.
 
-Views and waits are looked through in several ways: a node's *writer* wrote last what it shows, a
-node's *root* is the one whose memory it shows (an all-reduce works in place), and its *readers*
-are those that really read it. Passes ask for these of every node, again and again; a walk through
-the graph for each answer was half of what a look at a plan took.
+These relations follow views and waits. A node's *writer* is the last node that wrote its data. A
+node's *root* owns its memory (an all-reduce works in place). A node's *readers* are the nodes that
+read its data through views. All relations are computed once, because passes query them for every
+node many times.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from passes.ops.packing import PACKING
 
 
 class OpTraits(NamedTuple):
-    """Properties of an operator, by the functions of these names in ``fx_utils.py``."""
+    """Properties of an operator; see the functions of ``fx_utils.py`` and ``op_traits.py``."""
 
     alias: bool = False
     fusible: bool = False
@@ -31,13 +31,13 @@ class OpTraits(NamedTuple):
 
     @property
     def stands_alone(self) -> bool:
-        """Whether a call to it is a kernel of torch's own."""
+        """Whether a call is a kernel of torch's own."""
         return not any(self)
 
 
 @by_target
 def traits_of(target: Any) -> OpTraits:
-    """Of an operator that is called; of ``getitem`` fusible is left open."""
+    """The traits of a called operator; ``fusible`` of ``getitem`` depends on its source."""
     return OpTraits(
         aliases(target),
         fuses(target),
@@ -49,12 +49,12 @@ def traits_of(target: Any) -> OpTraits:
 
 
 class Dataflow:
-    """The nodes of a graph, the output last, and by their places what is said above.
+    """The nodes of a graph, output last, and the module's relations as lists by node index.
 
-    ``called``: whether a node calls an operator; its ``traits`` are those of that, ``alias`` and
-    ``fusible`` among them.
-    ``inputs``: what a node reads, in argument order, each once. ``written``: as ``writer``, but a
-    wait is not looked through.
+    ``place``: index of each node. ``called``: whether a node calls an operator; ``traits``: the
+    traits of this operator. ``alias`` and ``fusible`` are two of them, as separate lists.
+    ``inputs``: input nodes in argument order, each once. ``written``: like ``writer``, but a wait
+    counts as a write.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -113,7 +113,7 @@ class Dataflow:
         return readers
 
     def returned(self) -> set[int]:
-        """The nodes whose memory the graph returns."""
+        """Indices of the nodes whose memory the graph returns."""
         return {self.root[source] for source in self.inputs[-1]}
 
 

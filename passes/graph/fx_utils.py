@@ -1,4 +1,4 @@
-"""Small helpers that every pass needs: new nodes with metadata, sizes, aliases, copies."""
+"""FX helpers for all passes: new nodes with metadata, sizes, aliases, copies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
 ALL_TO_ALL = _c10d.all_to_all_single.default
 WAIT = _c10d.wait_tensor.default
 
-#: The collectives passes emit, with the name the hardware profile has for each.
+#: Collectives that passes emit, with their names in the hardware profile.
 COLLECTIVES: dict[Any, str] = {
     ALL_GATHER: "all_gather",
     ALL_REDUCE: "all_reduce",
@@ -35,10 +35,10 @@ COLLECTIVES: dict[Any, str] = {
 }
 
 _aten = torch.ops.aten
-#: Makes a tensor of another type; ``_CASTS``: as graphs may have it, too.
+#: The cast that passes emit; ``_CASTS``: all casts in graphs.
 CAST = torch.ops.prims.convert_element_type.default
 _CASTS = {CAST, _aten._to_copy.default}
-# Not views by their schema, but Inductor makes no copy for them.
+# Not views by their schema, but Inductor does not copy for them.
 _FREE = {_aten._unsafe_view.default, _aten.reshape.default, _aten.detach.default}
 
 
@@ -46,11 +46,11 @@ _T = TypeVar("_T")
 
 
 def by_target(ask: Callable[[Any], _T]) -> Callable[[Any], _T]:
-    """Remember what is asked of an operator.
+    """Cache a function of an operator.
 
-    By identity: passes ask a million times, and the hash of torch's operators is Python code.
+    The key is the operator's identity: the hash of torch's operators is slow Python code.
     """
-    known: dict[int, tuple[Any, _T]] = {}  # with the operator, so that it keeps its identity
+    known: dict[int, tuple[Any, _T]] = {}  # holds the operator, so that its id stays valid
 
     def remembered(target: Any) -> _T:
         found = known.get(id(target))
@@ -68,7 +68,7 @@ def _views(target: Any) -> bool:
 
 @by_target
 def aliases(target: Any) -> bool:
-    """Whether a call to an operator is a view, or a wait."""
+    """Whether an operator returns a view, or is a wait."""
     return target is WAIT or _views(target)
 
 
@@ -78,17 +78,17 @@ def _communicates(target: Any) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node's output is its first argument's memory seen another way."""
+    """Whether a node's output is a view of its first argument."""
     return node.op == "call_function" and _views(node.target)
 
 
 def is_cast(node: fx.Node) -> bool:
-    """Whether a node's output is its first argument in another type (or place)."""
+    """Whether a node casts its first argument to another dtype (or device)."""
     return node.op == "call_function" and node.target in _CASTS
 
 
 def is_alias(node: fx.Node) -> bool:
-    """A view, or a wait: the waited tensor is the collective's own output."""
+    """Whether a node is a view, or a wait: a wait returns the collective's own output."""
     return node.op == "call_function" and aliases(node.target)
 
 
@@ -97,7 +97,7 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def group_of(node: fx.Node) -> str:
-    """The name of the process group that a collective runs on: its last argument, for all."""
+    """The name of a collective's process group: its last argument."""
     return str(node.args[-1])
 
 
@@ -110,9 +110,9 @@ def is_packing(node: fx.Node) -> bool:
 
 
 def root_of(node: fx.Node) -> fx.Node:
-    """The node whose memory this one shows, following views, waits and in-place reductions.
+    """The node that owns this node's memory, through views, waits and in-place all-reduces.
 
-    Inductor runs an all-reduce in place on its input, which the passes always make for it.
+    Inductor runs an all-reduce in place on its input; the passes always create this input.
     """
     while (is_alias(node) or node.target is ALL_REDUCE) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
@@ -120,7 +120,11 @@ def root_of(node: fx.Node) -> fx.Node:
 
 
 def hint(size: Any) -> int:
-    """A size as a number: a symbolic one by its hint."""
+    """A size as a number; of a symbolic size the hint.
+
+    Raises:
+        ValueError: for a symbolic size without a hint.
+    """
     if isinstance(size, int):
         return size
     value = size.node.hint
@@ -130,19 +134,19 @@ def hint(size: Any) -> int:
 
 
 def concrete(sizes: Iterable[Any]) -> list[int]:
-    """Sizes or strides as numbers, symbolic ones by their hints."""
+    """Sizes or strides as numbers (:func:`hint`)."""
     return [hint(size) for size in sizes]
 
 
 def always_equal(one: Any, other: Any) -> bool:
-    """Whether two sizes are equal, symbolic ones whatever they are."""
+    """Whether two sizes are equal for all values of their symbols."""
     if isinstance(one, int) and isinstance(other, int):
         return one == other
     return bool(statically_known_true(one == other))
 
 
 def numel_of(value: Any) -> int:
-    """Elements of a fake tensor, symbolic sizes by their hints."""
+    """Number of elements of a fake tensor (:func:`hint`)."""
     count = 1
     for size in value.shape:
         count *= hint(size)
@@ -154,7 +158,7 @@ def bytes_of(value: Any) -> int:
     known = _shared.get()
     if known is not None:
         found = known.get(id(value))
-        if found is None:  # with the value, so that it keeps its identity
+        if found is None:  # holds the value, so that its id stays valid
             found = known[id(value)] = value, _bytes_of(value)
         return found[1]
     return _bytes_of(value)
@@ -180,7 +184,7 @@ def output_node(graph: fx.Graph) -> fx.Node:
 
 
 def output_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that the graph returns (Nones left out)."""
+    """The nodes that the graph returns, without None, each once."""
     return list(output_node(graph).all_input_nodes)
 
 
@@ -224,7 +228,7 @@ def set_value(node: fx.Node) -> None:
 
 
 def empty_value(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A fake tensor of another shape; shared as :func:`shared_values` says."""
+    """A fake tensor of another shape, shared within :func:`shared_values`."""
 
     def computed() -> torch.Tensor:
         with torch.no_grad():
@@ -235,7 +239,7 @@ def empty_value(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def once(key: Hashable | None, compute: Callable[[], Any]) -> Any:
-    """A value, shared with all of the same key where values are shared; None: with nobody."""
+    """A value, cached by key within :func:`shared_values`; key None: never cached."""
     known = _shared.get()
     if known is None or key is None:
         return compute()
@@ -245,9 +249,9 @@ def once(key: Hashable | None, compute: Callable[[], Any]) -> Any:
 
 
 def once_for(what: str, node: fx.Node, compute: Callable[[fx.Node], _T]) -> _T:
-    """What follows from an operator, the values it reads and the one it gives.
+    """A function of a node's operator, input values and output value.
 
-    It is shared between the graphs that share values (:func:`shared_values`).
+    The result is cached within :func:`shared_values`. ``what`` names the function.
     """
     known = _shared.get()
     if known is None:
@@ -255,23 +259,23 @@ def once_for(what: str, node: fx.Node, compute: Callable[[fx.Node], _T]) -> _T:
     values = [one.meta.get("val") for one in (*node.all_input_nodes, node)]
     key = what, id(node.target), *map(id, values)
     found = known.get(key)
-    if found is None:  # with the values, so that they keep their identities
+    if found is None:  # holds the values, so that their ids stay valid
         found = known[key] = values, compute(node)
     return found[1]
 
 
-#: Values of nodes by what they are computed from; None: every node gets one of its own.
+#: The cache of :func:`shared_values`; None: every node gets its own value.
 _shared: ContextVar[dict[Hashable, Any] | None] = ContextVar("_shared", default=None)
 
 
 @contextmanager
 def shared_values(known: dict[Hashable, Any]) -> Iterator[None]:
-    """Within it, nodes that compute the same from the same shapes share one value.
+    """Share fake values among nodes with the same operator and the same input shapes.
 
-    For graphs that are looked at and never compiled: a planner lowers a hundred of them, and
-    most of what that takes are fake tensors. What shares memory is no longer seen from values.
+    For graphs that are analysed and never compiled: the planner lowers many graphs, and fake
+    tensors take most of this time. Within it, values do not show which nodes share memory.
 
-    ``known``: what is shared, for as long as the caller keeps it.
+    ``known``: the cache; the caller owns it.
     """
     token = _shared.set(known)
     try:
@@ -281,9 +285,9 @@ def shared_values(known: dict[Hashable, Any]) -> Iterator[None]:
 
 
 def _value_key(node: fx.Node) -> Hashable | None:
-    """All that a node's value depends on, with tensors by their shape and kind.
+    """A cache key of a value: operator, arguments, tensors by shape, strides, dtype and device.
 
-    None where that is more than can be compared: symbolic sizes.
+    None if an argument is not hashable: symbolic sizes.
     """
 
     kwargs = node.kwargs and tuple((k, _described(v)) for k, v in node.kwargs.items())
@@ -302,7 +306,7 @@ def _described(argument: Any) -> Hashable:
         if known is None:
             return _described(value)
         found = known.get(("kind", id(value)))
-        if found is None:  # with the value, so that it keeps its identity
+        if found is None:  # holds the value, so that its id stays valid
             found = known["kind", id(value)] = value, _described(value)
         return found[1]
     if isinstance(argument, torch.Tensor):
@@ -326,7 +330,7 @@ def is_getitem(node: fx.Node) -> bool:
 
 
 class _Uncompiled(fx.GraphModule):
-    """A module whose graph is looked at and not run: its code is written when it is asked for."""
+    """A module for analysis only: its code is generated on access, not on ``recompile``."""
 
     def recompile(self) -> Any:
         return None
@@ -337,27 +341,27 @@ class _Uncompiled(fx.GraphModule):
 
 
 def copy_module(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy whose graph can be rewritten, and which cannot be called.
+    """A copy for graph rewrites; it cannot run.
 
-    Fake tensors and constants are shared.
+    Fake tensors and constants are shared with the original.
     """
     return module_of(gm, copied_graph(gm.graph))
 
 
 def module_of(owner: nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """A module of a graph that is looked at and not run, with what the graph needs of another."""
+    """A module for analysis of a graph, with the attributes that the graph needs from ``owner``."""
     return _Uncompiled(owner, graph)
 
 
 def remove_dead(graph: fx.Graph) -> None:
-    """Erase what nobody reads, as torch's own pass does; that one asks a lot of every node."""
+    """Erase unused pure nodes; faster than torch's ``eliminate_dead_code``."""
     for node in reversed(graph.nodes):
         if not node.users and not node.is_impure():
             graph.erase_node(node)
 
 
 def positions(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Each node's place in the order of execution."""
+    """Each node's index in the order of execution."""
     return {node: index for index, node in enumerate(graph.nodes)}
 
 
@@ -366,6 +370,6 @@ def last_of(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
 
 
 def gives_nothing(node: fx.Node) -> bool:
-    """Whether an operator returns no value, as linalg's check of a result: it has no meta val."""
+    """Whether an operator returns no value, as linalg's error check; it has no ``meta["val"]``."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and not target._schema.returns

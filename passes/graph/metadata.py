@@ -1,52 +1,52 @@
-"""Metadata: every key that this package writes into ``node.meta`` and ``gm.meta``, declared once.
+"""Metadata: all keys of this package in ``node.meta`` and ``gm.meta``.
 
-Torch's own keys (``val``, ``desc``, ``recompute``, ``nn_module_stack``) stay torch's.
+Torch's own keys (``val``, ``desc``, ``recompute``, ``nn_module_stack``) are not declared here.
 """
 
 from __future__ import annotations
 
-#: Of a node: what it costs, a :class:`passes.annotate.annotate_costs.Cost`. ``annotate`` writes it.
+#: Of a node: its :class:`passes.annotate.annotate_costs.Cost`. ``annotate`` writes it.
 COST = "cost"
-#: Of a node: :class:`passes.types.context.Phase`, forward or backward. ``annotate`` writes it.
+#: Of a node: the value of its :class:`passes.types.context.Phase`. ``annotate`` writes it.
 PHASE = "phase"
-#: Of a node: the number of its fused region; None: it runs alone. ``annotate`` writes it.
+#: Of a node: the number of its fused region; None: it has none. ``annotate`` writes it.
 REGION = "region"
-#: Of a collective: whom it serves, a :class:`passes.graph.fx_utils.Collective`.
+#: Of a collective: its purpose, a :class:`passes.types.plan.Collective`.
 COLLECTIVE = "collective"
-#: Of a placeholder: the name of the parameter that it is.
+#: Of a placeholder: the name of its parameter.
 PARAMETER = "parameter"
-#: Of a placeholder: the name of the input that it is.
+#: Of a placeholder: the name of its buffer, or ``batch``.
 INPUT = "input"
-#: Of a placeholder of a backward: True if the forward saves it.
+#: Of a placeholder of a backward: True if it is a saved tensor or an output's gradient.
 SAVED = "saved"
-#: Of a node: the parameter (or slice of one) whose whole value it holds.
+#: Of a node: the parameter (or slice of one) whose gathered value it holds.
 GATHERED = "gathered"
-#: Of a node: the parameter whose gradient it is, ready for the optimizer.
+#: Of a node: the name of the parameter whose reduced gradient it holds.
 GRADIENT_OF = "gradient_of"
-#: Of a node: True if it stays behind the wait that it reads.
+#: Of a node: True if the scheduler moves it together with the wait before it.
 AFTER_WAIT = "after_wait"
-#: Of a placeholder whose memory is not the graph's: the name of a parameter or a buffer.
+#: Of a placeholder: True if its memory is not the graph's (parameters, buffers, the batch).
 STATIC = "static"
-#: Of a placeholder that others hold too: nothing is written over it.
+#: Of a placeholder of a backward: True if others hold it too; no kernel may reuse its memory.
 LENT = "lent"
-#: Of a node that was copied from the forward: its key if it was to be saved, else "".
+#: Of a recomputed node in the backward: its key if the plan recomputes it by name, else "".
 RECOMPUTED = "recomputed"
-#: Of what a backward is given: the forward's node that it is, if that has another name.
+#: Of a node of a backward: the name of the same value's node in the forward, if it differs.
 SAVES = "saves"
-#: Of a node whose graph is a part of a step: its key in the whole.
+#: Of a node of a partial graph (folded or one frame): its recomputation key in the whole step.
 KEY = "key"
-#: Of a collective: why it does not start when the network is idle, a ``Reason``.
+#: Of a collective: why it does not start earlier, a :class:`passes.simulate.exposure.Reason`.
 HELD_BACK = "held_back"
-#: Of a collective: True if it is waited for early, to free memory.
+#: Of a collective: True if its wait comes early to free memory.
 DRAINED = "drained"
 #: Of a node of a folded step: the number of its layer.
 LAYER = "layer"
-#: Of a node of a folded step: whether it belongs to the layer that stands for those left out.
+#: Of a node of a folded step: True for the node at which its layer's time is measured.
 ANCHOR = "anchor"
-#: Of a module: the :class:`passes.simulate.memory.Memory` of its graph; the next pass takes it
-#: away.
+#: Of a module: the :class:`passes.simulate.memory.Memory` of its graph; valid until the next
+#: pass.
 MEMORY = "memory"
-#: Of a module: the :class:`passes.graph.dataflow.Dataflow` of its graph.
+#: Of a module: the :class:`passes.graph.dataflow.Dataflow` of its graph; valid until the next pass.
 DATAFLOW = "dataflow"
-#: Of a module: which collectives could travel together. ``bucket`` writes it.
+#: Of a module: which collectives may share a bucket. ``bucket`` writes it.
 PACKABLE = "packable"

@@ -1,8 +1,8 @@
-"""Fusion: which nodes Inductor can run together with others, and which it cannot.
+"""Operator traits: fusible by Inductor or not, reductions, and effective users.
 
-Inductor fuses runs of pointwise operators and reductions; what only lives inside such a
-run never touches memory. A matrix product, a convolution, attention or a collective is a
-*barrier*: a kernel of its own, whose inputs must exist.
+Inductor fuses connected pointwise operators and reductions; intermediate results inside a fused
+kernel never touch memory. A matrix product, a convolution, attention or a collective is a
+*barrier*: a kernel of its own, whose inputs must be in memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from passes.ops.markers import REDUCE_GRAD, UNSHARD
 from passes.ops.packing import PACKING
 
 _aten = torch.ops.aten
-#: Reductions that lack the tag.
+#: Reductions without ``torch.Tag.reduction``.
 REDUCTIONS = {
     _aten.sum.dim_IntList,
     _aten.sum.default,
@@ -33,7 +33,7 @@ REDUCTIONS = {
     _aten.all.default,
     _aten.argmax.default,
 }
-# Pointwise and reductions by tag are fusible; these lack the tag, and Inductor fuses them too.
+# Operators with a pointwise or reduction tag are fusible; these lack it, but Inductor fuses them.
 _ALSO_FUSIBLE = REDUCTIONS | {
     _aten.cat.default,
     _aten.full.default,
@@ -70,7 +70,7 @@ def is_fusible(node: fx.Node) -> bool:
 
 @by_target
 def fuses(target: Any) -> bool:
-    """Whether Inductor may fuse an operator; of ``getitem`` its source says."""
+    """Whether Inductor may fuse an operator; for ``getitem`` see :func:`is_fusible`."""
     if target in COLLECTIVES or target in (UNSHARD, REDUCE_GRAD) or target in PACKING:
         return False
     if target in _ALSO_FUSIBLE or str(target).startswith("prims.inductor_"):
@@ -80,7 +80,7 @@ def fuses(target: Any) -> bool:
 
 
 def is_reduction(node: fx.Node) -> bool:
-    """Whether a node makes few elements of many."""
+    """Whether a node is a reduction."""
     return node.op == "call_function" and _reduces(node.target)
 
 
@@ -90,7 +90,7 @@ def _reduces(target: Any) -> bool:
 
 
 def effective_users(node: fx.Node) -> list[fx.Node]:
-    """Who reads a node's memory: its users, with views and waits looked through."""
+    """The readers of a node's memory: its users, and those of its views and waits."""
     found: dict[fx.Node, None] = {}
     stack = [node]
     while stack:

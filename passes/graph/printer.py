@@ -1,9 +1,8 @@
-"""The canonical text of a graph: what people read and CI pins.
+"""The canonical text of a graph, for readers and for CI snapshots.
 
-One line a node: name, dtype and shape, operator and arguments, and what a collective is
-for. The same on every rank, every run and every machine: process groups are named by
-their role, and what differs between ranks by nature (the rows of an uneven shard) is
-printed as ``?``.
+One line per node: name, dtype and shape, operator and arguments, and a collective's purpose. The
+text is equal on every rank, run and machine. Process groups are named by role. The rows of an
+uneven shard differ between ranks and are printed as ``?``.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _DTYPES = {
 
 
 def graph_text(gm: fx.GraphModule, ctx: Context) -> str:
-    """The graph as text; see the module's docstring."""
+    """The canonical text of a graph. See the module's docstring."""
     shown = [node for node in gm.graph.nodes if not _is_object(node)]
     names = {node: f"%{index}" for index, node in enumerate(shown)}
     uneven = _uneven(gm.graph, ctx)
@@ -39,7 +38,7 @@ def graph_text(gm: fx.GraphModule, ctx: Context) -> str:
 
 
 def _is_object(node: fx.Node) -> bool:
-    """Whether an input is neither a tensor nor a number: some torch versions pass device meshes."""
+    """Whether an input is no tensor or number: some torch versions pass device meshes."""
     numbers = (torch.Tensor, torch.SymInt, torch.SymFloat, int, float, bool)
     return node.op == "placeholder" and not isinstance(node.meta.get("val"), numbers)
 

@@ -1,10 +1,11 @@
-"""Check: what must hold after every pass.
+"""Verifier: the invariants of a graph after every pass.
 
-- the graph is well formed and in topological order (``graph.lint``);
-- ``meta["val"]`` is what running the node on its inputs' values gives (dtype, shape, strides);
-- the inputs of collectives are contiguous;
-- every started collective is waited for, once, and nothing but the wait reads its output
-  before (its input lives until the wait because the wait is what ends its use).
+- The graph is well formed and in topological order (``graph.lint``).
+- ``meta["val"]`` equals the result of the operator on its inputs' values (dtype, shape, strides;
+  tensors of deterministic operators only).
+- The inputs of collectives are contiguous.
+- Every collective has exactly one user, its wait.
+- The input of a P2P collective is an input of the graph or has a reader after the wait.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from passes.graph.op_traits import effective_users
 from passes.ops.markers import REDUCE_GRAD, UNSHARD
 from passes.ops.p2p import EXCHANGE, GATHER_PARTS
 
-#: What nodes were when their values were found right: a pass leaves most of them as they are.
-#: (Arguments as text: a node that is held from here would hold all of its graph.)
+#: Verified nodes: a pass leaves most nodes unchanged, and these need no second check.
+#: (Arguments as text: a reference to a node would keep its whole graph alive.)
 _right: WeakKeyDictionary[fx.Node, tuple[Any, str, list[Any]]] = WeakKeyDictionary()
 
 
 class InvalidGraph(AssertionError):
-    """A pass left a graph that does not hold together; names the pass and the node."""
+    """A pass left an invalid graph; the message names the pass and, if known, the node."""
 
 
 def check(gm: fx.GraphModule, pass_name: str) -> None:
-    """Raise :class:`InvalidGraph` if the graph broke a rule. See the module's docstring."""
+    """Raise :class:`InvalidGraph` if an invariant does not hold. See the module's docstring."""
     try:
         gm.graph.lint()
     except (RuntimeError, ValueError) as error:
@@ -68,7 +69,7 @@ def _check_collective(node: fx.Node, pass_name: str) -> None:
 
 
 def _check_alive(start: fx.Node, order: dict[fx.Node, int], pass_name: str) -> None:
-    """What is being sent must have a reader after the wait, or Inductor may write over it."""
+    """A sent tensor needs a reader after the wait; otherwise Inductor may reuse its memory."""
     source = root_of(start.all_input_nodes[0])
     (wait,) = start.users
     if source.op == "placeholder":
@@ -122,7 +123,7 @@ def _check_value(node: fx.Node, pass_name: str) -> None:
 def _is_as(
     seen: tuple[Any, str, list[Any]] | None, target: Any, text: str, values: list[Any]
 ) -> bool:
-    """Whether a node is what it was, with the very same values of it and of its inputs."""
+    """Whether a node is unchanged, with identical values of it and of its inputs."""
     return (
         seen is not None
         and seen[0] is target

@@ -1,1 +1,1 @@
-"""Operators of this package: schemas, shapes, derivatives; ``osdp_compile/runtime`` runs them."""
+"""Custom operators: schemas, shapes, derivatives. ``osdp_compile/runtime`` communicates."""

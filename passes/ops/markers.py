@@ -1,23 +1,24 @@
-"""The marker operators: where a parameter is read, and where its gradient leaves.
+"""The marker operators: reads of parameters and reductions of gradients.
 
 A sharded model reads every parameter through ``osdp::unshard``; its derivative is
-``osdp::reduce_grad``. In a traced graph they say *that* a parameter is needed; the
-passes decide how and when it comes. Their names and text are the same on every rank:
-no operator carries a rank's own sizes.
+``osdp::reduce_grad``. In a traced graph the markers state that a parameter is needed; the
+passes choose the collectives and their schedule. Their names and text are equal on all ranks:
+no marker carries a rank's own sizes.
 
 ===================  ======================================================================
 ``unshard``          local shard ``[rows/N, ...]`` -> full parameter ``[rows, ...]``
-``reduce_grad``      this rank's full gradient -> the mean over ranks, laid out as the shard
+``reduce_grad``      this rank's full gradient -> the mean over ranks, in the shard's shape
 ===================  ======================================================================
 
-``dtype``: of the full parameter, where it is not the shard's: cast before it is gathered.
-``reduce_dtype``: in which a gradient travels (default: its own); the result has the shard's.
+``dtype``: dtype of the full parameter, if not the shard's; the shard is cast before the gather.
+``reduce_dtype``: dtype in which a gradient travels (default: its own). The result has the shard's
+dtype.
 
 ``sharded=False`` marks a replicated parameter: ``unshard`` is then the identity and
-``reduce_grad`` an all-reduce. ``group_name``, ``between`` and ``hosts`` say which ranks share
-the rows, and how (:class:`passes.types.shard_layout.ShardLayout`). This file holds schemas, shapes
-and derivatives; ``osdp_compile/runtime/eager_markers.py`` holds the eager implementation, which
-needs process groups.
+``reduce_grad`` an all-reduce. ``group_name``, ``between`` and ``hosts`` describe the shard layout
+(:class:`passes.types.shard_layout.ShardLayout`). This file holds schemas, shapes and derivatives;
+``osdp_compile/runtime/eager_markers.py`` holds the eager implementation, which needs process
+groups.
 """
 
 from __future__ import annotations
@@ -97,7 +98,11 @@ REDUCE_GRAD = torch.ops.osdp.reduce_grad.default
 
 
 def left_out(*tensors: Tensor) -> Tensor:
-    """Stands for the layers that a folded graph leaves out (``passes/capture/fold_layers.py``)."""
+    """A placeholder for the layers omitted from a folded graph (``passes/capture/fold_layers.py``).
+
+    Raises:
+        RuntimeError: always; a folded graph is only analysed.
+    """
     raise RuntimeError("a folded graph cannot be run")
 
 

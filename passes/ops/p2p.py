@@ -1,15 +1,16 @@
-"""Exchange: gathering and scattering by messages from rank to rank, for gloo.
+"""P2P collectives: an all-gather and an all-to-all of point-to-point messages, for gloo.
 
 ======================  ===============================================================
-``osdp::gather_parts``  every rank's part (alike in size) -> all parts, in ranks' order
-``osdp::exchange``      a table with a row for each rank -> the rows that all have for us
+``osdp::gather_parts``  every rank's part (of equal size) -> all parts, in rank order
+``osdp::exchange``      a table with one row per rank -> this rank's row of every rank
 ======================  ===============================================================
 
-They are collectives: the result may be read after ``wait_tensor`` only, and the input must
-stay as it is until then. Inductor knows that of its own collectives and not of these, so
-whatever follows the wait takes the input as an argument too (``sent``), unless it is an
-input of the graph, which nobody writes to. Where that is the next leg of a gather
-(``passes/overlap/hierarchical_collectives.py``), it is a ``gather_parts`` itself.
+Graphs may read the result only after ``wait_tensor``, and must not write to the input before it.
+Inductor enforces this for its own collectives, but not for these. So the operator after the wait
+takes the input as an extra argument (``sent``), which keeps it alive. An input of the graph does
+not need this: no kernel writes to it. In a hierarchical gather
+(``passes/overlap/hierarchical_collectives.py``), the operator after the wait may be the next
+stage's ``gather_parts``.
 
 This file holds schemas and shapes; ``osdp_compile/runtime/p2p.py`` sends the messages.
 """

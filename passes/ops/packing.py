@@ -1,29 +1,28 @@
-"""Packing: the operators that lay tensors out for collectives, and take them apart again.
+"""Packing: operators that pack tensors for collectives and unpack the results.
 
-Each is one copy, and one kernel that exists already: written in aten they would become
-kernels that Inductor compiles anew for every size, at a second or two each on a CPU, and
-half of the first call. With N ranks and k elements of a tensor on each:
+Each operator copies or sums once, in precompiled kernels. In aten operators, Inductor would
+compile a new kernel for every size, which takes seconds on a CPU. With N ranks:
 
 ================  =========================================================================
 ``pack``          tensors -> all their elements, one after the other
-``pack_columns``  full gradients -> a table of N rows, row r all that rank r is to have
+``pack_columns``  full gradients -> a table of N rows; row r holds the parts of rank r
 ``unpack``        a gathered table of N rows -> the full tensor in some of its columns
 ``mean_ranks``    N ranks' parts, one after the other -> their mean
 ``sum_ranks``     N ranks' parts, one after the other -> their sum
-``first_of``      a flat tensor -> its first elements (what an all-reduce was padded by goes)
-``pad_rows``      local shard -> ``rows`` rows, zeros below (when N does not divide)
-``trim_rows``     padded gradient shard -> as many rows as this rank's shard has
+``first_of``      a flat tensor -> its first elements (removes an all-reduce's padding)
+``pad_rows``      local shard -> ``rows`` rows, zeros below (when N does not divide the rows)
+``trim_rows``     padded gradient shard -> the rows of this rank's shard
 ================  =========================================================================
 
-A rank's part of a tensor is ``ceil(rows / N)`` of its rows, the last ones padded by zeros;
-a tensor without dimensions has one row. ``hosts``: rows were cut for so many hosts first
-(``passes/types/shard_layout.py``), so that the last ranks of every host may have padding.
-All results are contiguous and newly allocated.
-``sent`` is not read: it keeps a message's memory as it is (see ``passes/ops/p2p.py``).
-``inner``: of a two-level mesh (``passes/overlap/hierarchical_collectives.py``), where the table's
-rows go by the ranks' place within a host first: rank ``h * inner + g`` has row ``g * N / inner +
-h``.
-``copies``: how many such means will be added up; a mean is divided by it too.
+A rank's part of a tensor is ``ceil(rows / N)`` of its rows; the last ranks' parts are padded
+with zeros. A tensor without dimensions has one row. All results are contiguous and newly
+allocated.
+``hosts``: rows are divided among this many hosts first (``passes/types/shard_layout.py``), so the
+last ranks of every host may have padding.
+``sent``: not read; it keeps the input of a P2P collective unchanged (``passes/ops/p2p.py``).
+``inner``: inner size of a two-dimensional mesh (``passes/overlap/hierarchical_collectives.py``);
+the row of rank ``h * inner + g`` in the table is then ``g * N / inner + h``.
+``copies``: number of such means that are summed later; each mean is divided by it too.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _LIBRARY.define("trim_rows(Tensor padded, Tensor like) -> Tensor")
 
 
 def part_numel(shape: Sequence[int], ranks: int) -> int:
-    """Elements of each rank's part of a tensor of this full shape, padding included."""
+    """Elements of one rank's part of a tensor; ``shape``: full shape. Includes padding."""
     if not shape:
         return 1
     return -(-shape[0] // ranks) * math.prod(shape[1:])
@@ -93,9 +92,9 @@ def _pack_columns(tensors: list[Tensor], ranks: int, inner: int = 1, hosts: int 
 
 
 def _by_rank(table: Tensor, ranks: int, inner: int, hosts: int = 1) -> Tensor:
-    """A flat table seen as ``[h, g]``: the row of rank ``h * G + g``, with G ranks on a host.
+    """A view ``[h, g, elements]`` of a flat table: the row of rank ``h * G + g``.
 
-    G is ``inner``, or else what the hosts have for which rows were cut.
+    G, the ranks of a host, is ``inner``, or ``ranks / hosts`` if only ``hosts`` is above 1.
     """
     if inner == 1 and hosts > 1:
         return table.view(hosts, ranks // hosts, -1)
@@ -103,7 +102,7 @@ def _by_rank(table: Tensor, ranks: int, inner: int, hosts: int = 1) -> Tensor:
 
 
 def _shares(shape: Sequence[int], columns: Tensor, hosts: int) -> tuple[int, int, int]:
-    """How many hosts have as much as any, the elements of each, and of a rank of the next host."""
+    """(Hosts with the most elements, elements of each, elements per rank of the next host)."""
     _, ranks, numel = columns.shape
     if hosts == 1:
         return math.prod(shape) // (ranks * numel), ranks * numel, numel
@@ -115,16 +114,17 @@ def _shares(shape: Sequence[int], columns: Tensor, hosts: int) -> tuple[int, int
 def _places(
     flat: Tensor, shape: Sequence[int], columns: Tensor, hosts: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """A tensor's elements, and where they are in its columns of a table: views of one shape each.
+    """Pairs of views of equal shape: a tensor's elements, and their places in a table.
 
-    ``flat``: of a tensor of this shape. ``columns``: ``[h, g, elements of a part]``.
+    ``flat``: elements of a tensor of this shape. ``columns``: its columns of the table,
+    ``[h, g, elements of a part]``.
     """
     whole, of_host, of_rank = _shares(shape, columns, hosts)
     blocks = [(flat[: whole * of_host].view(whole, of_host), columns[:whole], columns.shape[2])]
     if whole < len(columns):
         blocks.append((flat[whole * of_host :], columns[whole], of_rank))
     for elements, block, each in blocks:
-        full = elements.shape[-1] // each if each else 0  # ranks that need no padding
+        full = elements.shape[-1] // each if each else 0  # ranks without padding
         yield elements[..., : full * each].unflatten(-1, (full, each)), block[..., :full, :each]
         if full < block.shape[-2]:
             rest = elements[..., full * each :]
@@ -176,7 +176,7 @@ def _one_part_shape(
 @torch.library.impl("osdp::mean_ranks", "CompositeExplicitAutograd")
 def _mean_ranks(parts: Tensor, ranks: int, sent: Tensor | None = None, copies: int = 1) -> Tensor:
     table = parts.view(ranks, -1)
-    if parts.element_size() < 4:  # adds up in float32
+    if parts.element_size() < 4:  # torch accumulates in float32
         mean = table.mean(0)
         return mean if copies == 1 else mean.mul_(1.0 / copies)
     return _sum_of(table).mul_(1.0 / (ranks * copies))
@@ -189,7 +189,7 @@ def _sum_ranks(parts: Tensor, ranks: int, sent: Tensor | None = None) -> Tensor:
 
 
 def _sum_of(table: Tensor) -> Tensor:
-    """The sum of two rows or more, in their order."""
+    """The sum of at least two rows, in row order."""
     total = table[0] + table[1]
     for part in table[2:]:
         total += part
@@ -246,5 +246,5 @@ PACKING = SLICING | {
     PAD_ROWS,
     TRIM_ROWS,
 }
-#: Of them, those that read only as much of their first argument as they write.
+#: Operators that read only as many bytes of their first argument as they write.
 PICKING = frozenset({UNPACK, FIRST_OF, TRIM_ROWS, TAKE_SLICE, TAKE_PART, TRIM_SLICE})

@@ -1,20 +1,20 @@
-"""Slices: which part of a dimension a split operator works on at a time, and what cuts it out.
+"""Slicing: operators that take, join, pad and trim the slices of a dimension.
 
-A parameter's rows lie on the ranks of its cut (``passes/types/shard_layout.py``), each holding R of
-them. Slice j of g are the j-th S = ceil(R / g) rows of *every* rank, one rank after the other: so
-what each rank sends of a slice is contiguous, and what is gathered needs no shuffle. Seen from the
-whole parameter a slice is a strip of every rank's rows, and whatever else has that dimension (the
-activation that the operator makes, the columns of the operator that takes it in) is cut into the
-same strips. A dimension that nobody shares is cut for one rank: its slices are contiguous.
+The shard layout of a parameter (``passes/types/shard_layout.py``) gives each rank at most R rows.
+Slice j of g consists of the j-th S = ceil(R / g) rows of *every* rank, in rank order. So each
+rank sends contiguous rows, and the gathered slice needs no reordering. In the full parameter, a
+slice is one strip of every rank's rows. Other tensors with the same dimension (the operator's
+output, the columns of the next operator's weight) have the same strips. The slices of a
+dimension that is not sharded are contiguous (``ranks=1``).
 
-Where S does not divide R, or not every rank has R rows, slices have fewer elements for some ranks
-than for others; the shards that are sent are then padded to S rows, and what is gathered trimmed.
+If S does not divide R, or some ranks have fewer than R rows, a slice has fewer than S rows of some
+ranks. Shards are then padded to S rows before the gather, and the gathered slice is trimmed.
 
 ===============  ==========================================================================
 ``take_slice``   a tensor -> slice ``index`` of ``count`` of one dimension
-``join_slices``  all slices of a dimension -> the whole
+``join_slices``  all slices of a dimension -> the whole tensor
 ``take_part``    a shard -> ``size`` of its rows from ``start``, zeros below
-``trim_slice``   a gathered slice, S rows of every rank -> those that there are
+``trim_slice``   a gathered slice, S rows of every rank -> the slice without padding
 ``pad_slice``    a slice's gradient -> S rows for every rank, zeros below
 ===============  ==========================================================================
 
@@ -47,10 +47,10 @@ _LIBRARY.define(f"pad_slice(Tensor trimmed, {_OF_SLICE}")
 
 @dataclasses.dataclass(frozen=True)
 class Slices:
-    """How a dimension is cut.
+    """The slices of a dimension.
 
-    ``size``: of the whole dimension. ``count``: of slices, none of them empty (:func:`cut_into`).
-    ``ranks``, ``hosts``: of the cut that the strips are of.
+    ``size``: size of the whole dimension. ``count``: number of slices; none is empty
+    (:func:`cut_into`). ``ranks``, ``hosts``: the shard layout that gives the strips.
     """
 
     size: int
@@ -60,32 +60,32 @@ class Slices:
 
     @property
     def strip(self) -> int:
-        """Elements that a slice has of a rank at most: S."""
+        """Largest number of elements of one rank in a slice: S."""
         return math.ceil(math.ceil(self.size / self.ranks) / self.count)
 
     @property
     def even(self) -> bool:
-        """Whether every slice has as much of every rank."""
+        """Whether every slice has S elements of every rank."""
         return self.ranks * self.strip * self.count == self.size
 
     def part(self, index: int) -> int:
-        """Elements of a slice."""
+        """Number of elements of a slice along the dimension."""
         return sum(count for _, count in self.strips(index))
 
     def to_take(self, whole: fx.Node, dim: int, index: int) -> tuple[fx.Node | int, ...]:
-        """What ``take_slice`` is told to cut a slice out of a tensor."""
+        """Arguments of ``take_slice`` for one slice of a tensor."""
         return whole, dim, self.count, index, self.ranks, self.hosts
 
     def to_join(self, slices: Sequence[fx.Node], dim: int) -> tuple[list[fx.Node] | int, ...]:
-        """What ``join_slices`` is told to put all slices together."""
+        """Arguments of ``join_slices`` for all slices."""
         return list(slices), dim, self.size, self.ranks, self.hosts
 
     def to_cut(self, one: fx.Node, index: int) -> tuple[fx.Node | int, ...]:
-        """What ``trim_slice`` and ``pad_slice`` are told of a slice."""
+        """Arguments of ``trim_slice`` and ``pad_slice`` for one slice."""
         return one, self.size, self.count, index, self.ranks, self.hosts
 
     def strips(self, index: int) -> Iterator[tuple[int, int]]:
-        """Of a slice, for every rank, its first element in the whole, and how many there are."""
+        """The strips of a slice, by rank: (first element in the whole dimension, element count)."""
         for place in range(self.ranks):
             start, stop = ShardLayout(self.ranks, place, "", self.hosts).rows(self.size)
             first = min(start + index * self.strip, stop)
@@ -93,23 +93,23 @@ class Slices:
 
 
 def cut_into(size: int, count: int, ranks: int = 1, hosts: int = 1) -> Slices:
-    """As many slices as are wanted, or fewer, so that none is empty."""
+    """``count`` slices, or fewer so that none is empty."""
     rows = math.ceil(size / ranks)
     return Slices(size, math.ceil(rows / math.ceil(rows / count)), ranks, hosts)
 
 
 def slice_name(name: str, index: int) -> str:
-    """What a slice of a parameter is called in collectives: ``up.weight#2``."""
+    """The name of a parameter's slice in collectives: ``up.weight#2``."""
     return f"{name}#{index}"
 
 
 def parameter_of(name: str) -> str:
-    """The parameter that a slice is of; any other name is its own."""
+    """The parameter's name for a slice's name; any other name is returned unchanged."""
     return name.rpartition("#")[0] or name
 
 
 def _sized(like: Tensor, dim: int, size: int) -> Tensor:
-    """An empty tensor that differs along one dimension."""
+    """An empty tensor like another, with a different size along ``dim``."""
     return like.new_empty([*like.shape[:dim], size, *like.shape[dim + 1 :]])
 
 

@@ -1,1 +1,1 @@
-"""Overlap: bucket, split by mesh dimension and order collectives beside compute."""
+"""Overlap: bucket collectives, carry them out hierarchically, and schedule them beside compute."""

@@ -1,9 +1,10 @@
-"""Bucket: small collectives travel together.
+"""Bucket: pack small collectives into larger ones.
 
-Needs: collectives started and waited for on the spot (after ``shard``).
-Leaves: collectives of ``plan.bucket_bytes`` or more alone and without a copy; smaller
-ones of one kind, dtype and group packed into flat buckets of up to that size, gathers in
-the order of their first use, reductions in the order their gradients are ready.
+Needs: collectives with their wait directly after the start (after ``shard``).
+Leaves: collectives of ``plan.bucket_bytes`` or more unchanged, without a copy. Smaller ones of one
+kind, dtype and group are packed into flat buckets of up to that size: gathers in the order of
+their first use, reductions in the order in which their gradients are ready. The collectives before
+packing are in ``gm.meta["packable"]``.
 
 Before::                                   After::
 
@@ -11,10 +12,9 @@ Before::                                   After::
     b = wait(all_gather(q, N))                 w = wait(all_gather(f, N))
                                                a = unpack(w, columns of p); b = unpack(w, ...)
 
-The packing never depends on batch sizes, so that ranks with different batches agree: it is
-the plan's (``plan.order``), and where the plan was made for another graph it follows from
-the parameters' sizes. Gradients come out of a bucket as views of
-it: nothing is copied back.
+The packing does not depend on batch sizes, so ranks with different batches agree. It is part of
+the plan (``plan.order``); for a graph that the plan has no order for, it follows from the
+parameters' sizes. Reduced gradients are views of their bucket, without a copy.
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ _aten = torch.ops.aten
 
 
 class Packable(NamedTuple):
-    """A collective that may be packed: with others of its kind, if it is small enough."""
+    """A collective that may share a bucket with others of the same ``kind``.
+
+    ``size_bytes``: bytes of the whole tensor.
+    ``is_first_leg``: it is flat, or the first stage of a hierarchical collective.
+    """
 
     kind: Hashable
     size_bytes: int
@@ -54,9 +58,9 @@ class Packable(NamedTuple):
 
 
 def bucket_bytes_for(ctx: Context) -> int:
-    """Up to what size collectives travel together: where latency is a tenth of the transfer.
+    """The default bucket size: the bytes at which latency is a tenth of the transfer time.
 
-    A power of two from 64 KiB to 32 MiB.
+    It is rounded up to a power of two between 64 KiB and 32 MiB.
     """
     rate = ctx.hardware.collectives["all_gather"]
     if rate.seconds_per_byte <= 0:
@@ -88,7 +92,7 @@ def bucket(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 
 
 def _as_planned(starts: list[fx.Node], planned: Sequence[Collective]) -> list[list[fx.Node]]:
-    """Collectives to pack together, as the plan says."""
+    """The plan's buckets: lists of collectives to pack together."""
     start_of = {node.meta[COLLECTIVE]: node for node in starts}
     return [
         [start_of[Collective((name,), bucket.gathers)] for name in bucket.names]
@@ -100,12 +104,15 @@ def _as_planned(starts: list[fx.Node], planned: Sequence[Collective]) -> list[li
 def _packable(start: fx.Node) -> Packable:
     purpose = start.meta[COLLECTIVE]
     kind = start.target, group_of(start), purpose.gathers, start.meta["val"].dtype
-    # A later leg goes with the first one.
+    # Later stages follow the packing of the first one.
     return Packable(kind, collective_full_bytes(start), not purpose.leg)
 
 
 def packed(starts: Sequence[Packable], most_bytes: int) -> list[list[int]]:
-    """Which collectives are packed together: lists of two indices or more, in their order."""
+    """The buckets: lists of two or more indices into ``starts``, ascending.
+
+    ``most_bytes``: the bucket size.
+    """
     open_buckets: dict[Hashable, list[int]] = {}
     filled: dict[Hashable, int] = {}
     done: list[list[int]] = []
@@ -134,7 +141,7 @@ def _purpose(members: Sequence[fx.Node]) -> Collective:
 
 
 def _tensor(start: fx.Node) -> fx.Node:
-    """What a collective is about: its input, before it was packed or flattened."""
+    """The input of a collective before packing or flattening."""
     source: Any = start.args[0]
     if source.target in (PACK, PACK_COLUMNS):
         source = source.args[0][0]
@@ -145,29 +152,32 @@ def _tensor(start: fx.Node) -> fx.Node:
 
 
 def _gradient(start: fx.Node) -> fx.Node:
-    """The gradient that a scatter reduces: undivided, for the bucket divides by itself."""
+    """The gradient that a scatter reduces, before its division: the bucket divides once."""
     tensor = _tensor(start)
     if start.target is REDUCE_SCATTER:
-        while tensor.target is not _aten.mul.Tensor:  # compacted after the division
+        while tensor.target is not _aten.mul.Tensor:  # a compaction may follow the division
             tensor = tensor.all_input_nodes[0]
         return tensor.all_input_nodes[0]
     return tensor
 
 
 def _drop(graph: fx.Graph, result: fx.Node, by: fx.Node) -> None:
-    """Put ``by`` in the place of a collective's result: its last wait, or the mean after it."""
+    """Replace a collective's result by ``by``, and erase the collective with all its stages.
+
+    ``result``: the last wait, or the mean after it.
+    """
     result.replace_all_uses_with(by)
     if GRADIENT_OF in result.meta:
         by.meta[GRADIENT_OF] = result.meta[GRADIENT_OF]
     purpose: Collective | None = None
-    while purpose is None or purpose.leg:  # back to where the first leg starts
+    while purpose is None or purpose.leg:  # back to the start of the first stage
         source, purpose = result.all_input_nodes[0], result.meta.get(COLLECTIVE)
         graph.erase_node(result)
         result = source
 
 
 def _move_inputs_before(node: fx.Node, anchor: fx.Node) -> None:
-    """Bring a gather's input chain (a pad of a placeholder) before the anchor."""
+    """Move a gather's input chain (such as the pad of a placeholder) before the anchor."""
     if node.op == "call_function" and node > anchor:
         for source in node.all_input_nodes:
             _move_inputs_before(source, anchor)
@@ -189,9 +199,9 @@ def _pack_gathers(graph: fx.Graph, members: list[fx.Node], ctx: Context) -> None
             shape = result.meta["val"].shape
             replaced.append((result, unpack(graph, packed, start, shape, sent, cut)))
             start += numel_of(source.meta["val"])
-    for wait, full in replaced:  # not above: the anchor, where nodes go in, is among them
+    for wait, full in replaced:  # after the insertions: the anchor itself is erased here
         _drop(graph, wait, full)
-    # What each member was packed into is dead now; the caller removes it.
+    # The members' own packing is dead now; the caller removes it.
 
 
 def _pack_all_reduces(graph: fx.Graph, members: list[fx.Node]) -> None:
@@ -221,7 +231,7 @@ def _pack_scatters(graph: fx.Graph, members: list[fx.Node], ctx: Context) -> Non
 
 
 def _result_of(start: fx.Node) -> fx.Node:
-    """Where a part or a whole first stands: the last wait, or the mean or the copy after it."""
+    """A collective's result: the wait of its last stage, or the mean or unpack after that wait."""
     wait = _wait_of(start)
     (first, *_) = wait.users
     result = first if first.target in (MEAN_RANKS, UNPACK) else wait
@@ -241,7 +251,7 @@ def _pieces(graph: fx.Graph, whole: fx.Node, numels: Sequence[int]) -> list[fx.N
 
 
 def _drop_late(graph: fx.Graph, replaced: list[tuple[fx.Node, fx.Node]]) -> None:
-    """Replace waits by pieces that stand later: what used the wait moves behind them."""
+    """Replace waits by pieces that stand later, and move the waits' users after the pieces."""
     last = replaced[-1][1]
     for wait, piece in replaced:
         tail = last
@@ -252,7 +262,7 @@ def _drop_late(graph: fx.Graph, replaced: list[tuple[fx.Node, fx.Node]]) -> None
 
 
 def _users_before(node: fx.Node, anchor: fx.Node) -> list[fx.Node]:
-    """Everything that depends on a node and stands before the anchor, in order."""
+    """All nodes before the anchor that depend on ``node``, in graph order."""
     found: set[fx.Node] = set()
     stack = [node]
     while stack:

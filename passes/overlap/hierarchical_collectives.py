@@ -1,12 +1,12 @@
-"""Levels: a collective over a mesh of hosts goes leg by leg, where the profile says that is faster.
+"""Levels: replace a collective over a mesh of hosts by hierarchical stages, where that is faster.
 
-Needs: collectives started and waited for on the spot (after ``bucket``, where that runs).
-Leaves: the same; what is carried out along the mesh's dimensions (``ctx.levels``) has a
-collective for each leg, on the dimension's own process group, with the same
-``meta["collective"]`` but for its ``leg``.
+Needs: collectives with their wait directly after the start (after ``bucket``, if that runs).
+Leaves: the same. A hierarchical collective is one collective per stage, along one dimension of the
+mesh (``ctx.levels``) and on the process group of that dimension. The stages have the same
+``meta["collective"]`` except for ``leg``, the index of the stage.
 
-With N ranks = H hosts of G, and k elements on each rank (means: of what stands for the flat
-collective, an exchange or a reduce-scatter)::
+With N ranks = H hosts of G ranks, and k elements on each rank (``exchange``: an all-to-all; a
+reduce-scatter may take the place of an exchange with its mean or sum)::
 
     w = wait(gather(p, N))       a = wait(gather(p, H between hosts))         [H * k]
                                  b = wait(gather(a, G within the host))       [G * H * k]
@@ -20,14 +20,13 @@ collective, an exchange or a reduce-scatter)::
                                  b = wait(all_reduce(a, H between hosts))     [n / G]
                                  r = wait(gather(b, G within the host))       [n]
 
-So each byte crosses the network between hosts once for each host and not once for each rank. An
-all-reduce whose n elements G does not divide is padded; by messages (``ctx.by_exchange``), or if
-it was padded, its result is copied once more.
+So each byte crosses the network between hosts once per host and not once per rank. An all-reduce
+is padded if G does not divide its n elements. Its result is copied once more if it was padded, or
+if collectives are P2P (``ctx.by_exchange``).
 
-Which collectives go leg by leg depends on sizes that no batch enters, and on the profile: all
-ranks find the same. It is decided once all the same, as buckets are, and is part of the plan's
-order. What the copies and the starts take is counted; memory is not: legs hold what is between
-them.
+The choice depends on sizes without a batch dimension and on the profile, so all ranks agree. Like
+buckets, it is decided once and is part of the plan's order. The choice counts the seconds of the
+copies and of the starts. It does not count memory: the stages hold intermediate results.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ _VIEW = torch.ops.aten.view.default
 
 
 def levels(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
-    """Carry out collectives leg by leg. See the module's docstring."""
+    """Replace collectives by hierarchical stages. See the module's docstring."""
     if ctx.levels is None:
         return gm
     graph = gm.graph
@@ -70,7 +69,7 @@ def levels(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     planned = ctx.plan.order_for(ctx.phase.value, [node.meta[COLLECTIVE] for node in starts])
     later = None if planned is None else {one.first for one in planned if one.leg}
     for start in starts:
-        if group_of(start) != ctx.group_name:  # of a parameter that is sharded within hosts
+        if group_of(start) != ctx.group_name:  # the parameter is sharded within hosts
             continue
         chosen = _pays(start, ctx) if later is None else start.meta[COLLECTIVE] in later
         if not chosen:
@@ -86,9 +85,9 @@ def levels(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 
 
 def legs_of(kind: str, full_bytes: int, ctx: Context) -> list[tuple[str, MeshDim, int]]:
-    """What a collective is leg by leg: kinds, along what, and of how many bytes.
+    """The stages of a hierarchical collective: (kind, mesh dimension, full bytes) of each.
 
-    ``kind``, ``full_bytes``: of the flat one, as for ``Hardware.collective_seconds``.
+    ``kind``, ``full_bytes``: of the flat collective, as in ``Hardware.collective_seconds``.
     """
     assert ctx.levels is not None
     outer, inner = ctx.levels
@@ -106,7 +105,7 @@ def legs_of(kind: str, full_bytes: int, ctx: Context) -> list[tuple[str, MeshDim
 
 
 def legs_seconds(kind: str, full_bytes: int, ctx: Context) -> float:
-    """Seconds of all legs of a collective, one after the other, without copies."""
+    """Seconds of all stages in sequence, without copies."""
     return sum(
         ctx.hardware.along(level.name).collective_seconds(leg, size_bytes, level.size)
         for leg, level, size_bytes in legs_of(kind, full_bytes, ctx)
@@ -114,9 +113,9 @@ def legs_seconds(kind: str, full_bytes: int, ctx: Context) -> float:
 
 
 def _pays(start: fx.Node, ctx: Context) -> bool:
-    """Whether the legs and what they copy take less time than the flat collective.
+    """Whether the stages and their copies take less time than the flat collective.
 
-    What a collective takes of the computing counts as well: each leg has to be started.
+    The compute overhead counts on both sides: every stage has its own start.
     """
     kind, full_bytes = COLLECTIVES[start.target], collective_full_bytes(start)
     flat = kind, full_bytes, ctx.world_size
@@ -130,7 +129,7 @@ def _pays(start: fx.Node, ctx: Context) -> bool:
 
 
 def _copied_bytes(start: fx.Node, full_bytes: int, ctx: Context) -> int:
-    """Bytes that the legs' copies read and write, besides those of the flat collective."""
+    """Bytes that the stages' copies read and write, in addition to the flat collective's copies."""
     assert ctx.levels is not None
     _, inner = ctx.levels
     if start.meta[COLLECTIVE].gathers:
@@ -152,7 +151,7 @@ def _wait_of(start: fx.Node) -> fx.Node:
 
 
 def _table(start: fx.Node) -> fx.Node:
-    """What a collective sends."""
+    """The tensor that a collective sends."""
     (source, *_) = start.args
     assert isinstance(source, fx.Node)
     return source
@@ -227,7 +226,7 @@ def _leg(purpose: Collective, leg: int) -> Collective:
 
 
 def _replace(start: fx.Node, by: fx.Node) -> None:
-    """Put ``by`` in the place of what a flat collective gives: its wait, or the mean after it."""
+    """Replace the result of a flat collective (its wait, or the mean after it) by ``by``."""
     wait = _wait_of(start)
     result = wait
     if start.target in (EXCHANGE, ALL_TO_ALL):

@@ -1,17 +1,18 @@
-"""Hoist: a gradient is computed, and its reduction can start, as soon as what it needs is there.
+"""Hoist: compute each parameter's gradient as early as its inputs allow.
 
-Needs: a backward graph with ``reduce_grad`` markers, one a parameter.
-Leaves: the same nodes; what only a parameter's gradient needs, and its marker, stand no later than
-right after the last node that they all depend on.
+Needs: a backward graph with one ``reduce_grad`` marker per parameter.
+Leaves: the same nodes. A marker, and the nodes that only its gradient needs, stand no later than
+directly after the last of their inputs.
 
 Before::                              After::
 
     dx = mm(dy, w)                        r = reduce_grad(mm(dy.T, x), p)
     r = reduce_grad(mm(dy.T, x), p)       dx = mm(dy, w)
 
-Autograd computes what is passed on before the gradient of a weight. The other way round the same
-is computed, the network has a gradient to send one matrix product earlier, a weight that is
-gathered for ``dx`` has one more to arrive in, and ``x`` is freed before ``dx`` is there.
+Autograd computes the gradient of the input before the gradient of the weight. The reverse order
+computes the same and has three advantages: the reduction can start one matrix product earlier, the
+gather of the weight for ``dx`` can hide behind one more product, and ``x`` is freed before ``dx``
+is allocated.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from passes.types.context import Context
 
 
 def hoist(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
-    """Move each parameter's gradient up. See the module's docstring."""
+    """Move the gradient of each parameter up. See the module's docstring."""
     graph = gm.graph
     order = positions(graph)
     inputs = graph.find_nodes(op="placeholder")
-    last_moved: dict[fx.Node, fx.Node] = {}  # behind each node that anything was moved behind
+    last_moved: dict[fx.Node, fx.Node] = {}  # by anchor, the last node that was moved behind it
     markers = graph.find_nodes(op="call_function", target=REDUCE_GRAD)
-    # Where markers stand is not the same in the graph that is planned on and in what is lowered.
+    # Sort by gradient: the planned and the lowered graph have their markers at different places.
     for marker in sorted(markers, key=lambda marker: order[marker.args[0]]):
         own = _needed_for(marker)
         needs = [source for node in own for source in node.all_input_nodes if source not in own]
-        # No node is in two gradients' own: what is needed stands where it stood.
+        # No node belongs to two gradients, so the inputs keep their places.
         anchor = last_of([*inputs[-1:], *needs], order)
         place = last_moved.get(anchor, anchor)
         for node in sorted(own, key=order.__getitem__):
-            # What stands further up stays there, as the first of several gradients that are added
-            # up: what it is made of can be freed.
+            # Leave nodes above the anchor there, such as the first of several gradients to be
+            # added: its inputs can then be freed early.
             if order[node] > order[anchor]:
                 place.append(node)
                 place = node
@@ -49,7 +50,7 @@ def hoist(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 
 
 def _needed_for(marker: fx.Node) -> dict[fx.Node, None]:
-    """A reduction and the nodes that nothing else needs."""
+    """A ``reduce_grad`` marker and the nodes that only it needs."""
     own: dict[fx.Node, None] = {marker: None}
     stack = [marker]
     while stack:
@@ -61,9 +62,9 @@ def _needed_for(marker: fx.Node) -> dict[fx.Node, None]:
 
 
 def _movable(node: fx.Node) -> bool:
-    """Whether a node does the same wherever it stands: random numbers come in their order."""
+    """Whether a node gives the same result at any place. Random operators must keep their order."""
     if node.op != "call_function" or node.target is UNSHARD or is_collective(node):
         return False
     seeded = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    # Inductor's own random numbers: seeds, and what is made of them.
+    # ``prims.inductor_*``: Inductor's random seeds, and the random numbers made from them.
     return not (seeded or node.is_impure() or str(node.target).startswith("prims.inductor_"))

@@ -1,6 +1,6 @@
-"""Schedule: in what order the nodes of a graph run, collectives beside compute.
+"""The list scheduler: orders the nodes of a graph so that collectives run beside compute.
 
-See ``passes/overlap/reorder_collectives.py``, which decides under what cap.
+``passes/overlap/reorder_collectives.py`` calls it and chooses the in-flight cap and the headroom.
 """
 
 from __future__ import annotations
@@ -20,21 +20,25 @@ from passes.simulate.exposure import Reason
 from passes.simulate.network import Network
 from passes.types.plan import Collective
 
-#: A gather is urgent once the time left before its use is below this many times its own.
+#: A gather is urgent once the time from the end of its queue to its first use is at most this
+#: many times its own duration.
 _URGENT = 1.5
 
 
 @dataclasses.dataclass(eq=False)
 class CollectiveTask:
-    """One collective: what must run before it starts, itself, and what follows its wait.
+    """One collective with the nodes that move with it.
 
-    ``follows``, ``then``: the legs before and after it, where it is one of several that carry
-    out one collective (``passes/overlap/hierarchical_collectives.py``): it cannot start before the
-    former was waited for.
-    ``bytes``: of the whole tensor, for the plan's in-flight limit; the same for all legs.
-    ``extra_bytes``: what is alive longer if a gather starts early, or a reduction is waited for
-    late, than if each happened on the spot. ``flying_bytes``: what a reduction that has started
-    keeps alive besides: that into which it receives, and its backend's copy.
+    ``before``: the nodes that must run before its start. ``after``: the nodes that follow its wait.
+    ``bytes``: bytes of the whole tensor, for the plan's in-flight limit; equal for all stages of a
+    hierarchical collective (``passes/overlap/hierarchical_collectives.py``).
+    ``extra_bytes``: bytes that live longer if a gather starts early, or a reduction is waited for
+    late, compared with a wait directly after the start.
+    ``flying_bytes``: further bytes of a reduction in flight: its receive buffer and the backend's
+    copy. 0 for a gather.
+    ``first_use``: the first node that reads the result.
+    ``follows``, ``then``: the stages before and after this one, or None. A stage can start only
+    after the wait of the stage before it.
     """
 
     before: list[fx.Node]
@@ -51,54 +55,55 @@ class CollectiveTask:
 
     @functools.cached_property
     def group(self) -> str:
-        """The process group it runs on, and so its queue."""
+        """The process group, and so the queue, of the collective."""
         return group_of(self.start)
 
     @functools.cached_property
     def cost(self) -> Cost:
-        """What the collective itself takes."""
+        """The cost of the collective itself."""
         return cost_of(self.start)
 
     @functools.cached_property
     def seconds_left(self) -> float:
-        """Of a collective's legs, from this one to the last."""
+        """Seconds of this stage and all later ones."""
         return self.cost.seconds + (0.0 if self.then is None else self.then.seconds_left)
 
     @property
     def purpose(self) -> Collective:
-        """What the collective is for."""
+        """The purpose of the collective."""
         purpose: Collective = self.start.meta[COLLECTIVE]
         return purpose
 
 
 class Headroom:
-    """Bytes that may be alive besides, at each compute node. Below zero there is none."""
+    """Free bytes under the memory limit at each compute node. Below zero there are none."""
 
     def __init__(self, free_bytes: Sequence[int]) -> None:
         self._free = np.array(free_bytes, dtype=np.int64)
-        #: Whether there was room for anything, if for nothing, at any node.
+        #: Whether any node has a headroom of zero or more before anything is taken.
         self.any_at_first = max(free_bytes, default=-1) >= 0
 
     def at(self, place: int) -> int:
-        """What is left at one node."""
+        """Free bytes at one node."""
         return int(self._free[place])
 
     def least(self, start: int, end: int) -> int:
-        """What is left at all nodes from one to before another; plenty if there is none."""
+        """The least free bytes in ``[start, end)``; a huge number if the range is empty."""
         return int(self._free[start:end].min()) if start < end else _PLENTY
 
     def take(self, size_bytes: int, start: int, end: int) -> None:
-        """Take from all nodes from one to before another."""
+        """Take bytes from every node in ``[start, end)``."""
         self._free[start:end] -= size_bytes
 
 
 class ScheduleProblem:
-    """What does not depend on room or cap of a graph whose collectives are to be scheduled.
+    """The facts of a scheduling problem that do not depend on headroom or cap.
 
-    ``compute``: the nodes that stay in their order, and what each takes (``seconds``).
-    ``stall_free``: when each would start if nothing ever stalled.
-    ``used``, ``ready``: for each of them the collectives that it is the first to use, and the
-    reductions whose gradients are there after it. ``ready_at_once``: those that need none.
+    ``compute``: the compute nodes, which keep their order. ``seconds``: the time of each.
+    ``stall_free``: by compute node, its start in seconds without any stall.
+    ``used``: by compute node, the collectives whose results it is the first to use.
+    ``ready``: by compute node, the reductions whose inputs are ready after it.
+    ``ready_at_once``: the reductions that depend on no compute node.
     """
 
     def __init__(
@@ -109,8 +114,8 @@ class ScheduleProblem:
     ) -> None:
         """
         Args:
-            original: all nodes, in the order they have.
-            seconds: what a compute node takes.
+            original: all nodes in their current order.
+            seconds: the time of a compute node.
         """
         mine = moved(tasks)
         self.inputs = [node for node in original if node.op == "placeholder"]
@@ -142,10 +147,10 @@ class ScheduleProblem:
 
 
 class Scheduler:
-    """Walks the compute nodes with two clocks, of the compute and of the network.
+    """One walk over the compute nodes, with a clock for compute and one for the network.
 
-    A leg that has ended is waited for before the next compute node, and the leg after it started
-    at once, on its own group's queue, beside whatever is on the others'.
+    A stage of a hierarchical collective that has ended is waited for before the next compute node.
+    The next stage starts at once on the queue of its own group.
     """
 
     def __init__(
@@ -157,40 +162,40 @@ class Scheduler:
     ) -> None:
         """
         Args:
-            cap_bytes: the most that may be gathered ahead of its use, and the most of gradients
-                that may wait for their reduction.
-            sequence: the order in which the collectives must start (None: the best found).
-            room: what may be alive besides, at each compute node (None: whatever it takes).
+            cap_bytes: the most bytes of gathers in flight, and the most bytes of gradients whose
+                reductions are pending or in flight.
+            sequence: the required start order of the collectives (None: search for a good one).
+            headroom: free bytes at each compute node (None: no limit).
         """
         self.problem, self.gathers, self.compute = problem, problem.gathers, problem.compute
         self.cap_bytes, self.sequence = cap_bytes, sequence
         self.headroom = headroom
-        self.at = 0  # the place of the compute node that runs next
-        self.horizon_seconds = 0.0  # how far ahead queues must have something to do
+        self.at = 0  # the place of the next compute node
+        self.horizon_seconds = 0.0  # the time for which queues must have work
         self.result = list(problem.inputs)
         self.placed: set[fx.Node] = set()
         self.network = Network()
         self.started: set[CollectiveTask] = set()
-        self.stalled = 0.0  # in all, so far
-        # Kept waiting while the network was idle, by the cap or for want of room (the last of
-        # the two); and waited for early, for want of room.
+        self.stalled = 0.0  # sum of all stalls so far, in seconds
+        # Collectives held back by the cap or by too little headroom (the latest reason counts),
+        # and reductions waited for early because of too little headroom.
         self.held_back: dict[CollectiveTask, Reason] = {}
         self.drained: dict[CollectiveTask, None] = {}
-        self.ahead: dict[CollectiveTask, None] = {}  # gathers started and not waited for
-        self.flying: list[CollectiveTask] = []  # reductions started and not waited for
+        self.ahead: dict[CollectiveTask, None] = {}  # gathers in flight
+        self.flying: list[CollectiveTask] = []  # reductions in flight
         self.pending = list(problem.ready_at_once)  # reductions that may start
-        self.later: list[CollectiveTask] = []  # legs that may start: the former one was waited for
-        #: What the gradients on their way, or in line, keep alive for longer than on the spot.
+        self.later: list[CollectiveTask] = []  # later stages that may start
+        #: Extra bytes that pending reductions and reductions in flight keep alive.
         self.held_bytes = sum(task.extra_bytes for task in self.pending)
         self.next_gather = 0
         self.in_line = iter(sequence or ())
         self.head = next(self.in_line, None)
 
     def run(self) -> list[fx.Node]:
-        """The new order of all nodes but the output.
+        """The new order of all nodes except the output.
 
         Raises:
-            InvalidGraph: if the graph cannot follow the given sequence.
+            InvalidGraph: the graph cannot follow the given sequence.
         """
         problem, has_legs = self.problem, self.problem.has_legs
         for place, node in enumerate(problem.compute):
@@ -215,13 +220,13 @@ class Scheduler:
         return self.result
 
     def keep_busy(self, seconds: float) -> None:
-        """Start collectives where a queue would run dry while so much time passes."""
+        """Start collectives whose queues would run dry within the next ``seconds``."""
         self.horizon_seconds = seconds
         while self.start_best() if self.sequence is None else self.start_next():
             pass
 
     def after(self, place: int) -> None:
-        """What a node's end brings: gradients to reduce, and reductions that have ended."""
+        """Handle the end of a compute node: newly ready gradients, and ended reductions."""
         for task in self.problem.ready[place]:
             self.pending.append(task)
             self.held_bytes += task.extra_bytes
@@ -236,7 +241,7 @@ class Scheduler:
             for task in [task for task in self.flying if task.start in self.network.ends]:
                 self.wait_for(task)
         self.advance()
-        # Gradients that wait in line take memory too: above the cap, stall for the oldest.
+        # Pending gradients take memory too: above the cap, stall for the oldest reduction.
         capped = self.cap_bytes < self.problem.total_bytes
         while capped and self.flying and _bytes(self.reductions()) > self.cap_bytes:
             self.wait_for(self.flying[0])
@@ -251,17 +256,17 @@ class Scheduler:
                 break
 
     def is_short(self, headroom: Headroom, place: int) -> bool:
-        """Whether the gradients on their way take more than there is room for at a node."""
+        """Whether pending reductions and those in flight exceed the headroom at a node."""
         if place >= len(self.compute) or not self.held_bytes:
             return False
         return self.held_bytes > max(0, headroom.at(place))
 
     def reductions(self) -> list[CollectiveTask]:
-        """Gradients on their way, or in line: of each the leg that it is at."""
+        """Reductions in flight or pending; of a hierarchical one its current stage."""
         return [*self.flying, *self.pending, *(task for task in self.later if not task.gathers)]
 
     def start_pending(self) -> bool:
-        """Start the gradient that is first in line, if one may start."""
+        """Start the first pending reduction, if one may start. Returns whether it did."""
         first = next(iter(self.pending), None) if self.sequence is None else self.head
         if first is None or first not in self.pending:
             return False
@@ -269,7 +274,7 @@ class Scheduler:
         return True
 
     def begin(self, task: CollectiveTask) -> None:
-        """Start a collective."""
+        """Start a collective now."""
         self.result.extend(node for node in task.before if node not in self.placed)
         self.placed.update(task.before)
         self.result.append(task.start)
@@ -294,7 +299,7 @@ class Scheduler:
             self.held_bytes += task.flying_bytes + task.extra_bytes
 
     def wait_for(self, task: CollectiveTask) -> None:
-        """Wait for a collective, unless that was done already. The leg after it may then start."""
+        """Wait for a collective that is in flight. The next stage may then start."""
         if task not in self.ahead and task not in self.flying:
             return
         self.stalled += self.network.wait(task.start)
@@ -310,7 +315,7 @@ class Scheduler:
             self.held_bytes += 0 if task.then.gathers else task.then.extra_bytes
 
     def advance(self) -> None:
-        """Wait for legs that have ended, which costs nothing, and start those after them."""
+        """Wait for ended stages, which takes no time, and start the stages after them."""
         if not self.problem.has_legs:
             return
         for task in [*self.ahead, *self.flying]:
@@ -325,7 +330,7 @@ class Scheduler:
                 pass
 
     def finish(self, task: CollectiveTask) -> None:
-        """Start a collective and wait for it now, leg by leg; meanwhile queues stay filled."""
+        """Start a collective and wait for it now, stage by stage. Queues stay filled meanwhile."""
         leg: CollectiveTask | None = task
         while leg is not None:
             self.start_now(leg)
@@ -336,9 +341,10 @@ class Scheduler:
             leg = leg.then
 
     def has_room(self, task: CollectiveTask) -> bool:
-        """Whether a collective can start within the room and the cap.
+        """Whether a collective can start within the headroom and the cap.
 
-        For the cap, one alone always can, and a later leg: its first one was counted whole.
+        The cap never holds back a single collective, or a later stage: the bytes of the first
+        stage are those of the whole collective.
         """
         beside: list[CollectiveTask] = []
         if task.follows is None and self.cap_bytes < self.problem.total_bytes:
@@ -357,16 +363,15 @@ class Scheduler:
         return True
 
     def used(self, task: CollectiveTask) -> int:
-        """The place of the compute node that first uses what is gathered."""
+        """The place of the first compute node that uses the gathered tensor."""
         return self.problem.place.get(task.first_use, len(self.compute))
 
     def is_due(self, task: CollectiveTask) -> bool:
-        """Whether a collective may start by now, as far as its queue goes.
+        """Whether the queue of a collective needs it now.
 
-        It may when the queue would run dry before the time is over and so much longer as the
-        collective takes: kernels take other times than the clock says, and a queue that has
-        something left when they do stays filled. A gradient that no gather is to overtake need
-        not wait at all.
+        It does if the queue runs dry before the end of the horizon plus the collective's own
+        duration. The margin keeps the queue filled although real kernel times differ from the
+        clock. A reduction is always due when no gather is left that could overtake it.
         """
         if not task.gathers and self.next_gather == len(self.gathers):
             return True
@@ -374,7 +379,7 @@ class Scheduler:
         return self.network.free_seconds(task.group) <= due
 
     def start_best(self) -> bool:
-        """Start what is best now: an urgent gather, a gradient, a gather further ahead."""
+        """Start an urgent gather, else a reduction, else a later gather. False: nothing starts."""
         gather = self.gathers[self.next_gather] if self.next_gather < len(self.gathers) else None
         if gather is not None and not self.is_due(gather):
             gather = None
@@ -398,7 +403,7 @@ class Scheduler:
         return False
 
     def start_next(self) -> bool:
-        """Start what is next in the given sequence, if it can start now."""
+        """Start the next collective of the given sequence. False: it cannot start now."""
         task = self.head
         if task is None or not self.may_start(task):
             return False
@@ -414,13 +419,17 @@ class Scheduler:
         return True
 
     def may_start(self, task: CollectiveTask) -> bool:
-        """Whether what a collective sends is there."""
+        """Whether the input of a collective is ready."""
         if task.follows is not None:
             return task in self.later
         return task.gathers or task in self.pending
 
     def start_now(self, task: CollectiveTask) -> None:
-        """Start a collective that must start now, and all that are before it in line."""
+        """Start a collective that must start now, after all collectives before it in order.
+
+        Raises:
+            InvalidGraph: the input of one of them is not ready.
+        """
         while task not in self.started:
             if self.sequence is not None:
                 assert self.head is not None
@@ -441,7 +450,7 @@ class Scheduler:
 
 
 _PLENTY = 1 << 62
-#: What frames a graph and is never moved.
+#: Operators at the ends of a graph, which never move.
 _FRAME = ("placeholder", "output")
 
 
@@ -451,7 +460,7 @@ def moved(tasks: Iterable[CollectiveTask]) -> set[fx.Node]:
 
 
 def is_compute(node: fx.Node, mine: set[fx.Node]) -> bool:
-    """Whether a node stays in its place: neither moved nor part of the graph's frame."""
+    """Whether a node is compute: it keeps its order, and is no placeholder and no output."""
     return node not in mine and node.op not in _FRAME
 
 
@@ -462,6 +471,6 @@ def _bytes(tasks: Iterable[CollectiveTask]) -> int:
 def _ready_after(
     task: CollectiveTask, mine: set[fx.Node], order: dict[fx.Node, int]
 ) -> fx.Node | None:
-    """The last compute node a reduction depends on; None if it depends on placeholders only."""
+    """The last compute node that a reduction reads; None if it reads placeholders only."""
     inputs = [n for n in task.start.all_input_nodes if n.op == "call_function" and n not in mine]
     return max(inputs, key=order.__getitem__, default=None)

@@ -1,7 +1,8 @@
-"""Reorder: start collectives early, wait for them late, never above the memory limit.
+"""Reorder: start collectives early and wait for them late, within the memory limit.
 
-Needs: an annotated graph whose collectives are started and waited for on the spot.
-Leaves: the same nodes in another order.
+Needs: an annotated graph with each collective's wait directly after its start.
+Leaves: the same nodes in another order; ``meta["held_back"]`` and ``meta["drained"]`` on the
+collectives; ``gm.meta["memory"]`` with a memory limit or while planning.
 
 Before::                                  After::
 
@@ -9,24 +10,24 @@ Before::                                  After::
     b = wait(gather(q)); x = mm(x, b)         a = wait(s); x = mm(x, a)
     r = wait(reduce(g)); ...                  b = wait(t); x = mm(x, b)
 
-The pass walks the compute nodes with a clock for the network beside that of the compute.
-Whenever the network would run dry soon it starts the next collective: a gather that is urgent
-(its data would come late), else a gradient that is ready, else a gather further ahead, as
-long as there is room. Soon is the next kernel's or wait's time and the collective's own besides:
-no clock is right. Where no gather is left, gradients start as soon as they are ready. A reduction
-is waited for when it has ended, or at once when there is no room for its gradient. The room at
-each node is what the limit leaves there while every collective is on the spot. If the simulated
-peak is above the limit all the same, less room is tried, and in the end nothing is in flight:
-overlap is given up before memory.
+The pass walks the compute nodes with one clock for compute and one for the network. When a queue
+of the network would run dry soon, the pass starts the next collective: an urgent gather (its data
+would arrive late), else a ready gradient, else a later gather, within the headroom. "Soon" is the
+time of the next kernel or wait plus the collective's own time, because no clock is exact. Without
+gathers left, a reduction starts as soon as its gradient is ready. A reduction is waited for after
+its end, or at once if the headroom is too small for its gradient. The headroom of a node is the
+memory limit minus the memory there while no collective overlaps compute. If the simulated peak is
+still above the limit, the pass tries again with less headroom, and finally with nothing in flight:
+it gives up overlap before memory. If no schedule fits, the one with the least peak counts.
 
-All ranks must start the same collectives in the same order, also those whose batch is
-smaller and whose clock runs otherwise. So the order is decided once, while planning
-(``ctx.deciding``), and followed from then on (``plan.order``). For a graph that the plan
-has no order for, the clock counts kernels and not what they cost. It is one order for all process
-groups: if it were one for each, ranks could wait for each other's other group.
+All ranks must start the same collectives in the same order, even with different batch sizes. So
+the planner decides the order once (``ctx.deciding``), and all ranks follow it (``plan.order``).
+For a graph that the plan has no order for, the clock counts kernels and ignores their costs. All
+process groups share one order: with one order per group, ranks could wait for each other in
+different groups.
 
-The legs of a collective (``passes/overlap/hierarchical_collectives.py``) are collectives of their
-own, each of which can start when the former has been waited for.
+Each stage of a hierarchical collective (``passes/overlap/hierarchical_collectives.py``) is a
+collective of its own. It can start after the wait of the stage before it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from passes.simulate.memory import MemoryModel, MemoryTrace
 from passes.types.context import Context
 from passes.types.plan import Collective
 
-#: How often less room is tried before nothing is in flight at all.
+#: Number of schedules to try before the one with nothing in flight.
 _ROOM_TRIES = 6
 
 
@@ -71,7 +72,7 @@ def reorder(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     memory = MemoryModel(gm.meta.get(DATAFLOW) or Dataflow(graph))
     free_bytes = _free_bytes(graph, tasks, memory, ctx)
     problem = ScheduleProblem(original, tasks, _seconds)
-    spare_bytes = 0  # of the room, to be on the safe side
+    spare_bytes = 0  # safety margin of the headroom
     output = output_node(graph)
     tried: list[tuple[MemoryTrace, Scheduler]] = []
     trace: MemoryTrace | None = None
@@ -93,7 +94,7 @@ def reorder(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
             break
         spare_bytes += above_bytes
         if len(tried) >= _ROOM_TRIES or (headroom is not None and not headroom.any_at_first):
-            cap = 0  # where there was no room at all, less of it gives the same schedule
+            cap = 0  # without any headroom, even less of it gives the same schedule
     _apply(graph, scheduler.result)
     if ctx.deciding and trace is None:
         trace = memory.trace([*scheduler.result, output])
@@ -108,18 +109,21 @@ def reorder(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 
 
 def _held_back(task: CollectiveTask, scheduler: Scheduler, allowed_bytes: int) -> Reason:
-    """Why a collective started no earlier; ``allowed_bytes``: the plan's in-flight limit."""
+    """The reason why a collective did not start earlier.
+
+    ``allowed_bytes``: the plan's in-flight limit.
+    """
     if task not in scheduler.held_back:
         return Reason.MEMORY if task in scheduler.drained else Reason.ORDER
     if scheduler.cap_bytes < allowed_bytes:
-        return Reason.MEMORY  # nothing is in flight because the memory limit leaves no room
+        return Reason.MEMORY  # nothing is in flight because the memory limit leaves no headroom
     return scheduler.held_back[task]
 
 
 def _free_bytes(
     graph: fx.Graph, tasks: list[CollectiveTask], memory: MemoryModel, ctx: Context
 ) -> list[int] | None:
-    """What the limit leaves at each compute node while every collective is on the spot."""
+    """Free bytes at each compute node without any overlap; None: no memory limit."""
     if ctx.limit_bytes is None:
         return None
     mine = moved(tasks)
@@ -128,13 +132,13 @@ def _free_bytes(
         left = ctx.limit_bytes - ctx.base_bytes - alive_bytes
         if is_compute(node, mine):
             free_bytes.append(left)
-        elif free_bytes:  # a collective on the spot after it: it may be more than the node takes
+        elif free_bytes:  # a collective after the compute node may need more memory than the node
             free_bytes[-1] = min(free_bytes[-1], left)
     return free_bytes
 
 
 def order_of(graph: fx.Graph) -> tuple[Collective, ...]:
-    """What the collectives of a graph are for, in the order they start."""
+    """The purposes of a graph's collectives, in their start order."""
     return tuple(n.meta[COLLECTIVE] for n in graph.nodes if COLLECTIVE in n.meta)
 
 
@@ -145,14 +149,15 @@ def _seconds(node: fx.Node) -> float:
 def _sequence(
     original: list[fx.Node], tasks: list[CollectiveTask], ctx: Context
 ) -> list[CollectiveTask]:
-    """The order in which the collectives start, the same for every batch size."""
+    """The start order of the collectives. It does not depend on batch sizes."""
     planned = ctx.plan.order_for(ctx.phase.value, [task.purpose for task in tasks])
     if planned is not None:
         by_purpose = {task.purpose: task for task in tasks}
-        # Where the mesh has no levels, what the plan has in legs is flat: the first of them.
+        # On a mesh without dimensions, a hierarchical collective of the plan runs as its first
+        # stage only.
         own = [one for one in planned if one.leg == 0 or one in by_purpose]
         return [by_purpose[purpose] for purpose in own]
-    # As much computing as communication, evenly spread over what is no fused kernel.
+    # Assume as much compute as communication, spread evenly over the kernels that are not fused.
     kernels = {n for n in original if n.op == "call_function" and not is_fusible(n)}
     each = sum(cost_of(task.start).seconds for task in tasks) / max(1, len(kernels))
     total = _total_bytes(tasks)
@@ -195,7 +200,10 @@ def _jobs(graph: fx.Graph) -> list[CollectiveTask]:
 
 
 def _join_legs(tasks: list[CollectiveTask]) -> None:
-    """Tell legs which one they follow; all have the bytes of the largest and the last one's use."""
+    """Link the stages of hierarchical collectives.
+
+    All stages get the bytes of the largest stage, and the first use of the last stage.
+    """
     latest: dict[Collective, CollectiveTask] = {}
     for task in tasks:
         latest[task.purpose] = task
@@ -203,7 +211,7 @@ def _join_legs(tasks: list[CollectiveTask]) -> None:
             former = latest[dataclasses.replace(task.purpose, leg=task.purpose.leg - 1)]
             task.follows, former.then = former, task
             task.bytes = max(task.bytes, former.bytes)
-    for task in reversed(tasks):  # from each last leg to the first
+    for task in reversed(tasks):  # from the last stage to the first
         if task.then is not None:
             task.bytes, task.first_use = task.then.bytes, task.then.first_use
 
@@ -213,17 +221,17 @@ def _total_bytes(tasks: list[CollectiveTask]) -> int:
 
 
 def _extra_bytes(start: fx.Node, before: list[fx.Node]) -> int:
-    """Bytes that a gather's early start, or a reduction's late wait, keeps alive."""
+    """Extra bytes alive because of a gather's early start or a reduction's late wait."""
     if start.meta[COLLECTIVE].gathers:
         copied_bytes = cost_of(start).workspace_bytes
         return copied_bytes + sum(cost_of(node).memory_bytes for node in (start, *before))
-    # What is sent is there longer; an all-reduce works in place.
+    # The input of a reduction lives longer; an all-reduce works in place.
     sent = root_of(start.args[0])  # type: ignore[arg-type]
     return 0 if start.target is ALL_REDUCE else cost_of(sent).memory_bytes
 
 
 def _preparation(start: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
-    """What a gather needs computed first: the pads and copies of parameters that only it reads."""
+    """The nodes that a gather needs first: pads and copies of parameters, in graph order."""
     chain: dict[fx.Node, None] = {}
     stack = [start]
     while stack:
@@ -235,10 +243,11 @@ def _preparation(start: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
 
 
 def _following(wait: fx.Node, order: dict[fx.Node, int], only_marked: bool) -> list[fx.Node]:
-    """What a wait's tensor goes through on its own: it moves with the wait.
+    """The nodes that move with a wait: they depend on its tensor only.
 
-    Of a gather only what the passes marked (``after_wait``): the rest is the model. Of a
-    reduction also what a user's pass does with one gradient. The next leg moves by itself.
+    After a gather these are only nodes that the passes marked (``after_wait``); other nodes belong
+    to the model. After a reduction they include nodes that a user's pass adds for one gradient.
+    The next stage moves by itself.
     """
     own: dict[fx.Node, None] = {wait: None}
     sent = set(wait.all_input_nodes[0].all_input_nodes)
@@ -263,7 +272,7 @@ def _following(wait: fx.Node, order: dict[fx.Node, int], only_marked: bool) -> l
 
 
 def _apply(graph: fx.Graph, order: list[fx.Node]) -> None:
-    """Put the nodes in this order; the output stays last."""
+    """Reorder the nodes of a graph; the output stays last."""
     output = output_node(graph)
     for node in order:
         output.prepend(node)

@@ -1,1 +1,1 @@
-"""Plan: search for the plan with the fastest step under the memory limit."""
+"""The planner: search for the plan with the fastest step under the memory limit."""

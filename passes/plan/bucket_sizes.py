@@ -1,4 +1,4 @@
-"""Bucket sizes: how much travels together, of the fastest plans that were looked at."""
+"""Bucket sizes: search for better bucket sizes for the fastest evaluated plans."""
 
 from __future__ import annotations
 
@@ -7,29 +7,31 @@ import itertools
 from passes.overlap.bucket_collectives import bucket_bytes_for
 from passes.plan.evaluator import LEAST_BUCKET_BYTES, PlanEvaluator
 
-#: How many of the fastest plans get buckets of their own size.
+#: Number of the fastest plans that get a bucket size of their own.
 SIZED_PLANS = 4
-#: How near a plan is to the fastest if it is tried with that one's buckets.
+#: Share bucket sizes with plans whose step is at most this many times the fastest step.
 _NEAR = 1.1
-#: Bucket sizes that are tried: by what factors from one to the next, and how many in a row that
-#: are no better end a direction.
+#: Search directions: factors from one bucket size to the next. A direction ends after this many
+#: sizes in a row without improvement.
 _BUCKET_FACTORS, BUCKET_MISSES = (4, 1 / 4, 2, 1 / 2), 2
 
 
 def size_buckets(evaluator: PlanEvaluator, plans: int) -> None:
-    """Larger and smaller buckets for the fastest plans that fit, while that helps.
+    """Try larger and smaller buckets for the fastest plans that fit, while that helps.
 
-    What a bucket saves in latency, and what it costs in overlap (it leaves with its last
-    gradient, and is there with its last byte) and in memory, is what the simulator says.
-    Plans that are looked at later start from the size that was best.
+    A larger bucket saves latency. It costs overlap (it starts after its last gradient, and is
+    complete only with its last byte) and memory. The simulator decides. Plans evaluated later
+    start with the bucket size of the fastest plan.
+
+    ``plans``: the number of plans.
     """
     fitting = evaluator.fitting()
     left = 2 + evaluator.affordable() // 2
     for key in sorted(fitting, key=evaluator.seconds)[:plans]:
         for factor in _BUCKET_FACTORS:
             size_bytes, misses = evaluator.seen[key][0].bucket_bytes, 0
-            # A size that is no better does not say that the next one is not: one bucket more
-            # or less may end at a good or a bad moment.
+            # The next size may be better although this one is not: with one bucket more or less,
+            # a bucket may end at a good or a bad time.
             while left > 0 and misses < BUCKET_MISSES:
                 size_bytes = round(size_bytes * factor)
                 if not LEAST_BUCKET_BYTES <= size_bytes <= evaluator.most_bucket_bytes:
@@ -44,9 +46,9 @@ def size_buckets(evaluator: PlanEvaluator, plans: int) -> None:
 
 
 def size_buckets_of_sets(evaluator: PlanEvaluator) -> None:
-    """Much smaller and larger buckets for the fastest plan of every set that is recomputed.
+    """Try buckets four times and a quarter as large for the fastest plan of each recompute set.
 
-    Which set is the best depends on it: with smaller buckets less need be recomputed to fit.
+    The best set depends on the bucket size: with smaller buckets, a plan fits with less recompute.
     """
     fitting = sorted(evaluator.fitting(), key=evaluator.seconds, reverse=True)
     of_sets = {key.recompute: key for key in fitting}
@@ -62,13 +64,13 @@ def size_buckets_of_sets(evaluator: PlanEvaluator) -> None:
 
 
 def share_sizes(evaluator: PlanEvaluator) -> None:
-    """Try the bucket sizes of the fastest plans on those that are nearly as fast.
+    """Try the bucket sizes of the fastest plans, and the default size, on plans nearly as fast.
 
-    A plan was looked at with the size that was best then; another may be better for it.
+    A plan was evaluated with the best bucket size at that time; another may suit it better.
     """
     left = evaluator.affordable() // 2
     fitting = sorted(evaluator.fitting(), key=evaluator.seconds)
-    # Also those that did not fit: with smaller buckets they may.
+    # Include plans that do not fit: with smaller buckets they may.
     near = [
         key
         for key in evaluator.seen

@@ -1,14 +1,16 @@
-"""The knapsack: the cheapest decisions within so many bytes, where memory and costs add up.
+"""Dynamic program: the cheapest decisions within a memory budget, on an additive cost model.
 
-A choice d of parameter i takes m(i, d) bytes (its state, plus the gathered weight if it is kept)
-and costs ``c(i, d) = wf * forward communication + wb * backward communication + computing``, where
-computing is the optimizer's step and what collectives take of the computing beside them. With
-memory cut into units of limit/1024 and parameters in order::
+A choice d of parameter i takes m(i, d) bytes: its state, plus the gathered weight if that is kept.
+It costs ``c(i, d) = wf * forward communication + wb * backward communication + computing``.
+Computing is the optimizer step plus the compute overhead of the collectives. Memory has units of
+1/1024 of the limit (or of the bytes of all parameters, if that is less). With parameters in
+order::
 
     f[i][v] = min over d of f[i-1][v - m(i, d)] + c(i, d)
 
-The weights (wf, wb) say how much of the forward's and the backward's communication is expected to
-be exposed. Which plan is the fastest is not decided here (``passes/plan/planner.py``).
+The weights (wf, wb) are the expected exposed shares of the forward's and the backward's
+communication. The simulator, and not this model, decides which plan is the fastest
+(``passes/plan/planner.py``).
 
 Recurrence: the 0/1 knapsack of OSDP (arXiv 2209.13258, section 3.3) and Galvatron.
 """
@@ -25,13 +27,13 @@ from passes.overlap.hierarchical_collectives import legs_seconds
 from passes.types.context import Context, MeshDim, Parameter
 from passes.types.plan import Decision, shardable
 
-#: Of the limit, or of what all parameters take if that is less.
+#: Number of units of the limit, or of the most bytes of all parameters if that is less.
 UNITS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One decision for one parameter, and what it costs by itself."""
+    """One decision for one parameter, with its own memory and costs."""
 
     decision: Decision
     memory_bytes: int
@@ -41,15 +43,15 @@ class Choice:
 
 
 def choices_of(parameter: Parameter, ctx: Context) -> list[Choice]:
-    """What can be done with a parameter; replicate first, the least memory last."""
+    """The possible decisions for a parameter: replicate first, the least memory last."""
     world, full = ctx.world_size, parameter.full_bytes
     trained = parameter.requires_grad
 
-    # Small collectives share a bucket and so most of what each costs whatever its size.
+    # Small collectives share a bucket, and so most of the cost that does not depend on their size.
     spared = 1 - min(1.0, full / bucket_bytes_for(ctx))
 
     def link(kind: str, size_bytes: int = full, level: MeshDim | None = None) -> float:
-        """Seconds of a collective along a level of the mesh; None: over all ranks."""
+        """Seconds of a collective along a mesh dimension; ``level=None``: over all ranks."""
         hardware, ranks = (ctx.hardware, world) if level is None else ctx.along(level)
         latency_seconds = hardware.collectives[kind].latency_seconds
         seconds = hardware.collective_seconds(kind, size_bytes, ranks) - spared * latency_seconds
@@ -69,12 +71,12 @@ def choices_of(parameter: Parameter, ctx: Context) -> list[Choice]:
     def sharded(
         keep: Decision, again: Decision, ranks: int, level: MeshDim | None = None
     ) -> tuple[Choice, Choice]:
-        """Sharded along the inner level, or over all ranks."""
+        """The two choices (keep gathered, regather) along a mesh dimension or over all ranks."""
         part, gather = parameter.state_bytes(ranks), ("all_gather", full, level)
         reductions: list[tuple[str, int, MeshDim | None]] = []
         if trained:
             kinds = ["all_to_all"]
-            if level is None or not ctx.by_exchange:  # else a level has no rate for it
+            if level is None or not ctx.by_exchange:  # with P2P, mesh dimensions lack this rate
                 kinds.insert(0, "reduce_scatter")
             kind = min(kinds, key=lambda one: link(one, full, level))
             reductions.append((kind, full, level))
@@ -99,7 +101,7 @@ def choices_of(parameter: Parameter, ctx: Context) -> list[Choice]:
 
 
 def together(alike: Sequence[list[Choice]]) -> list[Choice]:
-    """The choices of parameters that are decided on together, of all of them in sum."""
+    """The joint choices of parameters that share one decision: sums over the parameters."""
     return [
         Choice(
             options[0].decision,
@@ -113,7 +115,7 @@ def together(alike: Sequence[list[Choice]]) -> list[Choice]:
 
 
 class Table:
-    """The dynamic programme for one weighting: the best decisions for any budget."""
+    """The dynamic program for one weighting: the best decisions for any budget."""
 
     def __init__(
         self, choices: list[list[Choice]], weights: tuple[float, float], ctx: Context
@@ -128,7 +130,7 @@ class Table:
         forward, backward = weights
         best = np.zeros(self.units + 1)
         self.picks = np.zeros((len(choices), self.units + 1), dtype=np.int8)
-        # Rounding each parameter up would waste half a unit a parameter: carry the remainder.
+        # Rounding up would waste half a unit per parameter: carry the remainder over.
         self.sizes: list[list[int]] = []
         carried = dict.fromkeys(Decision, 0.0)
         for index, options in enumerate(choices):
@@ -152,7 +154,7 @@ class Table:
         self.cost = best
 
     def best(self, budget_bytes: int) -> list[Decision] | None:
-        """The cheapest decisions whose additive memory is within the budget; None if none is."""
+        """The cheapest decisions within the memory budget; None: no decisions fit."""
         left = min(self.units, budget_bytes // self.unit_bytes)
         if left < 0 or not np.isfinite(self.cost[left]):
             return None
@@ -164,7 +166,7 @@ class Table:
         return picked[::-1]
 
     def memory_bytes(self, decisions: Sequence[Decision]) -> int:
-        """Additive memory of some decisions."""
+        """Bytes of some decisions in the additive model."""
         return sum(
             next(o.memory_bytes for o in options if o.decision is decision)
             for options, decision in zip(self.choices, decisions, strict=True)

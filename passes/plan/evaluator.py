@@ -1,4 +1,4 @@
-"""The plan evaluator: lower and simulate candidate plans, and keep every prediction."""
+"""The plan evaluator: lower and simulate candidates, and cache their predictions."""
 
 from __future__ import annotations
 
@@ -29,20 +29,23 @@ from passes.types.plan import (
     Split,
 )
 
-#: The size of a bucket is between these.
+#: Limits of the bucket size, in bytes.
 LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 1 << 10, 1 << 28
-#: How many of the fastest are lowered as they would run: then they take a little more or less.
+#: Number of the fastest plans to predict as they will run, which changes their time a little.
 _LOWERED = 8
-#: Sets of activations to recompute that there are to choose from.
+#: Number of recompute sets to choose from.
 RECOMPUTE_SETS = 8
-#: How many plans refining may look at, and how many nodes it may simulate in all: a second or two.
+#: Evaluation budget of refinement: number of plans, and number of simulated nodes in all.
 _MOST_REFINED, _REFINED_NODES = 300, 20_000
-#: How many plans of a folded step may be.
+#: Evaluation budget for a folded step.
 _FOLDED_REFINED = 6
 
 
 class Candidate(NamedTuple):
-    """What a plan decides: of every parameter, what is recomputed, and what runs in slices."""
+    """The decisions of a plan: of every parameter, the recomputed tensors, and the slices.
+
+    ``also_save``: keys of further tensors to save for the recomputation.
+    """
 
     decisions: tuple[Decision, ...]
     recompute: tuple[str, ...] = ()
@@ -50,14 +53,14 @@ class Candidate(NamedTuple):
     splits: tuple[Split, ...] = ()
 
     def recomputing(self, one: RecomputeSet | None) -> Candidate:
-        """The same decisions with a set of activations recomputed."""
+        """The same decisions with this recompute set; None: without recomputation."""
         return self._replace(
             recompute=one.recompute if one else (), also_save=one.also_save if one else ()
         )
 
 
 class PlanEvaluator:
-    """The plans that were looked at, and what the simulator said of each."""
+    """The evaluated candidates, with the plan and the prediction of each."""
 
     def __init__(
         self,
@@ -68,7 +71,7 @@ class PlanEvaluator:
     ) -> None:
         self.captured, self.ctx, self.passes = captured, ctx, passes
         self._say, self._priced = say, 0
-        #: What is to run in slices whatever the search finds, and what is recomputed for that.
+        #: User-forced slices, and the tensors to recompute for them.
         self.by_hand: tuple[Split, ...] = ()
         self.again_by_hand: tuple[str, ...] = ()
         if ctx.slices and not isinstance(captured, Folded):
@@ -80,12 +83,12 @@ class PlanEvaluator:
                 one
                 for one in choices_of(parameter, ctx)
                 if (parameter.name not in gathered_again or one.decision.again)
-                # Eager code gathers nothing ahead, and no graph shows what it holds.
+                # Eager code does not gather ahead, and no graph shows its memory.
                 and (parameter.name not in unread or not one.decision.sharded)
             ]
             for parameter in ctx.parameters
         ]
-        #: Indices of parameters that are decided on together: alike ones of a folded step's layers.
+        #: Indices of parameters that share one decision: those of a folded step's equal layers.
         self.tied = _tied(captured, ctx)
         self.tied_choices = [together([self.choices[i] for i in own]) for own in self.tied]
         self.empty = Plan(
@@ -96,19 +99,19 @@ class PlanEvaluator:
             ranks_of_a_host=ctx.ranks_of_a_host,
         )
         self.most_bucket_bytes = MOST_BUCKET_BYTES
-        if isinstance(captured, Folded):  # a bucket of several layers is not seen in it
+        if isinstance(captured, Folded):  # a folded step cannot show a bucket of several layers
             self.most_bucket_bytes = min(MOST_BUCKET_BYTES, captured.layer_bytes(ctx))
         self.seen: dict[Candidate, tuple[Plan, Prediction]] = {}
-        #: Of a folded step: what the last proposal that fits may take, by what is recomputed.
+        #: For a folded step: the memory budget of the last proposal that fits, by recompute set.
         self.budgets: dict[RecomputeSet | None, int] = {}
-        self.left = self.affordable()  # that refining may still take
-        #: Bucket sizes that were priced under the limit: what was seen is the best of them.
+        self.left = self.affordable()  # remaining evaluations of refinement
+        #: Evaluated bucket sizes, with the memory limit; ``seen`` has the best of them.
         self.sizes: dict[Candidate, set[int]] = {}
-        #: The collectives of a forward and a backward before they were packed.
+        #: By candidate, the collectives of the forward and the backward before packing.
         self.packable: dict[Candidate, list[list[Packable] | None]] = {}
 
     def evaluate(self, key: Candidate) -> Prediction:
-        """Lower and simulate a plan, once; the order of its collectives becomes its own."""
+        """The prediction of a candidate, evaluated once. Its plan gets the order that is found."""
         if key not in self.seen:
             self.seen[key] = self.price(key, self.ctx)
             self.sizes[key] = {self.seen[key][0].bucket_bytes}
@@ -117,7 +120,12 @@ class PlanEvaluator:
     def price(
         self, key: Candidate, ctx: Context, bucket_bytes: int | None = None
     ) -> tuple[Plan, Prediction]:
-        """Lower and simulate a plan, whatever was seen; it gets the order that was found."""
+        """Lower and simulate a candidate, without the cache.
+
+        ``bucket_bytes``: the bucket size; None: the default of ``empty``.
+
+        Returns the plan, with the order of collectives that was found, and the prediction.
+        """
         _collect()
         self._priced += 1
         self._say(f"plan {self._priced} of up to {self._priced + self.left}")
@@ -129,28 +137,28 @@ class PlanEvaluator:
         if bucket_bytes is not None:
             plan = plan.replace(bucket_bytes=bucket_bytes)
         step = predict(self.captured, plan, ctx.replace(deciding=True), self.passes)
-        # A pass of the user's own in the place of ours may leave nothing.
+        # A user's pass in place of ``bucket`` may leave no such metadata.
         self.packable[key] = [gm.meta.get(PACKABLE) for gm in (step.forward, step.backward)]
         return plan.replace(order=orders(step)), step.prediction
 
     def fits(self, prediction: Prediction) -> bool:
-        """Whether a peak is within the limit."""
+        """Whether the peak is within the memory limit."""
         limit_bytes = self.ctx.limit_bytes
         return limit_bytes is None or prediction.peak_bytes <= limit_bytes
 
     def fitting(self) -> list[Candidate]:
-        """What was looked at and fits."""
+        """The evaluated candidates that fit."""
         return [key for key, (_, prediction) in self.seen.items() if self.fits(prediction)]
 
     def fastest(self) -> tuple[Candidate, float]:
-        """Of what fits, and its seconds."""
+        """The fastest evaluated candidate that fits, and its seconds per step."""
         best = min(self.fitting(), key=self.seconds)
         return best, self.seconds(best)
 
     def feasible(self, most: int = _LOWERED) -> list[tuple[Plan, LoweredStep]]:
-        """Plans that fit, with what the simulator says of each as it will be lowered.
+        """The fastest plans that still fit when lowered with their own order; the fastest first.
 
-        ``most``: so many of the fastest are lowered. The fastest of them is the first.
+        ``most``: stop after this number of plans (a folded step: after one).
         """
         found: list[tuple[Plan, LoweredStep]] = []
         for key in sorted(self.fitting(), key=self.seconds):
@@ -162,23 +170,23 @@ class PlanEvaluator:
         return sorted(found, key=lambda pair: pair[1].prediction.step_seconds)
 
     def lowered(self, key: Candidate) -> LoweredStep:
-        """A plan that was looked at as it will be lowered."""
+        """An evaluated plan, lowered with its own order of collectives."""
         return predict(self.captured, self.seen[key][0], self.ctx, self.passes)
 
     @functools.cached_property
     def sets(self) -> list[RecomputeSet]:
-        """What may be recomputed, from a little to as much as helps.
+        """The recompute sets, from a small saving to the largest useful one.
 
-        Of a folded step the same in every layer but the first and the last.
+        In a folded step, all layers except the first and the last recompute the same tensors.
         """
         return self._sets(self.ctx)
 
     @functools.cached_property
     def lean_sets(self) -> list[RecomputeSet]:
-        """The same at prices that are not this machine's.
+        """The recompute sets with the costs of a generic machine.
 
-        What takes the least memory must not differ from one measuring to the next. A folded step
-        is priced by a profile that was given.
+        So the least memory does not depend on a calibration of this machine. A folded step uses
+        the profile that the user gives.
         """
         if isinstance(self.captured, Folded):
             return self.sets
@@ -199,9 +207,10 @@ class PlanEvaluator:
 
     @functools.cached_property
     def slice_groups(self) -> list[SliceGroup]:
-        """What may run in slices, the largest first; of a folded step or of frames nothing.
+        """The slice groups, the largest first.
 
-        Slices of operators in two frames cannot run one after the other.
+        None for a folded step, for joined frames (slices of operators in two frames cannot run one
+        after the other), and with user-forced slices.
         """
         if isinstance(self.captured, Folded) or self.captured.is_joined:
             return []
@@ -210,7 +219,7 @@ class PlanEvaluator:
         return find_slice_groups(self.captured, self.ctx)
 
     def deciding(self, key: Candidate, decisions: Sequence[Decision]) -> Candidate:
-        """Another decision for some parameters; only of what is gathered again slices are kept."""
+        """The candidate with other decisions. Only regathered weights keep some of their slices."""
         if not any(one.kept_slices for one in key.splits):
             return key._replace(decisions=tuple(decisions))
         by_name = self._by_name(decisions)
@@ -225,11 +234,11 @@ class PlanEvaluator:
     def slicing(
         self, key: Candidate, slice_group: SliceGroup, slices: int, kept: int | None = None
     ) -> Candidate:
-        """The same with a family in so many slices; 1: whole.
+        """The candidate with a slice group in this number of slices; 1: whole.
 
-        ``kept``: so many slices of each layer are kept, and the others gathered again
-        (:meth:`SliceGroup.keeping`); None: what was decided on the weights stays, as it does where
-        the weights themselves are not sliced.
+        ``kept``: the number of slices that each layer keeps gathered; the others are regathered
+        (:meth:`SliceGroup.keeping`). None: the decisions on the weights stay. They also stay if
+        the rows of the input are sliced.
         """
         others = [one for one in key.splits if one.name not in slice_group.names]
         if slices == 1:
@@ -251,9 +260,10 @@ class PlanEvaluator:
         )
 
     def slices_of(self, key: Candidate, slice_group: SliceGroup) -> tuple[int, int | None]:
-        """In how many slices a family runs, and how many of a layer's are kept.
+        """The number of slices of a slice group, and the number that each layer keeps gathered.
 
-        None: its weights are replicated, or not sliced themselves.
+        The latter is None if the group is whole, if a weight is replicated, or if the rows of the
+        input are sliced.
         """
         own = {(one.name, one.along): one for one in key.splits}
         places = [(name, along) for name, along, _ in slice_group.layers[0].along]
@@ -268,10 +278,10 @@ class PlanEvaluator:
 
     @functools.cached_property
     def limited(self) -> bool:
-        """Whether the limit takes anything from the fastest of the plans looked at so far.
+        """Whether the memory limit restricts the fastest plan evaluated so far.
 
-        It may keep it out, or leave its schedule less room than it could use. Of a folded step
-        only the first is asked, for it has few looks.
+        Either the plan does not fit, or its schedule would use more memory than the limit allows.
+        A folded step, which has a small evaluation budget, checks the first case only.
         """
         if self.ctx.limit_bytes is None:
             return False
@@ -284,7 +294,7 @@ class PlanEvaluator:
         return not self.fits(free)
 
     def spread(self, decisions: Sequence[Decision]) -> Candidate:
-        """Decisions for every parameter, from those for what is decided on together."""
+        """A candidate from one decision for each group of ``tied`` parameters."""
         by_index = {
             index: decision
             for members, decision in zip(self.tied, decisions, strict=True)
@@ -293,33 +303,37 @@ class PlanEvaluator:
         return Candidate(tuple(by_index[index] for index in range(len(self.choices))))
 
     def may_fit(self, decisions: tuple[Decision, ...]) -> bool:
-        """Whether what is held between steps leaves anything of the limit."""
+        """Whether the state between steps is within the memory limit."""
         if self.ctx.limit_bytes is None:
             return True
         plan = self.empty.replace(parameters=_rows(self.ctx, decisions))
         return sum(state_bytes(self.ctx, plan).values()) <= self.ctx.limit_bytes
 
     def affordable(self) -> int:
-        """How many plans may be looked at: fewer of a large graph, which takes long to simulate."""
+        """The evaluation budget: smaller for a large graph, which takes long to simulate."""
         if isinstance(self.captured, Folded):
             return _FOLDED_REFINED
         graphs = self.captured.forward.graph, self.captured.backward.graph
         return min(_MOST_REFINED, _REFINED_NODES // sum(len(graph.nodes) for graph in graphs))
 
     def seconds(self, key: Candidate) -> float:
-        """Of a step, by a plan that was looked at."""
+        """Seconds per step of an evaluated candidate."""
         return self.seen[key][1].step_seconds
 
     def alike(self) -> list[list[int]]:
-        """Indices of parameters that differ in a layer's number only, the largest group first."""
+        """Indices of parameters whose names differ only in numbers, the largest group first."""
         return sorted(alike(self.ctx.parameters), key=self.size_bytes, reverse=True)
 
     def size_bytes(self, members: list[int]) -> int:
-        """Of some parameters, whole."""
+        """Bytes of some parameters, unsharded."""
         return sum(self.ctx.parameters[index].full_bytes for index in members)
 
     def with_buckets(self, key: Candidate, size_bytes: int) -> bool:
-        """Whether a plan fits and is faster with buckets of another size; it then has them."""
+        """Try another bucket size for an evaluated candidate, and adopt it if that is better.
+
+        Better means: it fits, and it is faster or the candidate did not fit. Returns whether it
+        is adopted.
+        """
         self.sizes[key].add(size_bytes)
         if self.packs_alike(key, self.seen[key][0].bucket_bytes, size_bytes):
             return False
@@ -331,7 +345,7 @@ class PlanEvaluator:
         return False
 
     def packs_alike(self, key: Candidate, one_bytes: int, other_bytes: int) -> bool:
-        """Whether a plan that was priced has the same buckets by both sizes."""
+        """Whether both bucket sizes give an evaluated candidate the same buckets."""
         return all(
             starts is not None and packed(starts, one_bytes) == packed(starts, other_bytes)
             for starts in self.packable[key]
@@ -339,20 +353,20 @@ class PlanEvaluator:
 
 
 def _collect() -> None:
-    """Free the graphs of the plan that was looked at last."""
+    """Free the graphs of the last evaluation, if automatic garbage collection is off."""
     if not gc.isenabled():
         gc.collect(0)
 
 
 def _sharded(within_host: bool, keeps: bool) -> Decision:
-    """To shard, over all ranks or within hosts, and keep what is gathered or gather it again."""
+    """The decision to shard, over all ranks or within hosts, and to keep gathered or regather."""
     if within_host:
         return Decision.SHARD_HOST_KEEP if keeps else Decision.SHARD_HOST_AGAIN
     return Decision.SHARD_KEEP if keeps else Decision.SHARD_AGAIN
 
 
 def _tied(captured: Captured | Folded, ctx: Context) -> list[list[int]]:
-    """Indices of parameters by what is decided on together, in the parameters' order."""
+    """Groups of indices of the parameters that share one decision, in the parameters' order."""
     place: dict[str, Hashable] = {}
     if isinstance(captured, Folded):
         place = {name: i for names in captured.layers for i, name in enumerate(names)}
@@ -365,7 +379,7 @@ def _tied(captured: Captured | Folded, ctx: Context) -> list[list[int]]:
 def _rows(
     ctx: Context, decisions: Sequence[Decision], splits: Sequence[Split] = ()
 ) -> tuple[ParameterPlan, ...]:
-    """A plan's rows, with what each decision saves of what is held between steps."""
+    """The rows of a plan, with the state bytes that each decision saves between steps."""
     sliced = {one.name: one for one in splits}
     rows = []
     for p, decision in zip(ctx.parameters, decisions, strict=True):

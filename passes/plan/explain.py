@@ -1,4 +1,4 @@
-"""Explain: why every parameter of a plan is decided on as it is, in a line for people."""
+"""Explain: the reason for each parameter's decision, in one line for users."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from passes.types.units import format_seconds
 
 
 def explained(plan: Plan, step: LoweredStep, ctx: Context, stand_ins: Mapping[str, str]) -> Plan:
-    """The plan with its prediction and, for every parameter, why.
+    """The plan with its prediction and the reason of every decision.
 
-    ``stand_ins``: parameters that are not in the graphs, and those whose figures are theirs.
+    ``stand_ins``: for each parameter that is not in the graphs, the parameter with its figures.
     """
     gathers: dict[str, tuple[float, float]] = {}
     reductions: dict[str, tuple[float, float]] = {}

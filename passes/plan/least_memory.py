@@ -1,4 +1,4 @@
-"""Least memory: the smallest limit that a plan is found for."""
+"""Least memory: search for the smallest memory limit with a plan."""
 
 from __future__ import annotations
 
@@ -11,24 +11,29 @@ from passes.plan.predict import predict
 from passes.plan.slice_some import SLICES
 from passes.types.plan import Plan, Prediction
 
-#: How many plans a descent may look at; of a folded step, which takes long to simulate.
+#: Evaluation budget of a descent; the second is for a folded step, which takes long to simulate.
 _MOST_LOOKS, _FOLDED_LOOKS = 48, 12
-#: How many of the leanest are tried in slices.
+#: Number of plans with the least memory to try in slices.
 _MOST_STARTS = 2
 
 
 def least_memory(evaluator: PlanEvaluator) -> Prediction:
-    """The least peak that is found, or the first on the way there that fits.
+    """The prediction with the least peak, or the first one on the way that fits.
 
-    Not always that of gathering everything again: a second gather may be in flight at
-    the peak. Coordinate descent over groups of parameters that are alike, on schedules
-    that give up all overlap, then the same with activations recomputed, then with operators in
-    slices, then smaller buckets while that takes less; the way does not depend on the limit, so
-    that the least limit an error names is one that works.
+    To regather everything does not always take the least memory: a second gather may be in flight
+    at the peak. The search uses schedules without overlap:
+
+    1. coordinate descent over the decisions of parameter groups;
+    2. recompute sets;
+    3. operators in slices;
+    4. another descent, if a set or slices help;
+    5. smaller buckets, while they take less memory.
+
+    The path does not depend on the limit, so the least limit in an error message works.
     """
     ctx = evaluator.ctx.replace(limit_bytes=0)
-    # What is cut within hosts mostly takes more than what is cut over all ranks, where both
-    # can be: it is tried last.
+    # If a parameter can be sharded both within hosts and over all ranks, the former usually takes
+    # more memory: try it last.
     flat = [
         [one for one in options if not (one.decision.within_host and len(options) > 3)]
         for options in evaluator.choices
@@ -67,7 +72,7 @@ def least_memory(evaluator: PlanEvaluator) -> Prediction:
         return best
 
     def sliced(best: Candidate) -> Candidate:
-        """In slices what spares most, then what does beside that."""
+        """Greedy slicing: the slice group that saves most memory, then the next one, and so on."""
         improved = True
         while improved and not evaluator.fits(known[best][1]):
             before = best
@@ -78,8 +83,8 @@ def least_memory(evaluator: PlanEvaluator) -> Prediction:
             improved = best != before
         return best
 
-    # Where all weights of a step fit into one bucket, smaller ones decide what is best; where
-    # something else takes the most for now, they will once that is spared.
+    # If all weights of a step fit into one bucket, smaller buckets decide which start is best. An
+    # equal peak counts too: buckets may decide later, once the present cause of the peak is gone.
     best = min(starts, key=peak)
     if not evaluator.fits(known[best][1]):
         smaller = [(size_bytes // factor, key) for factor in (4, 16) for key in starts]
@@ -113,5 +118,5 @@ def least_memory(evaluator: PlanEvaluator) -> Prediction:
             chosen, misses = tried, 0
         size_bytes //= 4
     evaluator.seen[best] = chosen
-    evaluator.sizes[best] = set()  # this was priced on schedules without overlap
+    evaluator.sizes[best] = set()  # no size was evaluated on a schedule with overlap
     return chosen[1]

@@ -1,4 +1,4 @@
-"""Mix layers: of a folded step, whose layers are alike, some decided on one way, some another."""
+"""Mix layers: give the equal layers of a folded step two different sets of decisions."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import math
 from passes.capture.fold_layers import Folded
 from passes.plan.evaluator import Candidate, PlanEvaluator
 
-#: How many pairs of plans are mixed over the layers of a folded step, and tried how often to fit.
+#: Number of pairs of plans to mix, and number of tries per order of a pair until one fits.
 _MOST_MIXED, _MIXED_TRIES = 3, 4
 
 
 def mix_layers(evaluator: PlanEvaluator) -> None:
-    """Of a folded step, whose layers were all decided on alike: one plan for some layers.
+    """Mix a fast plan that does not fit and a plan that fits, over the layers of a folded step.
 
-    The first ones get a plan that is faster and does not fit, the others one that does, or the
-    other way round; as many as do fit, by a straight line between the two. The pairs that
-    promise most are looked at.
+    The first layers get the fast plan and the others the plan that fits, or the other way round.
+    Linear interpolation between the two peaks gives the number of layers with the fast plan. The
+    most promising pairs are evaluated.
     """
     limit_bytes = evaluator.ctx.limit_bytes
     if not isinstance(evaluator.captured, Folded) or limit_bytes is None:
@@ -32,7 +32,7 @@ def mix_layers(evaluator: PlanEvaluator) -> None:
     promises: list[tuple[float, int, Candidate, Candidate]] = []
     for one, other in itertools.product(fast, fits):
         if (one.recompute, one.also_save) != (other.recompute, other.also_save):
-            continue  # what is recomputed is, in all layers
+            continue  # both plans must recompute the same tensors
         over, under = evaluator.seen[one][1], evaluator.seen[other][1]
         share = (limit_bytes - under.peak_bytes) / (over.peak_bytes - under.peak_bytes)
         count = int(share * layers)

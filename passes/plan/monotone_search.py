@@ -1,14 +1,13 @@
-"""Monotone search: one that is never slower with more memory, for it searches under less of it too.
+"""Monotone search: a planner whose step time never rises with more memory.
 
-One search (``passes/plan/planner.py``) follows its own way under every limit, and with more memory
-the way may end at a slower plan. So here a limit is not searched under by itself: fixed limits up
-to it are, the *rungs*, and the fastest of their plans counts; what lies above the highest of them
-is not used. Whoever has more memory has the same rungs
-and perhaps further ones. The price is as many searches as there are rungs: for plans that are made
-once, before a long training.
+A single search (``passes/plan/planner.py``) takes a different path under every limit, and may end
+at a slower plan with more memory. The monotone search runs one search for each limit of a fixed
+*limit grid*, up to the given limit, and returns the fastest of their plans. Memory above the
+highest grid limit is not used. A larger limit has the same grid limits and perhaps further ones.
+The cost is one search per grid limit, which suits a plan that is made once before a long training.
 
-A plan stays one for its own rung: with more room its collectives would be scheduled otherwise than
-was predicted.
+A plan keeps the grid limit that it is found for: with more memory, its collectives would get
+another schedule than the predicted one.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from passes.types.context import Context
 from passes.types.plan import Plan, Prediction
 from passes.types.units import format_limit
 
-#: So many rungs are between a number of bytes and its double, evenly spaced: round numbers, such
-#: as people give (8, 24, 46 or 80 GiB), are rungs.
+#: Number of evenly spaced grid limits between a power of two and its double. Round numbers, such
+#: as 8, 24, 46 or 80 GiB, are grid limits.
 _RUNGS = 32
 
 
 class MonotoneSearch:
-    """The rungs of a training step, each searched under once.
+    """The searches under the limit grid of a training step, each done once.
 
-    ``ctx``: its limit does not count. ``say``: is told what is searched under. ``detail``: is told
-    of every plan that is priced.
+    ``ctx``: its memory limit is ignored.
+    ``say``: gets a message for each search. ``detail``: gets a message for each evaluated plan.
     """
 
     def __init__(
@@ -50,23 +49,23 @@ class MonotoneSearch:
 
     @functools.cached_property
     def free(self) -> Plan:
-        """The plan without a limit."""
+        """The plan without a memory limit."""
         free = self._ctx.replace(limit_bytes=None)
         return make_plan(self._captured, free, self._passes, self._detail)
 
     @functools.cached_property
     def least(self) -> Prediction:
-        """What takes the least memory that is found: the lowest rung."""
+        """The prediction with the least peak: the lowest grid limit."""
         return least_limit(self._captured, self._ctx, self._passes)
 
     def rungs(self, limit_bytes: int) -> list[int]:
-        """The limits that are searched under, ascending.
+        """The grid limits to search under, ascending.
 
-        From the least that is feasible up to the limit, and to the first with which nothing is
-        short of memory.
+        They begin at the least feasible limit. They end at ``limit_bytes``, or at the first grid
+        limit that is enough for the plan without a limit.
 
         Raises:
-            Infeasible: if the limit is below the least.
+            Infeasible: ``limit_bytes`` is below the least feasible limit.
         """
         least_bytes = self.least.peak_bytes
         if limit_bytes < least_bytes:
@@ -78,10 +77,10 @@ class MonotoneSearch:
         return found
 
     def plan(self, limit_bytes: int) -> Plan:
-        """The fastest plan of all rungs up to the limit; of equals the one with the lowest.
+        """The fastest plan of all grid limits up to ``limit_bytes``; the lowest limit on a tie.
 
         Raises:
-            Infeasible: if the limit is below the least.
+            Infeasible: ``limit_bytes`` is below the least feasible limit.
         """
         rungs = self.rungs(limit_bytes)
         if rungs[-1] < limit_bytes and rungs[-1] < _said(self.free).peak_bytes:
@@ -101,7 +100,7 @@ def _after(say: Callable[[str], None], before: str, text: str) -> None:
 
 
 def _next_rung(size_bytes: int) -> int:
-    """The first rung above a number of bytes, which need not be one."""
+    """The first grid limit above a number of bytes."""
     step = max(1, (1 << (size_bytes.bit_length() - 1)) // _RUNGS)
     return (size_bytes // step + 1) * step
 

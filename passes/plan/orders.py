@@ -1,12 +1,10 @@
-"""Orders: in which order a plan's collectives start, where there is little room to start early.
+"""Orders: search for a better start order of a plan's collectives when memory is short.
 
-The order that ``reorder`` finds is that of a walk which starts what is best now and for which there
-is room now. Where the limit holds something back, that is not always the best: a gather that is
-started because a little room is left takes it from the gradient or the larger gather after it.
-An order that was found for fewer collectives in flight, and is then followed with all the room
-there is, may be faster; both are lowered and simulated. With limits near the least that is feasible
-a GPT's and a Llama's steps are up to 2.5 % and 1.4 % shorter by it, and from some 1.3 times the
-least on no shorter (four ranks of the ``cpu-gloo`` preset).
+``reorder`` finds its order with a greedy walk: it starts the best collective that fits now. If the
+memory limit holds back a collective, this order is not always the best: a gather that takes the
+last headroom delays the gradient or the larger gather after it. An order found with fewer
+collectives in flight, and then followed with all the headroom, may be faster. Both orders are
+lowered and simulated.
 """
 
 from __future__ import annotations
@@ -22,12 +20,12 @@ from passes.simulate.exposure import Reason
 from passes.types.context import Context, Phase
 from passes.types.plan import Collective, Plan
 
-#: Bytes in flight, for which other orders are found: nothing, and one collective at a time.
+#: In-flight limits that give other orders: nothing in flight, and one collective at a time.
 _IN_FLIGHT_BYTES = (0, 1)
 
 
 def orders(step: LoweredStep) -> dict[str, tuple[Collective, ...]]:
-    """In what order the collectives of a lowered step start, by phase."""
+    """By phase, the start order of the collectives of a lowered step."""
     return {
         phase.value: order_of(gm.graph)
         for phase, gm in ((Phase.FORWARD, step.forward), (Phase.BACKWARD, step.backward))
@@ -37,10 +35,12 @@ def orders(step: LoweredStep) -> dict[str, tuple[Collective, ...]]:
 def with_fastest_order(
     plan: Plan, step: LoweredStep, captured: Captured, ctx: Context, passes: Sequence[Pass]
 ) -> tuple[Plan, LoweredStep]:
-    """A plan in the order that is the fastest within the limit, and how it is lowered so.
+    """The plan with the fastest order within the limit, and its lowered step.
 
-    ``step``: the plan as it is lowered with the order that it has, which stays where no collective
-    is held back for want of memory. Where nothing fits, the fastest.
+    Without an order that fits, the fastest one. The order does not change if memory holds back no
+    collective.
+
+    ``step``: the plan lowered with its present order.
     """
     if not _short_of_room(step):
         return plan, step
@@ -61,7 +61,7 @@ def with_fastest_order(
 
 
 def _short_of_room(step: LoweredStep) -> bool:
-    """Whether the limit kept a collective from starting earlier, or from being waited for later."""
+    """Whether the memory limit delays the start of a collective, or forces an early wait."""
     return any(
         node.meta.get(HELD_BACK) is Reason.MEMORY
         for gm in (step.forward, step.backward)

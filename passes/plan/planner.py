@@ -1,28 +1,28 @@
-"""The planner: what to shard and what to recompute, so that the step is fastest under the limit.
+"""The planner: find the decisions with the fastest step under the memory limit.
 
-The problem. For every parameter i choose d(i) in {replicate, shard and keep, shard and
-gather again}, on a mesh of two levels over all ranks or within each host, and a set R of saved
-activations that the backward computes again, to minimise the
-step's seconds subject to peak bytes <= limit. Both are what the simulator says of the schedule
-that the passes emit; neither is a sum over parameters.
+The problem. For every parameter i choose d(i) in {replicate, shard and keep gathered, shard and
+regather}, on a two-level mesh over all ranks or within each host, and a set R of saved activations
+that the backward recomputes. Minimise the step's seconds subject to peak bytes <= limit. The
+simulator gives both values for the schedule that the passes emit. Neither is a sum over
+parameters.
 
-The method, in two levels:
+The method has two levels:
 
 1. *Dynamic programming over memory* on an additive model (``passes/plan/dynamic_program.py``), for
-   several weights of the forward's and the backward's communication: hidden communication costs
-   nothing, so a plan may move bytes from the backward, where an all-reduce lies wholly, into the
+   several weights of the forward's and the backward's communication. Hidden communication costs
+   nothing, so a plan may move bytes from the backward, which contains all all-reduces, to the
    forward.
-2. *The simulator decides.* For each weighting the budget v is lowered by what the simulated
-   peak exceeds the limit by, and by ever more, until the plan fits. The fastest simulated plan
-   that fits is then refined: one group of like parameters, or one parameter, at a time; at last
-   the size of its buckets is.
+2. *The simulator decides.* For each weighting, the budget v is lowered by the simulated peak's
+   excess over the limit, and by growing steps, until the plan fits. Then the fastest simulated
+   plan that fits is refined: its bucket size, and its decisions for one parameter group, or for one
+   or two parameters, at a time.
 
-What runs in slices (``passes/plan/slice_some.py``) is tried on the fastest plan that fits, and on
-faster ones that do not.
+Slices (``passes/plan/slice_some.py``) are tried on the fastest plan that fits, and on faster plans
+that do not fit.
 
-R is empty where the fastest plan fits with all the overlap that it could have. Otherwise a few
-sets, from a little to as much as helps (``passes/candidates/recompute_sets.py``), are each given
-the first level's best plans, the middle one first and then towards where the step is faster.
+R is empty if the fastest plan fits with all its overlap. Otherwise the first level makes plans for
+some recompute sets (``passes/candidates/recompute_sets.py``): for the middle one, and then for its
+neighbours in the direction of the faster step.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ from passes.types.context import Context
 from passes.types.plan import Plan, Prediction
 from passes.types.units import format_bytes, format_limit, is_decimal
 
-#: What share of the looks that refining has it may take before buckets have their sizes.
+#: Share of the evaluation budget that refinement may use before the search for bucket sizes.
 _REFINED_FIRST = 2 / 3
-#: How many of the fastest plans get the order of collectives that is best for them.
+#: Number of the fastest plans for which to search a better order of collectives.
 _ORDERED = 3
 
 
 class Infeasible(ValueError):
-    """No plan fits; ``least_bytes`` is the smallest limit that would."""
+    """No plan fits the memory limit. ``least_bytes``: the least feasible limit."""
 
     def __init__(self, limit_bytes: int, least: Prediction, world_size: int) -> None:
         self.limit_bytes = limit_bytes
         self.least_bytes = least.peak_bytes
-        decimal = is_decimal(limit_bytes)  # all sizes in the family of units that the limit is in
+        decimal = is_decimal(limit_bytes)  # the message has all sizes in the limit's kind of unit
         filling = ", ".join(
             f"{kind} {format_bytes(size, decimal)}" for kind, size in least.peak.items()
         )
@@ -80,18 +80,18 @@ def make_plan(
 ) -> Plan:
     """The fastest plan under ``ctx.limit_bytes`` (None: no limit). See the module's docstring.
 
-    ``captured``: or folded; then the plan leaves the order of the collectives open.
-    ``say``: is told how many plans were priced, of up to how many.
+    ``captured``: for a folded step, the plan leaves the order of the collectives open.
+    ``say``: gets a message with the number of evaluated plans and its upper bound.
 
     Raises:
-        Infeasible: if even the plan that takes the least memory is above the limit.
+        Infeasible: even the plan with the least memory is above the limit.
     """
     with _young_garbage_only():
         return _searched(captured, ctx, passes, say)
 
 
 def least_limit(captured: Captured | Folded, ctx: Context, passes: Sequence[Pass]) -> Prediction:
-    """What takes the least memory that is found: its peak is the least limit that works.
+    """The prediction of the plan with the least memory. Its peak is the least feasible limit.
 
     It does not depend on ``ctx.limit_bytes``.
     """
@@ -115,7 +115,7 @@ def _searched(
             raise Infeasible(ctx.limit_bytes, least, ctx.world_size)
     size_buckets_of_sets(evaluator)
     size_buckets(evaluator, 1)
-    if isinstance(captured, Folded):  # a large model: few looks
+    if isinstance(captured, Folded):  # a large model: small evaluation budget
         refine(evaluator)
         mix_layers(evaluator)
     else:
@@ -125,14 +125,15 @@ def _searched(
         while best != (best := evaluator.fastest()):
             size_buckets(evaluator, SIZED_PLANS)
             share_sizes(evaluator)
-            refine(evaluator)  # from the plan that is the fastest with the buckets it now has
+            refine(evaluator)  # from the fastest plan with its new bucket size
         look_at_all(evaluator)
         share_sizes(evaluator)
     found = evaluator.feasible()
     if isinstance(captured, Folded):
         plan = explained(*found[0], ctx, captured.stand_ins(found[0][0]))
-        return plan.replace(order={})  # of a few layers only
-    # Everything gathered again leaves the most room, which its first order may not use.
+        return plan.replace(order={})  # the order covers a few layers only
+    # Uniform plans too: regathering everything leaves the most headroom, which the first order
+    # may not use.
     known = [plan for plan, _ in found[:_ORDERED]]
     others = [
         (evaluator.seen[key][0], evaluator.lowered(key))
@@ -150,10 +151,10 @@ def _searched(
 
 @contextmanager
 def _young_garbage_only() -> Iterator[None]:
-    """Collect no garbage but what :func:`_collect` is called for.
+    """Turn automatic garbage collection off; the evaluator collects the youngest objects only.
 
-    A graph is a cycle, so that garbage must be collected; but looking through all of torch's
-    objects for it, again and again, takes a third of the planner's time.
+    Graphs are reference cycles, so they need garbage collection. But automatic collections search
+    all objects of torch again and again, which takes much time.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -165,10 +166,10 @@ def _young_garbage_only() -> Iterator[None]:
 
 
 def complete(plan: Plan, captured: Captured | Folded, ctx: Context, passes: Sequence[Pass]) -> Plan:
-    """A plan made by hand with what it leaves open: the order of its collectives, a prediction.
+    """Complete a plan made by hand: add the order of its collectives, and a prediction.
 
-    What it decides is not changed, and the limit not asked for. Of a folded step the order is left
-    open.
+    The decisions do not change, and the plan may exceed the memory limit. For a folded step the
+    order stays open.
     """
     if isinstance(captured, Folded):
         step = predict(captured, plan, ctx.replace(deciding=True), passes)

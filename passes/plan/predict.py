@@ -1,4 +1,4 @@
-"""Predict: what a plan costs, by running the real passes and simulating what they emit."""
+"""Predict: the time and memory of a plan, from a simulation of the real passes' output."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from passes.types.plan import Plan, Prediction
 
 @dataclasses.dataclass(frozen=True)
 class LoweredStep:
-    """A plan's lowered graphs, how they ran in the simulator, and the sum of it."""
+    """The lowered graphs of a plan, their simulations, and the prediction for the step."""
 
     prediction: Prediction
     forward: fx.GraphModule
@@ -41,12 +41,12 @@ class LoweredStep:
 def predict(
     captured: Captured | Folded, plan: Plan, ctx: Context, passes: Sequence[Pass]
 ) -> LoweredStep:
-    """Lower a captured step as the plan says, and simulate it.
+    """Lower a captured step with a plan, and simulate it.
 
-    ``captured``: or folded; then the graphs lack layers, and the prediction does not.
-    ``ctx.deciding``: search for the order of collectives; otherwise the plan's is followed.
-    ``ctx.base_bytes``: bytes of buffers, the batch, and of whatever else is held besides
-    parameters and optimizer state.
+    ``captured``: for a folded step, the graphs lack layers but the prediction covers all of them.
+    ``ctx.deciding``: search for an order of collectives; otherwise follow the plan's order.
+    ``ctx.base_bytes``: bytes of buffers, the batch, and everything else that is held in addition
+    to parameters and optimizer state.
     """
     folded = captured if isinstance(captured, Folded) else None
     graphs = captured.captured if isinstance(captured, Folded) else captured
@@ -111,14 +111,14 @@ def _predict(
 
 
 def _between(ctx: Context, forward: Simulation) -> dict[str, int]:
-    """What there is between the two graphs, where another model runs there, by kind."""
+    """Bytes by kind between the two graphs, if another model runs there; else empty."""
     if not ctx.between_bytes:
         return {}
     return {"saved": forward.memory.kept_bytes, OTHER_MODELS: ctx.between_bytes}
 
 
 def _sum(*parts: dict[str, int]) -> dict[str, int]:
-    """Bytes by kind, all together."""
+    """The sum of several maps of bytes by kind."""
     total: dict[str, int] = {}
     for part in parts:
         for kind, size_bytes in part.items():

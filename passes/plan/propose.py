@@ -1,4 +1,4 @@
-"""Propose: plans of the dynamic programme (``dynamic_program.py``) that are looked at first."""
+"""Propose: the first plans to evaluate, from the dynamic program (``dynamic_program.py``)."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from passes.plan.dynamic_program import Table
 from passes.plan.evaluator import Candidate, PlanEvaluator
 from passes.types.plan import Decision
 
-#: Of the forward's and the backward's communication.
+#: Weights of the forward's and the backward's communication: pairs (wf, wb).
 WEIGHTS = ((1.0, 1.0), (0.0, 1.0), (1.0, 0.0), (0.3, 1.0))
-#: How many plans are looked at for each weighting until one fits, and then to fit more closely.
+#: Evaluation budget per weighting until a plan fits, and then to get closer to the limit.
 _MOST_TRIES, _CLOSER_TRIES = 6, 2
 
 
 def look_at_uniform(evaluator: PlanEvaluator) -> list[Candidate]:
-    """Look at replicating all; under a limit and of a folded step also at sharding all.
+    """Evaluate uniform plans: replicate all; with a limit or a folded step also shard all.
 
-    Proposals may miss that: they are as near the limit as the additive model says, and leave less
-    room for overlap. There are few where there is little to decide on.
+    Proposals may miss these plans: in the additive model they are close to the limit, and so leave
+    less headroom for overlap. With few parameters there are few proposals.
 
-    Returns what was looked at.
+    Returns the evaluated candidates.
     """
     limited = evaluator.ctx.limit_bytes is not None or isinstance(evaluator.captured, Folded)
     options = len(Decision) if limited else 1
@@ -37,10 +37,9 @@ def look_at_uniform(evaluator: PlanEvaluator) -> list[Candidate]:
 
 
 def propose_all(evaluator: PlanEvaluator) -> tuple[float, float]:
-    """Look at proposals of all weightings; returns that of the fastest plan that fits.
+    """Evaluate the proposals of all weightings. Returns the weights of the fastest plan that fits.
 
-    Of a folded step, where nothing fits by the first, not by the others: only what is recomputed
-    can help then.
+    For a folded step, stop if nothing fits with the first weighting: only recomputation can help.
     """
     seconds: dict[tuple[float, float], float] = {}
     for weights in WEIGHTS:
@@ -53,11 +52,14 @@ def propose_all(evaluator: PlanEvaluator) -> tuple[float, float]:
 def propose(
     evaluator: PlanEvaluator, weights: tuple[float, float], one: RecomputeSet | None = None
 ) -> float:
-    """Look at the dynamic programme's plans for ever smaller budgets until one fits.
+    """Evaluate the dynamic program's plans for ever smaller memory budgets until one fits.
 
-    Then for budgets between that one and the last that did not.
+    Then evaluate plans for budgets between this one and the last one that is too large. A folded
+    step leaves that to ``passes/plan/mix_layers.py``.
 
-    Returns the seconds of the fastest that fits, infinity if none does.
+    ``one``: the recompute set of the plans, or None.
+
+    Returns the seconds per step of the fastest plan that fits; infinity if none fits.
     """
     table = Table(evaluator.tied_choices, weights, evaluator.ctx)
     limit_bytes = evaluator.ctx.limit_bytes
@@ -71,8 +73,8 @@ def propose(
         prediction = evaluator.evaluate(evaluator.spread(decisions).recomputing(one))
         if limit_bytes is None or evaluator.fits(prediction):
             break
-        # Where a plan is just above the limit, a budget that is just smaller need not help:
-        # the peak may be somewhere else than what the budget is of.
+        # A slightly smaller budget need not help a plan slightly above the limit: the budgeted
+        # bytes may not be the cause of the peak.
         over = prediction.peak_bytes - limit_bytes
         too_much = min(budget, table.memory_bytes(decisions))
         budget = too_much - max(over, shrink_bytes)
@@ -82,7 +84,7 @@ def propose(
     seconds = prediction.step_seconds
     if isinstance(
         evaluator.captured, Folded
-    ):  # few looks: ``passes/plan/mix_layers.py`` fits more closely
+    ):  # small evaluation budget: ``passes/plan/mix_layers.py`` gets closer to the limit
         evaluator.budgets[one] = budget
         return seconds
     for _ in range(_CLOSER_TRIES if limit_bytes is not None else 0):
@@ -99,26 +101,26 @@ def propose(
 
 
 def recompute_some(evaluator: PlanEvaluator, weights: tuple[float, float]) -> None:
-    """Where the limit takes anything from the fastest plan: plans that recompute, more or less."""
+    """Evaluate plans with recompute sets, if the memory limit restricts the fastest plan."""
     if not evaluator.limited or not evaluator.sets:
         return
 
     @functools.cache
     def seconds(index: int) -> tuple[float, int]:
         found = propose(evaluator, weights, evaluator.sets[index])
-        return found, -index if found == math.inf else index  # more, where nothing fits
+        return found, -index if found == math.inf else index  # prefer larger sets if none fits
 
     best, step = (len(evaluator.sets) - 1) // 2, 2
     while step:
         near = [i for i in (best, best - step, best + step) if 0 <= i < len(evaluator.sets)]
         best = min(near, key=seconds)
         step //= 2
-    if isinstance(evaluator.captured, Folded):  # few looks
+    if isinstance(evaluator.captured, Folded):  # small evaluation budget
         return
     for other in WEIGHTS:
         if other != weights:
             propose(evaluator, other, evaluator.sets[best])
-    # Peaks do not fall from set to set: one that is far from all these may fit.
+    # Peaks need not fall from set to set: a set far from the best one may fit.
     if evaluator.fitting():
         fastest, _ = evaluator.fastest()
         for one in evaluator.sets:

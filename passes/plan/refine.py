@@ -1,4 +1,4 @@
-"""Refine: plans beside the fastest one that fits, which the simulator may find faster."""
+"""Refine: local search around the fastest plan that fits, with the simulator as judge."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import re
 from passes.plan.evaluator import Candidate, PlanEvaluator
 from passes.plan.slice_some import SLICES
 
-#: How much slower than the fastest a plan in other slices may be to be refined too.
+#: Refine a plan with other slices if its step is at most this many times the fastest step.
 _NEAR_OTHER = 1.25
 
 
 def refine(evaluator: PlanEvaluator, share: float = 1.0) -> None:
-    """Change a group of parameters, one, or two, until no such change is faster and fits.
+    """Change a parameter group, one parameter, or two, until no change that fits is faster.
 
-    Or until such a share of what may still be looked at is used up. The additive model sees
-    no overlap: what hides behind what only the simulator knows.
+    The additive model does not see overlap; only the simulator does.
+
+    ``share``: stop after this share of the remaining evaluation budget.
     """
     kept = evaluator.left - math.ceil(share * evaluator.left)
     evaluator.left -= kept
@@ -27,10 +28,12 @@ def refine(evaluator: PlanEvaluator, share: float = 1.0) -> None:
 
 
 def refine_other_slices(evaluator: PlanEvaluator, share: float) -> None:
-    """The same from the fastest plan that runs other operators in slices, or none.
+    """Refine the fastest plan with other sliced operators, or with none, if it is fast enough.
 
-    With as many looks more. No single change leads from operators in slices to others: what is
-    between takes too much memory, or is slower than both.
+    No single change leads from one set of sliced operators to another: the plans in between take
+    too much memory, or are slower than both.
+
+    ``share``: the additional evaluation budget, as a share of the full one.
     """
     best, seconds = evaluator.fastest()
     by_names: dict[tuple[str, ...], Candidate] = {}
@@ -45,7 +48,7 @@ def refine_other_slices(evaluator: PlanEvaluator, share: float) -> None:
 
 
 def _refine(evaluator: PlanEvaluator, best: Candidate) -> None:
-    """Until nothing is faster, or nothing is left of the looks."""
+    """Refine until no change is faster, or the evaluation budget is used up."""
     single = [[own] for own in evaluator.tied]
     pairs = [[one, other] for one, other in itertools.combinations(evaluator.tied, 2)]
     groups = [[members] for members in evaluator.alike() if len(members) > 1]
@@ -64,9 +67,9 @@ def _refine(evaluator: PlanEvaluator, best: Candidate) -> None:
 
 
 def look_at_all(evaluator: PlanEvaluator) -> None:
-    """Where there are few plans: all of them, with as many looks as refining had.
+    """Evaluate all plans if there are few, with a new evaluation budget.
 
-    First at those that recompute what the fastest does, then the others.
+    Plans with the recompute set of the fastest plan come first.
     """
     best, _ = evaluator.fastest()
     evaluator.left = evaluator.affordable()
@@ -82,9 +85,9 @@ def look_at_all(evaluator: PlanEvaluator) -> None:
 
 
 def _recomputing_other(evaluator: PlanEvaluator, best: Candidate) -> Candidate:
-    """The same with the next smaller or larger set, or less a group of like tensors.
+    """Try the next smaller and larger recompute set, and the set without a group of like tensors.
 
-    Of a plan that recomputes nothing: the smallest set, where a plan with one was looked at.
+    For a plan without recomputation, try the smallest set if any evaluated plan recomputes.
     """
     if not best.recompute:
         if not any(key.recompute for key in evaluator.seen) or not evaluator.sets:
@@ -107,9 +110,9 @@ def _recomputing_other(evaluator: PlanEvaluator, best: Candidate) -> Candidate:
 
 
 def _slicing_other(evaluator: PlanEvaluator, best: Candidate) -> Candidate:
-    """The same with a family in more slices or fewer, or with one more or less of them kept.
+    """Try each slice group in other numbers of slices, and with one kept slice more or less.
 
-    Where plans with slices were looked at.
+    Only if any evaluated plan has slices.
     """
     if not any(key.splits for key in evaluator.seen):
         return best
@@ -129,9 +132,10 @@ def _slicing_other(evaluator: PlanEvaluator, best: Candidate) -> Candidate:
 
 
 def _as_many(kept: int | None, now: int, slices: int, most: int) -> list[int | None]:
-    """How many of other slices to keep, where so many of ``now`` are: the same share.
+    """Numbers of slices to keep when a group changes from ``now`` to ``slices`` slices.
 
-    Of smaller slices up to three more: one of the larger would have been too much.
+    The first keeps the same share of the weight. With smaller slices, up to three more are tried:
+    one more of the larger slices could be too much. ``most``: the upper bound.
     """
     if kept is None:
         return [None]
@@ -141,9 +145,9 @@ def _as_many(kept: int | None, now: int, slices: int, most: int) -> list[int | N
 
 
 def _faster(evaluator: PlanEvaluator, best: Candidate, tried: Candidate) -> Candidate:
-    """The one that fits and is faster, if refining may still look at it.
+    """The faster of two candidates; ``tried`` counts only if it fits and the budget allows it.
 
-    What was looked at before is again, with the buckets that the best has by now.
+    A candidate that is already evaluated is evaluated again with the bucket size of ``best``.
     """
     size_bytes = evaluator.seen[best][0].bucket_bytes
     known = size_bytes in evaluator.sizes.get(tried, ())
@@ -160,10 +164,10 @@ def _faster(evaluator: PlanEvaluator, best: Candidate, tried: Candidate) -> Cand
 def _better(
     evaluator: PlanEvaluator, best: Candidate, moves: list[list[list[int]]], together: bool = False
 ) -> Candidate:
-    """The fastest plan that fits, after each of these moves in turn where it is an improvement.
+    """Apply each move in turn if the result fits and is faster.
 
-    ``moves``: of each, sets of indices of parameters; those of a set get one decision, all the
-    same. ``together``: all sets get others than what they have.
+    ``moves``: each move is a list of groups of parameter indices. All parameters of a group get
+    the same decision. ``together``: every group of a move must get a new decision.
     """
     for move in moves:
         options = [[choice.decision for choice in evaluator.choices[own[0]]] for own in move]

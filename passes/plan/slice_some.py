@@ -1,10 +1,9 @@
-"""Slice some: plans whose large operators run in slices, where that makes room.
+"""Slice some: evaluate plans with large operators in slices, to save memory.
 
-In slices less of a weight, of its gradient and of what lies between two products is there at a
-time. So a plan that does not fit may fit, and one that does may have more overlap. Which weights
-can be sliced together is known (``passes/candidates/slice_groups.py``); in how many slices, and how
-many of these are kept for the backward while the others are gathered again, only the simulator
-knows.
+With slices, only a part of a weight, of its gradient and of the tensor between two products is
+alive at a time. So a plan may fit that does not fit otherwise, or may have more overlap. The slice
+groups are known (``passes/candidates/slice_groups.py``). The simulator decides on the number of
+slices, and on the number that is kept for the backward while the others are regathered.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from __future__ import annotations
 from passes.candidates.slice_groups import SliceGroup
 from passes.plan.evaluator import Candidate, PlanEvaluator
 
-#: In how many slices a family may run.
+#: The numbers of slices to try.
 SLICES = (2, 4, 8)
-#: How many plans that are faster than all that fit are tried in slices, with how many families.
+#: Number of plans to try in slices that are faster than all plans that fit, and number of groups.
 _MOST_FASTER, _MOST_FAMILIES = 3, 3
 
 
 def slice_some(evaluator: PlanEvaluator) -> None:
-    """Where the limit takes anything from the fastest plan: that and others in slices."""
+    """Evaluate plans in slices, if the memory limit restricts the fastest plan."""
     if not evaluator.limited:
         return
     slice_groups = evaluator.slice_groups[:_MOST_FAMILIES]
@@ -38,7 +37,7 @@ def slice_some(evaluator: PlanEvaluator) -> None:
 
 
 def _faster_ones(evaluator: PlanEvaluator) -> list[Candidate]:
-    """The fastest of what does not fit, whose peaks slices could bring under the limit."""
+    """The fastest plans that do not fit, with peaks that slices could bring under the limit."""
     limit_bytes = evaluator.ctx.limit_bytes
     assert limit_bytes is not None
     most_bytes = (
@@ -55,7 +54,7 @@ def _faster_ones(evaluator: PlanEvaluator) -> list[Candidate]:
 
 
 def _until_it_fits(evaluator: PlanEvaluator, key: Candidate, slice_group: SliceGroup) -> None:
-    """In ever more slices, with what was decided on the weights or some of the slices kept."""
+    """Try ever more slices until a plan fits: with the same decisions, or with some slices kept."""
     for slices in SLICES:
         prediction = evaluator.evaluate(evaluator.slicing(key, slice_group, slices))
         if evaluator.fits(prediction) or _keep_some(evaluator, key, slice_group, slices):
@@ -65,7 +64,10 @@ def _until_it_fits(evaluator: PlanEvaluator, key: Candidate, slice_group: SliceG
 def _keep_some(
     evaluator: PlanEvaluator, key: Candidate, slice_group: SliceGroup, slices: int
 ) -> bool:
-    """As many slices kept as fit, the others gathered again; whether any number of them fits."""
+    """Search for the most kept slices that fit; the others are regathered.
+
+    Returns whether any number of kept slices fits.
+    """
     if slice_group.of_input or not evaluator.fits(
         evaluator.evaluate(evaluator.slicing(key, slice_group, slices, 0))
     ):

@@ -1,1 +1,1 @@
-"""Recompute: compute saved activations again in the backward."""
+"""Passes that recompute activations in the backward."""

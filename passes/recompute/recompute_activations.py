@@ -1,8 +1,8 @@
-"""Recompute: what the forward saves for the backward, and the backward can compute again instead.
+"""Recompute: the backward recomputes chosen activations instead of reading saved ones.
 
-Needs: a forward and a backward that AOTAutograd's partitioner has cut, with markers.
-Leaves: the backward with copies of the operators that make the chosen tensors, each right before
-its first use there; the forward no longer returns those tensors.
+Needs: a forward and a backward from AOTAutograd's partitioner, with markers.
+Leaves: copies of the operators of the chosen tensors in the backward, each directly before its
+first use. The forward no longer returns these tensors.
 
 Before::                              After::
 
@@ -13,17 +13,18 @@ Before::                              After::
         dh = gelu_backward(dg, h)             h = mm(x, w)
                                               dh = gelu_backward(dg, h)
 
-A copy reads what the backward has anyway: tensors that stay saved, what it recomputes already,
-parameters (gathered again or kept as the plan says) and other inputs of the step; and what the
-plan says should be saved besides. (Of a layer norm the partitioner saves the normalized tensor.
-To compute that again without the whole network before it, save what is normalized instead: where
-layers begin, that is the layer's input.) Nothing random,
-nothing with an effect, no collective and nothing that the user's own activation checkpointing
-wants saved is computed twice.
+A copy reads tensors that the backward has anyway: saved tensors, tensors that it already
+recomputes, parameters (regathered or kept gathered by the plan) and other inputs of the step. It
+also reads tensors that the plan saves in addition (``plan.also_save``). Example: the partitioner
+saves the normalized tensor of a layer norm. Its recomputation without the network before it needs
+the norm's input saved, which at the start of a layer is the layer's input.
 
-This is done to the two cut graphs and not by tags on the joint one: the partitioner minimises a
-cut, and what it makes of a tag depends on all the rest, whereas the planner must know what it
-will get, for many choices, without asking the partitioner each time.
+Random operators, operators with side effects, collectives and tensors that the user's own
+activation checkpointing saves are never recomputed.
+
+The pass rewrites the two partitioned graphs instead of tagging the joint graph. The partitioner
+minimises a cut, so the effect of a tag depends on the whole graph. The planner must know the
+result of many choices without running the partitioner for each.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ _UNREPEATABLE_TAGS = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_o
 
 
 def keys_of(graph: fx.Graph) -> dict[fx.Node, str]:
-    """A name for every operator of a forward: ``blocks.0.up:addmm:0``.
+    """A key for every operator of a forward: ``blocks.0.up:addmm:0``.
 
-    The module that calls it, the operator, and how many such came before. It is the same
-    whether parameters are read as they are or through markers, and on every rank.
+    The key names the calling module, the operator, and the number of such calls before. It is
+    equal on all ranks, and with or without markers.
     """
     counts: Counter[str] = Counter()
     found: dict[fx.Node, str] = {}
@@ -73,7 +74,7 @@ def _module_of(node: fx.Node) -> str:
 def _path(expression: str) -> str:
     """``L['self']._modules['blocks']._modules['0'].up`` as ``blocks.0.up``.
 
-    Without what the model itself is called where it is called.
+    The caller's name for the model is left out.
     """
     parts = re.findall(r"\['?(\w+)'?\]|\.(\w+)", re.sub(r"^[LG]\['\w+'\]", "", expression))
     names = (one or other for one, other in parts)
@@ -87,10 +88,10 @@ def _operator(target: Any) -> str:
 
 
 class PartitionBoundary:
-    """How a step was cut: what the backward is given, and what it can make of that.
+    """The partition of a step: saved tensors, and tensors that the backward can recompute.
 
-    ``saved``: the forward's nodes that are saved, each with the backward's placeholder.
-    ``there``: the forward's nodes that the backward computes again already, each with its copy.
+    ``saved``: the forward's saved nodes, each with the backward's placeholder.
+    ``there``: the forward's nodes that the backward already recomputes, each with its copy.
     """
 
     def __init__(self, forward: fx.Graph, backward: fx.Graph) -> None:
@@ -110,10 +111,10 @@ class PartitionBoundary:
     def chain(
         self, node: fx.Node, besides: Collection[fx.Node] = ()
     ) -> tuple[list[fx.Node], list[fx.Node]] | None:
-        """What must run to have a tensor again, and what that reads; None: it cannot be.
+        """The nodes that recompute a tensor, and the nodes that they read; None: not possible.
 
-        The chain goes back to the nearest tensors that are saved, or are to be saved
-        ``besides``, that are there, or are the step's inputs; it is in no order.
+        The chain ends at tensors that are saved or already recomputed, at tensors to save in
+        addition (``besides``), at parameters and at inputs of the step. It is not sorted.
         """
         found: dict[fx.Node, None] = {node: None}
         reads: dict[fx.Node, None] = {}
@@ -143,7 +144,7 @@ class PartitionBoundary:
 
 
 def _written(forward: fx.Graph) -> set[fx.Node]:
-    """The inputs that the step writes: in the backward they are no longer what they were."""
+    """The inputs that the step mutates: the backward no longer sees their original values."""
     inputs = forward.find_nodes(op="placeholder")
     described = output_node(forward).meta.get("desc") or ()
     later = [one.mutated_input for one in described if isinstance(one, InputMutationAOTOutput)]
@@ -159,7 +160,7 @@ def _writes(target: Any) -> bool:
 
 
 def is_repeatable(node: fx.Node) -> bool:
-    """Whether an operator gives the same when it runs a second time, and may do so."""
+    """Whether a second run of an operator is allowed and gives the same result."""
     if node.op != "call_function" or node.target in (UNSHARD, REDUCE_GRAD) or is_collective(node):
         return False
     if is_getitem(node):
@@ -168,7 +169,7 @@ def is_repeatable(node: fx.Node) -> bool:
         return False
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        return getattr(target, "__module__", None) in ("_operator", "math")  # of symbolic sizes
+        return getattr(target, "__module__", None) in ("_operator", "math")  # symbolic sizes
     if target._schema.is_mutable or target.namespace.startswith(("_c10d", "c10d")):
         return False
     if any(tag in target.tags for tag in _UNREPEATABLE_TAGS):
@@ -183,7 +184,7 @@ def is_repeatable(node: fx.Node) -> bool:
 def drops_nothing(
     target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether an operator that may drop some of its inputs at random is told not to."""
+    """Whether an operator has an argument ``dropout_p`` of 0, and so is not random."""
     for index, argument in enumerate(target._schema.arguments):
         if argument.name == "dropout_p":
             default = args[index] if index < len(args) else argument.default_value
@@ -192,7 +193,7 @@ def drops_nothing(
 
 
 def recomputed(backward: Iterable[fx.Node]) -> tuple[int, float]:
-    """Bytes of what an annotated backward was not given but computes again, and the seconds.
+    """Bytes of the tensors that an annotated backward recomputes by plan; seconds of all copies.
 
     ``backward``: its nodes, or some of them.
     """
@@ -210,12 +211,12 @@ def recompute(
     plan: Plan,
     kept: Collection[str] = (),
 ) -> list[str]:
-    """Rewrite both graphs as the plan says. See the module's docstring.
+    """Rewrite both graphs by the plan. See the module's docstring.
 
     ``kept``: the parameters whose gathered weight is saved if the backward reads it.
 
-    Returns the keys of what this forward does not have or not save, or the backward could not
-    compute: for these nothing was done.
+    Returns the keys without effect: this forward does not compute or save the tensor, or the
+    backward cannot recompute it.
     """
     if not plan.recompute:
         return []
@@ -223,13 +224,13 @@ def recompute(
 
 
 def save_instead(output: fx.Node, first: int, saved: Sequence[fx.Node]) -> None:
-    """Have a forward return other tensors for the backward.
+    """Replace the tensors that a forward saves for the backward.
 
-    ``first``: of what it returns, the first that is not its caller's.
+    ``first``: index of the first saved tensor among the forward's outputs.
     """
     returned: Sequence[fx.Node] = output.args[0]  # type: ignore[assignment]
     described = output.meta.get("desc")
-    if described is not None:  # what is saved is numbered
+    if described is not None:  # descriptions of saved tensors carry numbers
         numbered = list(described[first:])
         while len(numbered) < len(saved):
             numbered.insert(0, type(numbered[0])(len(numbered)))
@@ -243,18 +244,18 @@ class _Rewriting:
     ) -> None:
         self.forward, self.backward, self.kept = forward, backward, kept
         self.cut = PartitionBoundary(forward.graph, backward.graph)
-        self.besides: dict[fx.Node, None] = {}  # to be saved where it is read
-        # As PartitionBoundary.saved; a node is in it that was not saved before.
+        self.besides: dict[fx.Node, None] = {}  # to save if a copy reads it
+        # Newly saved nodes, as in PartitionBoundary.saved.
         self.now_saved: dict[fx.Node, fx.Node] = {}
         self.copies: dict[fx.Node, fx.Node] = {}
-        self.chosen: dict[fx.Node, str] = {}  # and its key
+        self.chosen: dict[fx.Node, str] = {}  # with its key
         nodes = backward.graph.nodes
-        #: What is saved besides stands before the other tensors, copies before the operators.
+        #: Newly saved tensors precede all other tensors, copies precede the operators.
         self.first_saved = next(n for n in nodes if isinstance(n.meta.get("val"), torch.Tensor))
         self.top = next(n for n in nodes if n.op != "placeholder")
 
     def run(self, plan: Plan) -> list[str]:
-        by_key: dict[str, list[fx.Node]] = {}  # of a step of several frames, one a frame
+        by_key: dict[str, list[fx.Node]] = {}  # in a step of several frames, one per frame
         for node, key in keys_of(self.forward.graph).items():
             by_key.setdefault(key, []).append(node)
         missing = [key for key in plan.also_save if key not in by_key]
@@ -277,7 +278,7 @@ class _Rewriting:
         return missing
 
     def _copy(self, chain: list[fx.Node]) -> None:
-        """Copies at the top of the backward; their inputs may stand below them for now."""
+        """Put copies at the top of the backward; their inputs may be below them until ``_sink``."""
         graph = self.backward.graph
         for node in chain:
             inputs = {one: self._in_backward(one) for one in node.all_input_nodes}
@@ -291,7 +292,7 @@ class _Rewriting:
             graph.erase_node(placeholder)
 
     def _in_backward(self, node: fx.Node) -> fx.Node:
-        """What stands for a node of the forward in the backward."""
+        """The node of the backward for a node of the forward; saves or regathers it if needed."""
         for known in (self.copies, self.now_saved, self.cut.there):
             if node in known:
                 return known[node]
@@ -307,19 +308,19 @@ class _Rewriting:
         return gathered
 
     def _save(self, node: fx.Node) -> fx.Node:
-        """Give a node of the forward to the backward, before the other tensors it is given."""
+        """Save a node of the forward: a new placeholder before the backward's other tensors."""
         graph = self.backward.graph
         with graph.inserting_before(self.first_saved):
             saved = graph.placeholder(node.name)
         saved.meta = dict(node.meta)
-        saved.meta[SAVES] = node.name  # its own may be taken
+        saved.meta[SAVES] = node.name  # the placeholder's own name may differ
         if node.op != "placeholder":
             saved.meta[SAVED] = True
         self.now_saved[node] = saved
         return saved
 
     def _sink(self) -> None:
-        """Put every copy, and what it reads of what was there already, before its first use."""
+        """Move every copy, and earlier recomputed nodes that it reads, before the first use."""
         moved = {**self.copies, **self.cut.there}
         for origin in sorted(moved, reverse=True):
             node = moved[origin]
@@ -327,13 +328,13 @@ class _Rewriting:
             if origin in self.copies or first < node:
                 first.prepend(node)
         for origin in sorted(self.copies):
-            if is_getitem(origin):  # all results are there at once
+            if is_getitem(origin):  # all results exist at once
                 source = self.copies[origin].args[0]
                 assert isinstance(source, fx.Node)
                 source.append(self.copies[origin])
 
     def _save_no_more(self) -> None:
-        """Take what is recomputed from the forward's outputs, and put in what is now saved."""
+        """Remove recomputed tensors from the forward's outputs, and add newly saved tensors."""
         output = output_node(self.forward.graph)
         returned = list(output.args[0])  # type: ignore[arg-type]
         first = len(returned) - len(self.cut.saved)

@@ -1,15 +1,15 @@
-"""RNG states: random operators of a checkpointed region, which run again in the backward.
+"""RNG states: repair the random operators that run twice in a checkpointed region.
 
-Torch's partitioner has both runs of such an operator begin with the same state of the generator.
-On a CPU the forward saves the state; on a GPU AOTAutograd hands a generator to each graph. Here:
+Torch's partitioner starts both runs of such an operator from the same generator state. On a CPU
+the forward saves the state; on a GPU AOTAutograd passes a generator to each graph. This pass:
 
-* An operator that drops nothing (attention with ``dropout_p=0``) becomes the plain operator again:
-  it needs no state, and it is priced, measured and fused as in any other graph.
-* The others get the ``meta["val"]`` that the partitioner leaves out.
-* The saved states go before the saved objects (the mesh of a DTensor). AOTAutograd counts from the
-  end of what the forward returns: tensors, those without a version counter, objects, symbolic
-  sizes. The partitioner puts the states behind the objects, and AOTAutograd fails over a mesh that
-  it takes for a tensor.
+* replaces an operator that is not random (attention with ``dropout_p=0``) by the plain operator:
+  it needs no state, and it is priced, measured and fused as in any other graph;
+* adds the ``meta["val"]`` that the partitioner omits for all others;
+* moves the saved states before the saved objects (the mesh of a DTensor). AOTAutograd counts from
+  the end of the forward's outputs: tensors, tensors without a version counter, objects, symbolic
+  sizes. The partitioner puts the states after the objects. AOTAutograd then takes a mesh for a
+  tensor and fails.
 
 Before::                                          After::
 
@@ -17,7 +17,7 @@ Before::                                          After::
     state, out = pair[0], pair[1]
     return [..., mesh, state]                         return [..., mesh]
 
-Needs: a forward and a backward right after the partitioner. Leaves: ``meta["val"]`` everywhere.
+Needs: a forward and a backward from the partitioner. Leaves: ``meta["val"]`` on all nodes.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from passes.recompute.recompute_activations import drops_nothing
 
 
 class _Twice(NamedTuple):
-    """A random operator in the forward, and in the backward where it runs again.
+    """A random operator in the forward and its second run in the backward.
 
-    ``calls``: of the operator with a state. ``states``: what each graph has for the state.
-    ``result``: in the forward, what the operator alone gives.
+    Pairs are (forward, backward). ``calls``: calls of the operator with a state. ``states``: the
+    nodes that hold the state. ``result``: the forward's node of the operator's own result.
     """
 
     operator: torch._ops.OpOverload
@@ -52,7 +52,7 @@ class _Twice(NamedTuple):
 def settle_rng_states(forward: fx.GraphModule, backward: fx.GraphModule, first: int) -> None:
     """Rewrite both graphs. See the module's docstring.
 
-    ``first``: of what the forward returns, the first that is not its caller's.
+    ``first``: index of the first saved value among the forward's outputs.
     """
     saved = list(_with_saved_states(forward.graph, backward.graph))
     generated = list(_with_generators(forward.graph, backward.graph))
@@ -76,7 +76,7 @@ def settle_rng_states(forward: fx.GraphModule, backward: fx.GraphModule, first: 
 
 
 def _with_saved_states(forward: fx.Graph, backward: fx.Graph) -> Iterator[_Twice]:
-    """The states are in one order among what the forward returns and the backward is given."""
+    """Pairs by saved states: outputs of the forward and inputs of the backward, in one order."""
     runs_by_state = {node.args[0]: node for node in _calls(backward, RUN_WITH_RNG_STATE)}
     given = [node for node in backward.find_nodes(op="placeholder") if node in runs_by_state]
     state_of = {_item(node, 0): node for node in _calls(forward, RUN_AND_SAVE_RNG_STATE)}
@@ -95,7 +95,7 @@ def _with_saved_states(forward: fx.Graph, backward: fx.Graph) -> Iterator[_Twice
 
 
 def _with_generators(forward: fx.Graph, backward: fx.Graph) -> Iterator[_Twice]:
-    """The generators are the last inputs of both graphs, in one order."""
+    """Pairs by generators: the last inputs of both graphs, in one order."""
     both = [
         {node.kwargs["rng_state"]: node for node in _calls(graph, GRAPHSAFE_RUN_WITH_RNG_STATE)}
         for graph in (forward, backward)
@@ -133,7 +133,7 @@ def _item(node: fx.Node, index: int) -> fx.Node:
 
 
 def _without_state(one: _Twice) -> None:
-    """Call the operator alone, in both graphs."""
+    """Replace both calls by the operator without a state."""
     ran, runs = one.calls
     state, given = one.states
     plain = _plain(one, ran, 0)
@@ -168,7 +168,7 @@ def _put_before_objects(
     first: int,
     states: Sequence[tuple[fx.Node, fx.Node]],
 ) -> None:
-    """Put saved states behind the saved tensors, before whatever else is saved."""
+    """Move saved states after the saved tensors and before all other saved values."""
     if not states:
         return
     moved = [state for state, _ in states]
@@ -179,7 +179,7 @@ def _put_before_objects(
     output.args = ((*returned[:first], *others[:at], *moved, *others[at:]),)
     given = [placeholder for _, placeholder in states]
     names = {node.name for node in others[at:]}
-    # The backward is given the symbolic sizes first.
+    # The backward's inputs start with the symbolic sizes.
     for node in backward.find_nodes(op="placeholder"):
         is_size = isinstance(node.meta["val"], torch.SymInt | torch.SymFloat)
         if node.name in names and not is_size:
@@ -189,6 +189,6 @@ def _put_before_objects(
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether a saved value is a tensor whose version is checked."""
+    """Whether a saved value is a tensor with a version counter check."""
     checked = not node.meta.get("saved_tensor_with_no_vc_check", False)
     return isinstance(node.meta["val"], torch.Tensor) and checked

@@ -1,1 +1,1 @@
-"""Shard: from marked parameters to collectives."""
+"""Passes that lower the markers of parameters to collectives."""

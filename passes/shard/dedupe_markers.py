@@ -1,10 +1,10 @@
 """Dedupe: one unshard and one gradient reduction for each parameter.
 
-A weight used in several places, a module called twice and tied weights read the same
-parameter several times; each read is a marker, and each marker's derivative another.
+Needs: a graph with markers. Leaves: one ``unshard`` per parameter, at its first use, and one
+``reduce_grad``, of the sum of the gradients.
 
-Needs: a graph with markers. Leaves: one ``unshard`` a parameter, at its first use, and
-one ``reduce_grad``, of the sum of the gradients.
+Weights with several uses, repeated module calls and tied weights read one parameter several
+times. Each read is a marker, and each marker's derivative is a ``reduce_grad``.
 
 Before::                              After::
 
@@ -12,7 +12,7 @@ Before::                              After::
     w2 = unshard(p)
     return add(reduce(g1), reduce(g2))    return reduce(add(g1, g2))
 
-Reducing is linear, so the sum may be taken before it.
+The reduction is linear, so the sum may come first.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _merge_unshards(graph: fx.Graph) -> None:
 
 
 def _merge_reductions(root: fx.Node) -> None:
-    """Turn a tree of additions whose leaves are all reductions into one reduction of the sum."""
+    """Rewrite a tree of additions with only reductions as leaves into one reduction of the sum."""
     additions: list[fx.Node] = []
     leaves: list[fx.Node] = []
     stack = [root]

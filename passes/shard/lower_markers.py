@@ -1,9 +1,8 @@
-"""Shard: markers become functional collectives.
+"""Shard: lower markers to functional collectives.
 
 Needs: a forward, backward or inference graph with markers.
-Leaves: no markers; each collective is started and waited for on the spot, one a
-parameter, with ``meta["collective"]`` (a :class:`~passes.types.plan.Collective`) on the
-node that starts it.
+Leaves: no markers. Each parameter has its own collectives, and each wait directly follows its
+start. The start has ``meta["collective"]`` (a :class:`~passes.types.plan.Collective`).
 
 Before::                              After (sharded, N ranks)::
 
@@ -12,19 +11,19 @@ Before::                              After (sharded, N ranks)::
     r = reduce_grad(g, p)                 start = all_to_all(g.view(-1))
                                           r = mean_ranks(wait(start), N).view(rows/N, k)
 
-A replicated parameter's unshard disappears, and its gradient is all-reduced. Where N does
-not divide the rows, shards are padded to equal size before and trimmed after. A gradient
-is reduced by ``reduce_scatter`` or by ``all_to_all`` and a sum on the spot, whichever the
-hardware profile says is faster (gloo runs a reduce-scatter as a whole all-reduce).
+A replicated parameter's unshard disappears, and its gradient is all-reduced. If N does not divide
+the rows, shards are padded to equal size before a collective and trimmed after it. A gradient is
+reduced by ``reduce_scatter`` or by ``all_to_all`` and a local mean, by the shorter time in the
+hardware profile (gloo runs a reduce-scatter as a whole all-reduce).
 
-What is sharded within hosts is gathered and reduced within the host, on the mesh's inner group;
-its reduced part is then all-reduced between hosts, which is the second leg of its reduction.
+A parameter sharded within hosts is gathered and reduced on the mesh's inner group. Its reduced
+shard is then all-reduced between hosts, the second stage of the reduction.
 
-A parameter that is read in another type is cast before it is gathered; a gradient is cast to the
-type it travels in before it is reduced, and to its parameter's after that.
+A shard is cast to the parameter's read dtype before the gather. A gradient is cast to its travel
+dtype before the reduction, and to its parameter's dtype after it.
 
-On gloo (``ctx.by_exchange``) both are messages from rank to rank (``passes/ops/p2p.py``):
-faster than its own collectives, and safe (docs/design.md).
+On gloo (``ctx.by_exchange``), gathers and reductions use P2P collectives (``passes/ops/p2p.py``):
+they are faster than gloo's own, and safe (docs/lowering.md).
 """
 
 from __future__ import annotations
@@ -111,9 +110,9 @@ def _lower_unshard(node: fx.Node, ctx: Context) -> None:
 def gather(
     graph: fx.Graph, parts: Sequence[fx.Node], group: Any, purpose: Collective, ctx: Context
 ) -> tuple[fx.Node, fx.Node | None]:
-    """Gather the tensors of all ranks of a group, flat and one after the other.
+    """Gather the parts of all ranks of a group; the parts of one rank are packed flat.
 
-    Returns the wait, and what whoever follows the wait must take as ``sent`` (None: nothing).
+    Returns the wait, and the ``sent`` argument of the operator after the wait (None: not needed).
     """
     single = len(parts) == 1
     packed = flat(graph, parts[0]) if single else call(graph, PACK, (list(parts),), "bucket")
@@ -131,7 +130,7 @@ def unpack(
     sent: fx.Node | None,
     cut: ShardLayout,
 ) -> fx.Node:
-    """A full tensor out of what was gathered, from a column on; see :func:`gather` for ``sent``."""
+    """A full tensor from the columns of ``gathered`` at ``start``; ``sent``: see :func:`gather`."""
     args: tuple[Any, ...] = (gathered, cut.ranks, start, list(shape))
     if cut.hosts > 1:
         args += (sent, 1, cut.hosts)
@@ -141,25 +140,25 @@ def unpack(
 
 
 def cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """A tensor in a type: itself if it has it."""
+    """A tensor cast to a dtype, or itself if it has this dtype."""
     if node.meta["val"].dtype == dtype:
         return node
     return call(graph, CAST, (node, dtype))
 
 
 def cast_after_wait(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """What came over the network, in a type."""
+    """A collective's result cast to a dtype; the cast moves with the wait."""
     made = cast(graph, node, dtype)
     return made if made is node else after_wait(made)
 
 
 def flat(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """A contiguous tensor's elements in one dimension."""
+    """A one-dimensional view of a contiguous tensor."""
     return call(graph, _aten.view.default, (node, [-1]))
 
 
 def after_wait(node: fx.Node) -> fx.Node:
-    """Mark a node as part of what a collective's output goes through: it moves with the wait."""
+    """Mark a node that processes a collective's output, so that it moves with the wait."""
     node.meta[AFTER_WAIT] = True
     return node
 
@@ -167,7 +166,7 @@ def after_wait(node: fx.Node) -> fx.Node:
 def start_collective(
     graph: fx.Graph, target: Any, args: tuple[Any, ...], purpose: Collective
 ) -> fx.Node:
-    """A collective's starting node, labelled with what it is for."""
+    """A collective's start node, labelled with its purpose."""
     node = call(graph, target, args, "gather" if purpose.gathers else "reduce")
     node.meta[COLLECTIVE] = purpose
     return node
@@ -179,8 +178,8 @@ def _lower_reduce(node: fx.Node, ctx: Context) -> None:
     assert isinstance(gradient, fx.Node) and isinstance(like, fx.Node) and isinstance(name, str)
     purpose = Collective((name,), gathers=False)
     if gradient.op == "call_function" and like.op == "placeholder":
-        # Where autograd puts it differs between a traced model and the capture it was planned
-        # on; in the same place it gives the same buckets and can follow the same order.
+        # Autograd's position of the marker differs between a traced model and the planner's
+        # capture. One position for both gives equal buckets, so the plan's order applies.
         gradient.append(node)
     dtype = node.kwargs.get("reduce_dtype")
     own_dtype = node.meta["val"].dtype
@@ -204,7 +203,7 @@ def _lower_reduce(node: fx.Node, ctx: Context) -> None:
 
 
 def mean_before(graph: fx.Graph, gradient: fx.Node, ctx: Context) -> fx.Node:
-    """This rank's share of the mean, contiguous: divided before the sum, as DDP does."""
+    """This rank's contiguous share of the mean: division comes before the sum, as in DDP."""
     mean = call(graph, _aten.mul.Tensor, (gradient, 1.0 / ctx.world_size))
     return mean if mean.meta["val"].is_contiguous() else compact(graph, mean)
 
@@ -212,9 +211,9 @@ def mean_before(graph: fx.Graph, gradient: fx.Node, ctx: Context) -> fx.Node:
 def scatter(
     graph: fx.Graph, gradients: Sequence[fx.Node], group: Any, purpose: Collective, ctx: Context
 ) -> fx.Node:
-    """Average full gradients over ranks; returns this rank's parts, flat, one after the other.
+    """Average full gradients over all ranks; returns this rank's parts, packed flat.
 
-    ``group``: of the ranks among which they are cut.
+    ``group``: process group of the ranks that share the rows.
     """
     cut = ctx.cut_by(group)
     exchange = by_all_to_all(sum(bytes_of(g.meta["val"]) for g in gradients), group, ctx)
@@ -247,10 +246,10 @@ def reduce_rows(
     combine: Any = MEAN_RANKS,
     copies: int = 1,
 ) -> fx.Node:
-    """Reduce a flat table that has a row for each rank of a group; returns this rank's row.
+    """Reduce a flat table with one row per rank of a group; returns this rank's row.
 
-    A reduce-scatter adds the rows up; after an exchange, ``combine`` does what it says.
-    ``copies``: of a mean, how many of them are added up later.
+    A reduce-scatter sums the rows. After an all-to-all, the operator ``combine`` reduces them.
+    ``copies``: number of such means that are summed later; the mean is divided by it.
     """
     if target is REDUCE_SCATTER:
         start = start_collective(graph, target, (packed, "sum", ranks, group), purpose)
@@ -273,7 +272,7 @@ def _finish(node: fx.Node, by: fx.Node) -> None:
 
 
 def by_all_to_all(full_bytes: int, group: str, ctx: Context) -> bool:
-    """Whether an all-to-all and a local sum reduce a gradient faster than a reduce-scatter."""
+    """Whether an all-to-all and a local sum are faster than a reduce-scatter."""
     if ctx.by_exchange:
         return True
     hardware, ranks = ctx.network(group)

@@ -1,13 +1,13 @@
-"""Tag: tell the partitioner which gathered weights the backward may keep.
+"""Tag: tell the partitioner which gathered weights the backward keeps.
 
-Needs: a joint graph with one ``unshard`` a parameter, and a plan.
-Leaves: ``meta["recompute"]`` on each unshard and on everything that is only a view or a
-cast of a parameter.
+Needs: a joint graph with one ``unshard`` per parameter, and a plan.
+Leaves: ``meta["recompute"]`` and ``meta["ac_graph_id"]`` on each unshard and on the views and
+casts of its output.
 
-What is kept is saved for the backward; what is gathered again is recomputed there, which
-is the second gather; ``REPLICATE`` is recomputed too, since reading it costs nothing. Views
-and casts of a weight are always recomputed: untagged, the partitioner would save the view
-and with it the whole gathered weight.
+A parameter that stays gathered is saved for the backward. A regathered parameter is recomputed:
+this is its second gather. A replicated parameter is recomputed too, because its read is free.
+Views and casts of a weight are always recomputed. Without a tag, the partitioner would save a
+view and so keep the whole gathered weight.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from passes.graph.fx_utils import is_cast, is_view
 from passes.ops.markers import UNSHARD
 from passes.types.context import Context
 
-# Above every region of the user's own activation checkpointing: a tag of a lower number is
-# turned into "save" by the partitioner where a checkpointed region reads the weight.
+# Above all regions of the user's own activation checkpointing: the partitioner turns a tag with a
+# lower number into "save" if a checkpointed region reads the weight.
 _TAG_ID = 1_000_000
 
 
 def tag(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
-    """Tag unshards and what derives from them. See the module's docstring."""
+    """Tag unshards, and their views and casts. See the module's docstring."""
     derived: set[fx.Node] = set()
     for node in gm.graph.nodes:
         if node.op != "call_function":

@@ -1,1 +1,1 @@
-"""Simulate: time and memory of an annotated, ordered graph."""
+"""Simulation of an annotated, ordered graph: time, memory, and exposed communication."""

@@ -1,7 +1,7 @@
-"""A training step's timeline: its graphs one after the other, and as a trace to look into.
+"""The timeline of a training step, and its export as a Chrome trace.
 
-The trace is in the trace-event format (JSON) that Perfetto and Chrome's ``about:tracing``
-read: a thread for each stream, one for the phases, and the memory as a counter.
+The trace uses the trace-event format (JSON) of Perfetto and Chrome's ``about:tracing``. It has
+one thread for each stream, one thread for the phases, and a counter for the memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PROCESS = 0
 
 @dataclasses.dataclass(frozen=True)
 class StepTimeline:
-    """The graphs of one step in the order they run; ``world_size`` ranks run the same."""
+    """The graphs of one step in execution order. All ``world_size`` ranks run the same."""
 
     phases: tuple[Timeline, ...]
     world_size: int = 1
@@ -47,18 +47,18 @@ class StepTimeline:
 
     @property
     def peak(self) -> Timeline:
-        """The phase with the highest peak; the first of several."""
+        """The phase with the highest memory peak; the first one on a tie."""
         return max(self.phases, key=lambda phase: phase.peak_bytes)
 
     def placed(self) -> Iterator[tuple[float, Timeline]]:
-        """Each phase with the second of the step at which it starts."""
+        """Pairs (start within the step in seconds, phase)."""
         start_seconds = 0.0
         for phase in self.phases:
             yield start_seconds, phase
             start_seconds += phase.step_seconds
 
     def to_chrome_trace(self) -> dict[str, Any]:
-        """The step as a trace: what ``json.dump`` writes, a viewer opens."""
+        """The step as a trace. ``json.dump`` of it is a file for a trace viewer."""
         streams = [event.stream for phase in self.phases for event in phase.events]
         names = dict.fromkeys([*_FIRST_THREADS, *streams])
         threads = {name: number for number, name in enumerate(names)}
@@ -85,13 +85,14 @@ class StepTimeline:
 def optimizer_timeline(
     ctx: Context, plan: Plan, base: Mapping[str, int], kept_bytes: int
 ) -> Timeline:
-    """The optimizer's step as :func:`passes.plan.predict.predict` counts it: one event, constant
-    memory.
+    """The optimizer step, with the costs of :func:`passes.plan.predict.predict`.
 
-    ``base``: bytes by part that this rank holds between steps. ``kept_bytes``: what the backward
-    leaves.
+    It is one event with constant memory.
+
+    ``base``: bytes by part that this rank holds between steps.
+    ``kept_bytes``: bytes that the backward leaves alive.
     """
-    # Then the gradients of all backwards are one.
+    # The optimizer sees one gradient: those of earlier backwards are already in it.
     base = {part: held for part, held in base.items() if part != EARLIER_GRADIENTS}
     seconds = optimizer_seconds(ctx, plan)
     parts = {
@@ -118,7 +119,7 @@ def optimizer_timeline(
 def _phase_events(
     phase: Timeline, at: float, threads: Mapping[str, int]
 ) -> Iterator[dict[str, Any]]:
-    """One phase, which starts at this second; each thread's events in the order they start."""
+    """Trace events of one phase that starts at second ``at``; sorted by start on each thread."""
     spans = []
     for event in phase.events:
         about: dict[str, Any] = {"node": event.name}
@@ -137,8 +138,8 @@ def _phase_events(
         spans.append((threads[COMPUTE], label, stall.start_seconds, stall.end_seconds, about))
     for thread, label, start, end, about in sorted(spans, key=lambda span: (span[0], span[2])):
         yield _complete(thread, label, phase.phase, at + start, at + end, about)
-    # Of several changes at one moment a viewer draws the last: the highest goes first, or a
-    # peak that lasts no time would be lost.
+    # A viewer draws only the last of several changes at one time. Emit the highest one first, so
+    # that a peak of zero duration is in the trace.
     for seconds, size_bytes in highest_of_each_moment(phase.memory):
         yield {
             "ph": "C",
@@ -153,7 +154,10 @@ def _phase_events(
 def highest_of_each_moment(
     memory: tuple[tuple[float, int], ...],
 ) -> Iterator[tuple[float, int]]:
-    """Of several changes of memory at one moment the highest, and the last if it is another."""
+    """Reduce several memory changes at one time to the highest, and the last if it differs.
+
+    ``memory``: pairs (seconds, bytes), ascending in seconds. The result has the same form.
+    """
     index = 0
     while index < len(memory):
         end = index
@@ -184,8 +188,8 @@ def _named(what: str, name: str, thread: int) -> dict[str, Any]:
 def _complete(
     thread: int, name: str, category: str, start: float, end: float, about: dict[str, Any]
 ) -> dict[str, Any]:
-    """An event from ``start`` to ``end`` (seconds)."""
-    # Both ends are rounded, not the duration, so that neighbours still touch.
+    """A complete event from ``start`` to ``end``, in seconds."""
+    # Round both ends, not the duration: neighbours still touch.
     begins, ends = _microseconds(start), _microseconds(end)
     return {
         "ph": "X",
@@ -200,5 +204,5 @@ def _complete(
 
 
 def _microseconds(seconds: float) -> float:
-    """Rounded to the nanosecond, as viewers do."""
+    """Convert to microseconds, rounded to the nanosecond as in viewers."""
     return round(seconds * 1e6, 3)

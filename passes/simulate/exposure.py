@@ -1,11 +1,14 @@
-"""Exposure: why a collective stalls the computing, in the simulator's run of a graph.
+"""Exposure: the reason why a collective stalls the compute stream in a simulation.
 
-A stall could have been shorter only if the network had worked while it was idle before. So:
-where it was idle for less than half of the stall, there was nothing to hide behind; otherwise
-the reason is that of the collective after the longest idle time, which did not start earlier
-because what it sends was not there yet, or because ``reorder`` held it back.
+An earlier start can shorten a stall only if the network is idle before it. So:
 
-Needs: ``reorder`` (``meta["held_back"]``) and a simulation of the same graph.
+- If the network's idle time before the collective is less than half of the stall, no compute is
+  left to hide behind.
+- Otherwise the reason is that of the collective after the longest idle time: its input was not
+  ready, or ``reorder`` held it back.
+
+Needs: ``reorder`` (``meta["held_back"]``, ``meta["drained"]``) and a simulation of the same graph.
+Leaves: the graph unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from passes.simulate.simulator import Simulation
 
 
 class Reason(enum.Enum):
-    """Why a collective is exposed; the value is for people."""
+    """The reason why a collective is exposed. The value is a text for users."""
 
     NO_COMPUTE = "no compute to hide behind: the network is busy all along"
     DEPENDENCY = "dependency: what it sends is there no earlier"
@@ -30,7 +33,7 @@ class Reason(enum.Enum):
 
 
 def reasons(simulation: Simulation) -> dict[fx.Node, Reason]:
-    """Of every collective that stalls the computing, why."""
+    """The reason of every collective that stalls the compute stream."""
     found: dict[fx.Node, Reason] = {}
     by_group: dict[str, list[fx.Node]] = {}
     for node in simulation.exposed:
@@ -57,7 +60,7 @@ def reasons(simulation: Simulation) -> dict[fx.Node, Reason]:
 
 
 def _why_not_earlier(node: fx.Node, idle_seconds: float, simulation: Simulation) -> Reason:
-    """Why a collective did not start while the network was idle before it."""
+    """The reason why a collective did not start during the network's idle time before it."""
     there = max((simulation.end[source] for source in _sent(node)), default=0.0)
     if simulation.start[node] - there < idle_seconds / 2:
         return Reason.DEPENDENCY
@@ -66,7 +69,7 @@ def _why_not_earlier(node: fx.Node, idle_seconds: float, simulation: Simulation)
 
 
 def _sent(start: fx.Node) -> list[fx.Node]:
-    """The kernels that compute what a collective sends, copies into buckets looked through."""
+    """The kernels that compute the input of a collective. Skips views and packing copies."""
     found: dict[fx.Node, None] = {}
     stack = list(start.all_input_nodes)
     while stack:

@@ -1,8 +1,11 @@
-"""Lent: the inputs of a backward that no kernel of it writes over.
+"""Lent inputs: the inputs of a backward that are not donated buffers.
 
-Inductor writes a result over a tensor that the forward saved, once that is read for the last time,
-if AOTAutograd says that nobody else has it (``collect_fw_donated_buffer_idxs``). What the forward
-returns as well is its caller's, and the gradients that the backward begins with are autograd's.
+Needs: a forward and its backward. Leaves: ``meta["lent"]`` on the backward's lent placeholders.
+
+Inductor writes a result into the buffer of a saved tensor after its last read, if AOTAutograd
+donates that buffer (``collect_fw_donated_buffer_idxs``). Two kinds of inputs are not donated:
+tensors that the forward also returns, which the caller owns; and the incoming gradients, which
+autograd owns.
 """
 
 from __future__ import annotations
@@ -16,9 +19,9 @@ from passes.graph.metadata import LENT, SAVES
 def returned_and_saved(
     forward: fx.Graph, backward: fx.Graph
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The outputs of a forward: those for its caller, and those for the backward.
+    """The outputs of a forward, split into those for its caller and those for the backward.
 
-    A tensor may be both, so that they are no :func:`passes.graph.fx_utils.output_nodes`.
+    A tensor may be in both lists; :func:`passes.graph.fx_utils.output_nodes` has it only once.
     """
     given = backward.find_nodes(op="placeholder")
     count = sum(not node.name.startswith("tangents") for node in given)
@@ -28,13 +31,13 @@ def returned_and_saved(
 
 
 def returned_bytes(forward: fx.Graph, backward: fx.Graph) -> int:
-    """Bytes of what the forward returns to its caller and does not save for the backward."""
+    """Bytes of the tensors that the forward returns to its caller and does not save."""
     returned, saved = returned_and_saved(forward, backward)
     return sum(bytes_of(node.meta["val"]) for node in set(returned) - set(saved))
 
 
 def mark_lent(forward: fx.Graph, backward: fx.Graph) -> None:
-    """Mark the inputs of a backward that are lent."""
+    """Mark the lent inputs of a backward. See the module's docstring."""
     returned = {root_of(node) for node in returned_and_saved(forward, backward)[0]}
     origins = {node.name: node for node in forward.nodes}
     for node in backward.find_nodes(op="placeholder"):

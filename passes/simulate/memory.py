@@ -1,14 +1,18 @@
-"""Memory: what is alive while each node of an annotated, ordered graph runs.
+"""The memory model: bytes alive while each node of an annotated, ordered graph runs.
 
-A tensor is born with the kernel that writes it (``passes/annotate/kernel_placement.py``) and dies
-after the last kernel that reads it, views and in-place updates counted once. What lives only inside
-a fused kernel takes none. What a kernel allocates for itself is there while it runs. A collective's
-input lives until its wait, and so does a copy of the whole tensor if the backend makes one.
-Parameters and everything else that the graph does not allocate are the caller's ``base_bytes``.
+Needs: ``annotate``. Leaves: the graph unchanged.
 
-On a CPU Inductor makes one C++ function of all fused kernels between two operators that are not
-(``torch._inductor.scheduler.Scheduler._codegen`` frees where it flushes): what they read dies with
-the last of them, but for what one is written over.
+- A tensor is born with the kernel that writes it (``passes/annotate/kernel_placement.py``). It
+  dies after the last kernel that reads it. Views and in-place updates share one buffer.
+- A tensor that lives only inside a fused kernel takes no memory.
+- A kernel's workspace is alive while the kernel runs.
+- The input of a collective lives until the wait. So does the backend's copy of the whole tensor,
+  if the backend makes one.
+- Memory that the graph does not allocate (such as parameters) is the caller's ``base_bytes``.
+
+On a CPU, Inductor puts all fused kernels between two other operators into one C++ function
+(``torch._inductor.scheduler.Scheduler._codegen`` frees buffers where it flushes). Inputs of these
+kernels die with the last kernel of the function, except buffers that a kernel reuses.
 """
 
 from __future__ import annotations
@@ -39,12 +43,12 @@ KINDS = ("activations", "gathered", "gradients", "communication", "inputs", "wor
 class Memory:
     """Memory of one run of a graph on one rank, all in bytes.
 
-    ``curve``: alive while each node runs, in the order of the graph.
-    ``peak_node``: where it is the highest, the first of several.
-    ``alive``: the results that are alive then; what is written over at that moment left out.
-    ``in_flight``: the collectives of which the backend holds a copy then.
-    ``peak``: their bytes by kind, with the kernel's own.
-    ``kept_bytes``: still alive at the end (the graph's outputs).
+    ``curve``: bytes alive while each node runs, in graph order.
+    ``peak_node``: the node with the highest memory; the first one on a tie.
+    ``alive``: the nodes whose results are alive at the peak, without buffers reused there.
+    ``in_flight``: the collectives of which the backend holds a copy at the peak.
+    ``peak``: bytes at the peak by kind, the running kernel's workspace included.
+    ``kept_bytes``: bytes alive at the end (the graph's outputs).
     """
 
     curve: list[int]
@@ -60,11 +64,17 @@ class Memory:
 
 
 class MemoryTrace(NamedTuple):
-    """How the memory of a graph changes as its nodes run in one order, all in bytes.
+    """The memory of a graph over time, for one order of its nodes; in bytes.
 
-    ``order``: the nodes, by their places in the wiring. ``birth``, ``death``: the places in the
-    order between which a node's memory is there; what owns none does not die. ``at``: where the
-    peak is, the first place of several. ``over``: what is written over there.
+    Nodes are indices into the :class:`~passes.graph.dataflow.Dataflow`; places are positions in
+    ``order``.
+
+    ``order``: the nodes in execution order.
+    ``curve``: bytes alive at each place.
+    ``birth``, ``death``: by node, the first and the last place at which its memory is alive. A
+    view (a node that owns no memory) has no death.
+    ``at``: the place of the peak; the first one on a tie.
+    ``over``: the nodes whose buffers are reused at the peak.
     """
 
     order: list[int]
@@ -80,16 +90,21 @@ class MemoryTrace(NamedTuple):
 
 
 class MemoryModel:
-    """The memory of an annotated graph, for any order that its nodes are put in.
+    """The memory of an annotated graph, for any order of its nodes.
 
-    What does not depend on the order is found once, by the nodes' places in the wiring:
-    ``_size``: what a node allocates (0: nothing, or not the graph's). ``_inlined``: whether it
-    lives only inside its readers' kernels. ``_over``: whether it may be written over what dies.
-    ``_own``: whether others may be written over it. ``_held``: inputs and outputs of collectives,
-    and the wait until which they are there. ``_staged``: where a collective starts and is waited
-    for of which the backend holds a copy. ``_part``: whether its kernel is a part of a function;
-    ``_ends``: whether it is called from outside of functions. ``_reading``: who reads a node,
-    those who live only inside others' kernels looked through.
+    The constructor computes the facts that do not depend on the order, by index in the
+    :class:`~passes.graph.dataflow.Dataflow`:
+
+    ``_size``: bytes that a node allocates; 0 if it allocates none or the graph does not own it.
+    ``_inlined``: the node lives only inside its readers' kernels.
+    ``_over``: the node may reuse a dying buffer.
+    ``_own``: other nodes may reuse the node's buffer.
+    ``_workspace``: workspace bytes of a node's kernel.
+    ``_held``: pairs (input or output of a collective, wait that ends its life).
+    ``_staged``: pairs (start, wait) of the collectives of which the backend holds a copy.
+    ``_part``: the node's kernel is part of a C++ function.
+    ``_ends``: the node runs outside of C++ functions, and so ends one.
+    ``_reading``: the readers of a node; an inlined reader is replaced by its own readers.
     """
 
     def __init__(self, dataflow: Dataflow) -> None:
@@ -140,7 +155,7 @@ class MemoryModel:
                 self._reading[index] = list(seen)
 
     def trace(self, nodes: Iterable[fx.Node] | None = None) -> MemoryTrace:
-        """How memory changes, with the nodes in this order (None: that of the wiring)."""
+        """The memory over time, with the nodes in this order (None: the dataflow's order)."""
         place_of = self._wiring.place
         count = len(place_of)
         order = list(range(count) if nodes is None else [place_of[node] for node in nodes])
@@ -193,7 +208,7 @@ class MemoryModel:
         return MemoryTrace(order, curve, birth, death, at, over)
 
     def described(self, trace: MemoryTrace) -> Memory:
-        """What there is at the peak, and at the end."""
+        """The memory at the peak by kind and by node, and the bytes alive at the end."""
         nodes, size, at = self._wiring.nodes, self._size, trace.at
         alive = [
             index
@@ -222,9 +237,9 @@ class MemoryModel:
         )
 
     def _staged_bytes(self, order: list[int]) -> list[int] | None:
-        """Workspace at every place in the order, if backends hold copies; None: they hold none.
+        """Workspace bytes at every place, the backend's copies included; None: no copies.
 
-        A copy is there from a collective's start to its wait.
+        A copy lives from the start of its collective to the wait.
         """
         if not self._staged:
             return None
@@ -236,7 +251,7 @@ class MemoryModel:
         return held
 
     def _function_ends(self, order: list[int], birth: list[int]) -> list[int]:
-        """For every place in the order the last one of its function; its own if it is in none."""
+        """For every place the last place of its C++ function; outside of functions, itself."""
         parts = [False] * len(order)
         for index, is_part in enumerate(self._part):
             if is_part:
@@ -252,11 +267,11 @@ class MemoryModel:
         return ends
 
     def _written_over(self, born: list[int], dying: list[int], birth: list[int]) -> list[int]:
-        """What Inductor puts a pointwise result in the place of: inputs of its size that die.
+        """The dying buffers that Inductor reuses for pointwise results of the same size.
 
-        Of the graph's own inputs only what the forward saved, which AOTAutograd donates. Nothing
-        that the kernel reads for another result, unless that one is needed for this result
-        (``torch._inductor.scheduler.BaseSchedulerNode.decide_inplace_update``).
+        A reusable buffer is the graph's own, or a saved tensor that AOTAutograd donates. A buffer
+        is not reusable if the kernel reads it for another result too, unless this result needs
+        that one (``torch._inductor.scheduler.BaseSchedulerNode.decide_inplace_update``).
         """
         found: list[int] = []
         size = self._size
@@ -277,7 +292,7 @@ class MemoryModel:
         return found
 
     def _needs(self, index: int, other: int) -> bool:
-        """Whether a node is computed of another, directly or not."""
+        """Whether ``index`` depends on ``other``, directly or indirectly."""
         key = (index, other)
         if key not in self._needed:
             stack, seen = [index], {index}
@@ -290,14 +305,14 @@ class MemoryModel:
         return self._needed[key]
 
     def _deaths(self, order: list[int], birth: list[int]) -> dict[int, int]:
-        """For every node that owns memory or feeds a kernel: the place of its last reader."""
+        """For every node that is not a view: the place of its last reader."""
         place = [0] * len(order)
         for where, index in enumerate(order):
             place[index] = where
         last = len(order) - 1
         dataflow = self._wiring
         alias, readers, inlined = dataflow.alias, dataflow.readers, self._inlined
-        runs = [last] * len(order)  # where the kernel of a node really runs
+        runs = [last] * len(order)  # the place where a node's kernel runs
         death: dict[int, int] = {}
         held = [0] * len(order)
         for index, wait in self._held:
@@ -320,18 +335,21 @@ class MemoryModel:
 
 
 def memory_of(graph: fx.Graph) -> Memory:
-    """Memory of an annotated graph in its order. See the module's docstring."""
+    """The memory of an annotated graph in its own order. See the module's docstring."""
     model = MemoryModel(Dataflow(graph))
     return model.described(model.trace())
 
 
 def returned_roots(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes whose memory the graph returns."""
+    """The nodes that own the memory that the graph returns."""
     return {root_of(node) for node in output_nodes(graph)}
 
 
 def kind_of(node: fx.Node, returned: bool) -> str:
-    """What a buffer is, for people: one of :data:`KINDS`."""
+    """The kind of a buffer, one of :data:`KINDS`.
+
+    ``returned``: the graph returns the buffer.
+    """
     purpose = node.meta.get(COLLECTIVE)
     if node.target is UNPACK or node.meta.get(GATHERED):
         return "gathered"

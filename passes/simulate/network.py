@@ -1,9 +1,9 @@
-"""Network: collectives in queues, beside a rank that computes or waits.
+"""The network model: one queue of collectives per process group, beside one compute stream.
 
-Each process group has a queue, and runs its collectives one at a time. One that is started
-while its queue is empty, beside computing, comes late by a *wake* time: on a machine whose
-cores all compute, the threads that send and receive must first be given one. As soon as the
-computing stops to wait, nothing is late any more.
+A process group runs its collectives one at a time, in their start order. A collective that starts
+in an empty queue beside compute begins after a *start delay* (``wake_seconds``): on a machine
+whose cores all compute, the network threads first have to get a core. While the rank waits, there
+is no start delay.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch import fx
 @dataclasses.dataclass
 class _Flight:
     node: fx.Node
-    wake_seconds: float  # left
-    seconds: float  # left
+    wake_seconds: float  # remaining
+    seconds: float  # remaining
 
 
 class Network:
-    """The collectives of one rank. All times in seconds, from 0.
+    """The collectives of one rank. All times are in seconds and count from 0.
 
-    ``now``: on the rank's own clock.
-    ``starts``, ``ends``: of the collectives that have begun and ended so far.
+    ``now``: the time of the compute stream.
+    ``starts``, ``ends``: by collective, its begin and its end on the network, as far as reached.
     """
 
     def __init__(self) -> None:
@@ -36,14 +36,14 @@ class Network:
         self._group: dict[fx.Node, str] = {}
 
     def free_seconds(self, group: str) -> float:
-        """When all that a group has to do will have ended, if this rank computes till then."""
+        """The end of all queued collectives of a group, if this rank computes until then."""
         flights = self._queues.get(group)
         if not flights:
             return self.now
         return self.now + sum([flight.wake_seconds + flight.seconds for flight in flights])
 
     def start(self, node: fx.Node, group: str, seconds: float, wake_seconds: float = 0.0) -> None:
-        """Put a collective at the end of its group's queue."""
+        """Append a collective to the queue of its group."""
         queue = self._queues.setdefault(group, deque())
         self._group[node] = group
         if not queue:
@@ -51,11 +51,11 @@ class Network:
         queue.append(_Flight(node, 0.0 if queue else wake_seconds, seconds))
 
     def compute(self, seconds: float) -> None:
-        """Let time pass in which this rank computes."""
+        """Advance the time while this rank computes."""
         self._pass(self.now + seconds, computing=True)
 
     def wait(self, node: fx.Node) -> float:
-        """Wait for a collective, or not if it has ended; how long."""
+        """Wait until a collective has ended. Returns the stall in seconds, 0 if it has ended."""
         if node in self.ends:
             return 0.0
         seconds = 0.0
@@ -64,11 +64,11 @@ class Network:
             if flight.node is node:
                 break
         self._pass(self.now + seconds, computing=False)
-        self._end(self._group[node], node)  # whatever rounding leaves of it
+        self._end(self._group[node], node)  # a rounding error may leave a remainder
         return seconds
 
     def drain(self) -> float:
-        """Wait for all; how long."""
+        """Wait for all collectives. Returns the stall in seconds."""
         begin = self.now
         for queue in list(self._queues.values()):
             if queue:

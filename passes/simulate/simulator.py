@@ -1,13 +1,14 @@
-"""The simulator: time and memory of an annotated, ordered graph. The only estimate there is.
+"""The simulator: time and memory of an annotated, ordered graph.
 
-One compute stream runs the nodes in order; one network stream for each process group runs
-its collectives in the order they are started, as NCCL's streams and gloo's queues do. A
-wait stalls the compute stream until its collective has ended: that stall is *exposed*
-communication. What a collective takes of the processor itself is added to the compute
-stream where it starts, and on a busy machine one may come late (``passes/simulate/network.py``).
-Memory: see ``passes/simulate/memory.py``.
+It is the only estimate in this package: the planner, ``reorder`` and the report all use it.
 
-Needs: ``annotate``. Changes nothing.
+One compute stream runs the nodes in order. One network stream per process group runs its
+collectives in their start order, like NCCL's streams and gloo's queues. A wait stalls the compute
+stream until its collective has ended: this stall is *exposed* communication. The compute overhead
+of a collective (``busy_seconds``) is added to the compute stream at its start. A collective may
+also have a start delay (``passes/simulate/network.py``). Memory: ``passes/simulate/memory.py``.
+
+Needs: ``annotate``. Leaves: the graph unchanged.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from passes.simulate.network import Network
 class Simulation:
     """One run of a graph on one rank.
 
-    ``start``, ``end``: seconds by node (collectives on the network stream).
-    ``exposed``: by collective, for how long its waits stall the compute stream.
-    ``memory``: bytes alive while each node runs, and what they are.
+    ``start``, ``end``: seconds by node; for collectives on the network stream.
+    ``compute_seconds``: time of the compute stream without stalls.
+    ``exposed_seconds``: all stalls of the compute stream.
+    ``exposed``: by collective, the stall of its waits in seconds.
+    ``memory``: bytes alive while each node runs, and their kinds at the peak.
     """
 
     start: dict[fx.Node, float]
@@ -45,9 +48,9 @@ class Simulation:
 
 
 def simulate(graph: fx.Graph, memory: Memory | None = None) -> Simulation:
-    """Run an annotated graph. See the module's docstring.
+    """Simulate an annotated graph. See the module's docstring.
 
-    ``memory``: of this graph in this order, where it is known.
+    ``memory``: the known memory of this graph in this order; None: compute it.
     """
     start: dict[fx.Node, float] = {}
     end: dict[fx.Node, float] = {}

@@ -1,11 +1,10 @@
-"""The timeline: one simulated graph as plain data, to keep, to draw and to look into.
+"""The timeline: the simulation of one graph as plain data, for reports and traces.
 
-What the simulator found out of a graph, without the graph: which kernel runs when, which
-collective beside it, where the compute stream stands idle and what for, how much memory is
-alive at every moment, and what the memory is made of where it is highest.
+A timeline has the kernels and collectives with their times, the stalls of the compute stream with
+their causes, the memory over time, and the buffers alive at the peak.
 
 Needs: ``annotate``, and the :class:`~passes.simulate.simulator.Simulation` of the same graph.
-Changes nothing, and holds no node, so that a graph is not kept alive by its timeline.
+Leaves: the graph unchanged. A timeline refers to no node, so it does not keep the graph alive.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ NETWORK = "network"
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """A node while it runs. Seconds count from the start of the graph.
+    """The run of one node. Seconds count from the start of the graph.
 
-    ``name``: the node's. ``label``: the operator and the module it came from, or what a
-    collective is for.
-    ``stream``: :data:`COMPUTE`; or :data:`NETWORK`, and ``network 2`` and so on for the
-    collectives of further process groups.
-    ``exposed_seconds``: for how long the compute stream stood still for it. ``reason``: why,
-    in words.
+    ``name``: the node's name.
+    ``label``: the operator and its module; for a collective its purpose.
+    ``stream``: :data:`COMPUTE`; or :data:`NETWORK`, ``network 2`` and so on for the collectives
+    of each process group.
+    ``exposed_seconds``: the stall of the compute stream because of this collective.
+    ``reason``: the cause of that stall, in words.
     ``serves``: the parameters that it reads, gathers, or makes the gradients of.
     """
 
@@ -56,7 +55,10 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Stall:
-    """The compute stream standing idle; ``waits_for``, ``label``: the collective's."""
+    """An idle time of the compute stream.
+
+    ``waits_for``, ``label``: name and label of the collective that it waits for.
+    """
 
     waits_for: str
     label: str
@@ -70,10 +72,10 @@ class Stall:
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """Memory that is alive at the peak: a tensor, or a whole part of what is held all along.
+    """Memory that is alive at the peak: one tensor, or a whole part of the base.
 
     ``kind``: one of :data:`passes.simulate.memory.KINDS`, or the name of the part.
-    ``is_part``: not one tensor, but all parameters, say.
+    ``is_part``: a part, such as all parameters, and not one tensor.
     """
 
     name: str
@@ -84,22 +86,22 @@ class Buffer:
 
 
 def part_buffers(parts: Mapping[str, int]) -> list[Buffer]:
-    """Bytes by part, such as the parameters', as buffers."""
+    """One buffer for each part of the base. ``parts``: bytes by part."""
     return [Buffer(part, f"all {part}", part, size, is_part=True) for part, size in parts.items()]
 
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """One graph's run on one rank.
+    """One run of a graph on one rank.
 
-    ``events``: in the order they start on each stream; on a stream none overlaps another.
-    ``memory``: (seconds, bytes): from then on so many bytes are alive, the base included;
-    of several changes at one moment each is there, in their order.
-    ``base``: bytes by part (``parameters``, ``optimizer``, ``inputs``...) that are held
+    ``events``: sorted by start on each stream; events of one stream do not overlap.
+    ``memory``: pairs (seconds, bytes): the bytes alive from this time on, base included. Several
+    changes at one time are all there, in their order.
+    ``base``: bytes by part (``parameters``, ``optimizer``, ``inputs``...) that the caller holds
     during the whole graph.
-    ``peak_buffers``: what is alive at the peak, the base's parts too, largest first; their
-    bytes add up to ``peak_bytes``.
-    ``peak_at``: the name of the node that runs then.
+    ``peak_buffers``: the buffers alive at the peak, largest first, the parts of the base included.
+    Their bytes add up to ``peak_bytes``.
+    ``peak_at``: the name of the node that runs at the peak.
     """
 
     phase: str
@@ -115,12 +117,12 @@ class Timeline:
 
     @property
     def compute_seconds(self) -> float:
-        """Seconds the compute stream is at work."""
+        """Busy time of the compute stream."""
         return sum(event.seconds for event in self.events if event.stream == COMPUTE)
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds the compute stream stands idle."""
+        """Idle time of the compute stream."""
         return sum(stall.seconds for stall in self.stalls)
 
     @property
@@ -129,11 +131,11 @@ class Timeline:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of its own that a graph leaves alive: what it returns and saves."""
+        """Bytes of the graph's own that stay alive after it: returned and saved tensors."""
         return self.memory[-1][1] - self.base_bytes
 
     def beside(self, held: Mapping[str, int]) -> Timeline:
-        """The same graph while more is held beside it, bytes by part."""
+        """The timeline with more memory in the base. ``held``: additional bytes by part."""
         held = {part: size_bytes for part, size_bytes in held.items() if size_bytes}
         more_bytes = sum(held.values())
         base = {part: self.base.get(part, 0) + held.get(part, 0) for part in {**self.base, **held}}
@@ -152,13 +154,13 @@ class Timeline:
 def timeline_of(
     graph: fx.Graph, simulation: Simulation, *, phase: str, base: Mapping[str, int] | None = None
 ) -> Timeline:
-    """The timeline of an annotated graph that was simulated.
+    """The timeline of an annotated graph.
 
     Args:
-        simulation: what :func:`passes.simulate.simulator.simulate` says of this graph, as it is
-        now. phase: what the graph is called, such as ``"forward"``.
-        base: bytes by part that the caller holds during the whole graph; parts of no bytes
-            are left out.
+        simulation: the result of :func:`passes.simulate.simulator.simulate` for this graph in its
+            current order.
+        phase: the name of the graph, such as ``"forward"``.
+        base: bytes by part that the caller holds during the whole graph. Empty parts are dropped.
     """
     held = {part: size_bytes for part, size_bytes in (base or {}).items() if size_bytes}
     base_bytes = sum(held.values())
@@ -166,15 +168,15 @@ def timeline_of(
     stalls: list[Stall] = []
     memory: list[tuple[float, int]] = []
     exposed: dict[str, float] = {}
-    now = 0.0  # on the compute stream, as in ``simulate``
-    last: fx.Node | None = None  # the collective that ends last
+    now = 0.0  # time of the compute stream, as in ``simulate``
+    last: fx.Node | None = None  # the collective with the latest end
     streams: dict[str, str] = {}  # by process group
     peak_seconds = 0.0
     peak_node = simulation.memory.peak_node
     for node, alive_bytes in zip(graph.nodes, simulation.memory.curve, strict=True):
         if node is peak_node:
             peak_seconds = now
-        # The simulator meets one input after the other; all are there from the start.
+        # The simulator sees the inputs one by one, but all are alive from the start.
         arriving = node.op == node.next.op == "placeholder" and node is not peak_node
         if not arriving and (not memory or memory[-1][1] != base_bytes + alive_bytes):
             memory.append((now, base_bytes + alive_bytes))
@@ -197,7 +199,7 @@ def timeline_of(
                 events.append(Event(node.name, label, COMPUTE, now, now + busy_seconds))
             now += busy_seconds
             continue
-        if start > now:  # only a wait begins later than the stream is free
+        if start > now:  # only a wait begins after the stream is free
             source = node.args[0]
             assert node.target is WAIT and isinstance(source, fx.Node)
             stalls.append(Stall(source.name, label_of(source), now, start))
@@ -236,7 +238,7 @@ def timeline_of(
 
 
 def _alive(graph: fx.Graph, simulation: Simulation) -> list[Buffer]:
-    """The graph's own buffers at the peak; they add up to the simulation's peak."""
+    """The graph's own buffers at the peak. Their bytes add up to the simulation's peak."""
     memory = simulation.memory
     returned = returned_roots(graph)
     buffers = [
@@ -258,7 +260,7 @@ def _alive(graph: fx.Graph, simulation: Simulation) -> list[Buffer]:
 
 
 def largest_first(buffers: Iterable[Buffer]) -> tuple[Buffer, ...]:
-    """Sorted by bytes; by name where they are the same."""
+    """Sort buffers by bytes, descending; by name on a tie."""
     return tuple(sorted(buffers, key=lambda buffer: (-buffer.size_bytes, buffer.name)))
 
 
@@ -266,7 +268,7 @@ _SELF = re.compile(r"^L\['\w+'\]\.?")
 
 
 def label_of(node: fx.Node) -> str:
-    """What a node is, for people: ``mm in blocks.0.up``, ``gather blocks.0.up.weight``."""
+    """A label of a node for users: ``mm in blocks.0.up``, ``gather blocks.0.up.weight``."""
     purpose = node.meta.get(COLLECTIVE)
     if purpose is not None and is_collective(node):
         return str(purpose.label)
@@ -286,12 +288,12 @@ def _operator(node: fx.Node) -> str:
     if node.op != "call_function":
         return node.name
     target = node.target
-    packet = getattr(target, "overloadpacket", None)  # of aten.sum.dim_IntList: aten.sum
+    packet = getattr(target, "overloadpacket", None)  # aten.sum for aten.sum.dim_IntList
     return str(getattr(packet or target, "__name__", target))
 
 
 def _module_of(node: fx.Node) -> str:
-    """The path of the module that a node was traced in; empty if nothing says so."""
+    """The path of the module that a node was traced in; empty if unknown."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""

@@ -1,1 +1,1 @@
-"""Split: run operators of large weights slice by slice."""
+"""Operator splitting: run the operators of large weights slice by slice."""

@@ -1,8 +1,8 @@
-"""Split saved: what the forward computes by slices is saved for the backward by slices.
+"""Save slices: save the slices of a sliced tensor for the backward, and not the whole tensor.
 
-Needs: a forward and a backward that AOTAutograd's partitioner has cut, with markers.
-Leaves: of each tensor that ``split`` will find in slices in the forward, its slices among the
-forward's outputs and the backward's inputs in its place.
+Needs: a forward and a backward from AOTAutograd's partitioner, with markers; before ``split``.
+Leaves: for each saved tensor that ``split`` makes in slices, its slices among the forward's
+outputs and the backward's inputs, in place of the tensor.
 
 Before::                              After (two slices)::
 
@@ -12,9 +12,10 @@ Before::                              After (two slices)::
     def backward(h, dy):                  def backward(h0, h1, dy):
         ...                                   h = join_slices(h0, h1)
 
-``split`` then finds that nothing need be taken, nor joined: the whole tensor is nowhere. A weight
-that is kept is such a tensor. Of one that is gathered again in part, the slices that are kept are
-given to the backward besides, where ``split`` takes them in place of gathering them.
+``split`` then removes both the ``take_slice`` and the ``join_slices``, so no whole tensor exists.
+A weight that is kept gathered is such a tensor. Of a weight that keeps some slices and regathers
+the others, the kept slices become further inputs of the backward; ``split`` uses them and does
+not regather them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from passes.types.context import Context
 
 
 def split_saved(forward: fx.GraphModule, backward: fx.GraphModule, ctx: Context) -> None:
-    """Save slices in place of what is sliced. See the module's docstring."""
+    """Save slices in place of sliced tensors. See the module's docstring."""
     if not splits(ctx.plan):
         return
     known = splitter_of(copy_module(forward), ctx)
@@ -61,7 +62,10 @@ def split_saved(forward: fx.GraphModule, backward: fx.GraphModule, ctx: Context)
 def _kept_slices(
     forward: fx.Graph, backward: fx.Graph, sliced: dict[str, Sliced], ctx: Context
 ) -> list[fx.Node]:
-    """Slices of weights that the backward is given, though it gathers the others again."""
+    """Give the backward the kept slices of weights whose other slices it regathers.
+
+    Returns these slices in the forward, which must save them.
+    """
     output = output_node(forward)
     again = {node.args[1] for node in backward.find_nodes(op="call_function", target=UNSHARD)}
     tensors = (n for n in backward.nodes if isinstance(n.meta.get("val"), torch.Tensor))
@@ -82,7 +86,7 @@ def _kept_slices(
 
 
 def _taken(node: fx.Node, output: fx.Node, found: Sliced, indices: Iterable[int]) -> list[fx.Node]:
-    """Some of a tensor's slices, at the end of the forward."""
+    """Take some slices of a tensor, at the end of the forward."""
     with node.graph.inserting_before(output):
         return [
             call(
@@ -96,7 +100,7 @@ def _taken(node: fx.Node, output: fx.Node, found: Sliced, indices: Iterable[int]
 
 
 def _given(saved: fx.Node, taken: list[fx.Node], dim: int, slices: Slices) -> None:
-    """The slices as inputs of the backward, where the whole was one."""
+    """Replace an input of the backward by its slices, joined by ``join_slices``."""
     graph = saved.graph
     name = saved.meta.get(GATHERED)
     with graph.inserting_before(saved):
@@ -112,7 +116,10 @@ def _given(saved: fx.Node, taken: list[fx.Node], dim: int, slices: Slices) -> No
 
 
 def _placeholder(graph: fx.Graph, of: fx.Node, gathered: str | None) -> fx.Node:
-    """What stands for a tensor of the forward; ``gathered``: the weight's slice that it is."""
+    """A placeholder of the backward for a tensor of the forward.
+
+    ``gathered``: the name of the weight's slice, if it is one.
+    """
     found = graph.placeholder(of.name)
     found.meta.update({"val": of.meta["val"], SAVED: True, SAVES: of.name})
     if gathered is not None:

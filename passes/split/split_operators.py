@@ -1,8 +1,8 @@
-"""Split: operators whose weight is large run as slices, one after the other.
+"""Split: run the operators of large weights as slices, one slice after the other.
 
-Needs: a graph with one ``unshard`` and one ``reduce_grad`` a parameter.
-Leaves: of a parameter that the plan splits, one of each for every slice (named ``weight#0`` and so
-on), and what is computed of them slice by slice.
+Needs: a graph with one ``unshard`` and one ``reduce_grad`` per parameter.
+Leaves: for each parameter that the plan splits, one ``unshard`` and one ``reduce_grad`` per slice
+(named ``weight#0`` and so on), and the dependent operators in slices.
 
 Before::                              After (two slices)::
 
@@ -13,13 +13,14 @@ Before::                              After (two slices)::
                                           h1 = mm(x, w1.t())
                                           y = addmm(y0, gelu(h1), v1.t())
 
-A node is computed by slices if what it reads is, along one of its dimensions, and there is a rule
-for it (``passes/split/split_rules.py``): what is pointwise moves into the slices, a product that
-contracts the dimension adds up, and for everything else the slices are joined again. Of a gradient
-the slices are asked for from its end: where it is a product of two whole tensors, one is cut.
+A node runs in slices if one of its inputs is sliced along one dimension and a rule exists
+(``passes/split/split_rules.py``). Pointwise operators run once per slice. A product that contracts
+the sliced dimension is a sum over the slices. For all other operators the slices are joined.
+Slices of a gradient are requested backwards from its reduction: where the gradient is a product of
+two whole tensors, one of them is sliced.
 
-All of a slice stands before anything of the next one, so that no more than it needs is there at
-once; ``reorder`` then starts the gathers of the next while one computes.
+All nodes of a slice stand before the nodes of the next slice, so that only one slice is in memory
+at a time. ``reorder`` then starts the gathers of the next slice while one slice computes.
 """
 
 from __future__ import annotations
@@ -60,19 +61,23 @@ from passes.types.context import Context
 from passes.types.plan import OF_INPUT, Plan
 
 _aten = torch.ops.aten
-#: meta keys that a node's slices inherit; Inductor takes others for what their operators are given.
+#: Metadata keys that a node's slices inherit. Inductor would take other keys of the whole node for
+#: the inputs of the slice's operator.
 _KEPT = (RECOMPUTED, "nn_module_stack", "stack_trace")
 
 
 def split(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
-    """Compute by slices what the plan splits. See the module's docstring."""
+    """Split the operators that the plan splits. See the module's docstring."""
     if splits(ctx.plan):
         splitter_of(gm, ctx).run()
     return gm
 
 
 def splitter_of(gm: fx.GraphModule, ctx: Context) -> Splitter:
-    """What rewrites a graph, told what it had better compute by slices from its beginning."""
+    """The splitter of a graph, with the cheap tensors that it should make in slices at once.
+
+    These are found by trial runs on copies. Only plans that slice the rows of an input need them.
+    """
     wanted: dict[str, tuple[int, Slices]] = {}
     while any(row.along == OF_INPUT for row in ctx.plan.parameters):
         tried = Splitter(copy_module(gm).graph, ctx, wanted)
@@ -90,7 +95,10 @@ def splits(plan: Plan) -> bool:
 
 
 def slices_of(name: str, ctx: Context) -> tuple[int, Slices] | None:
-    """Along which dimension a parameter is split, and how; None if it is not."""
+    """The sliced dimension of a parameter and its slices; None: it is not sliced.
+
+    None also if the rows of its input are sliced.
+    """
     if name not in ctx.plan:  # a slice is not sliced again
         return None
     row = ctx.plan[name]
@@ -107,13 +115,15 @@ def slices_of(name: str, ctx: Context) -> tuple[int, Slices] | None:
 
 
 class Splitter:
-    """One graph while it is rewritten.
+    """The rewriting of one graph.
 
-    ``sliced``: by node, what it was replaced by. ``wanted``: what leads to a gradient that is
-    wanted in slices, and what else is, by node: along which dimension, and how. ``cut_out``: by
-    name, of what was computed whole slices were cut out, though it is cheap. ``weights_cut``: on
-    trial, of which weights (not vectors), or products with them, and along which of their
-    dimensions.
+    ``sliced``: by node, the slices that replace it.
+    ``wanted``: by node, the dimension and the slices in which it is requested. These are the nodes
+    that lead to a sliced gradient, and the nodes that the caller requests.
+    ``cut_out``: by name, the nodes that were computed whole and then sliced, although computing
+    them in slices is cheap.
+    ``weights_cut``: in a trial, the weights (not vectors) and their dimensions from which slices
+    were cut, directly or out of a product with the weight.
     """
 
     def __init__(
@@ -123,10 +133,11 @@ class Splitter:
         wanted: Mapping[str, tuple[int, Slices]],
         most_cut: int | None = None,
     ) -> None:
-        """``wanted``: what is wanted by slices, by name.
-
-        ``most_cut``: on trial; the graph is left half done where slices are cut out of more
-        weights.
+        """
+        Args:
+            wanted: by node name, the dimension and the slices in which the node is requested.
+            most_cut: trial run: stop, with the graph half rewritten, once slices are cut from more
+                than this many weights. None: no trial.
         """
         self.graph, self.ctx, self.most_cut = graph, ctx, most_cut
         self.sliced: dict[fx.Node, Sliced] = {}
@@ -134,18 +145,18 @@ class Splitter:
         self.cut_out: dict[str, tuple[int, Slices]] = {}
         self.weights_cut: dict[tuple[str, int], None] = {}
         self.joined: dict[fx.Node, fx.Node] = {}
-        self.unjoined: dict[fx.Node, Sliced] = {}  # the other way round
-        #: Slices of weights that a backward is given.
+        self.unjoined: dict[fx.Node, Sliced] = {}  # by joined node, its slices
+        #: Slices of weights among the inputs of a backward.
         self.kept = {
             node.meta[GATHERED]: node
             for node in graph.find_nodes(op="placeholder")
             if GATHERED in node.meta
         }
-        #: What reads whole tensors.
+        #: Nodes that read whole tensors.
         self.done = {output_node(graph)}
-        #: Of every new node the slice that it belongs to.
+        #: By new node, the index of its slice.
         self.index: dict[fx.Node, int] = {}
-        #: Of the node that is being replaced.
+        #: Metadata of the node that is being replaced.
         self.meta: dict[str, Any] = {}
 
     def run(self) -> None:
@@ -168,7 +179,7 @@ class Splitter:
         self._one_slice_after_the_other()
 
     def _ask_for_gradients(self) -> None:
-        """Find what must be computed by slices for a gradient to come in slices."""
+        """Find the nodes that must run in slices so that gradients come in slices."""
         for node in reversed(self.graph.nodes):
             if node.target is REDUCE_GRAD:
                 gradient, _, name, *_ = arguments_of(node)
@@ -179,7 +190,7 @@ class Splitter:
                 self.wanted.update(wanted_of(node, *self.wanted[node]))
 
     def _done(self, node: fx.Node) -> bool:
-        """Whether a node is computed by slices from now on."""
+        """Try to replace a node by slices. Returns whether that succeeded."""
         found: Found = None
         self.meta = node.meta
         if node.target is UNSHARD:
@@ -208,7 +219,7 @@ class Splitter:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any] | None = None,
     ) -> fx.Node:
-        """A new node of a slice."""
+        """Insert a new node of slice ``index``."""
         if kwargs:
             node = self.graph.call_function(target, args, dict(kwargs))
             set_value(node)
@@ -219,16 +230,16 @@ class Splitter:
         return node
 
     def taken(self, node: fx.Node, dim: int, slices: Slices) -> list[fx.Node]:
-        """The slices of a node along a dimension: those it has, or cut out of the whole.
+        """The slices of a node along a dimension: its own, or slices cut from the whole.
 
-        What nobody has needed whole so far, and is cheap to compute, is computed by slices.
+        A cheap node that no operator has read whole so far is computed in slices.
         """
         found = self.sliced.get(node)
         if found is None and self.done.isdisjoint(node.users) and node.op == "call_function":
             made = made_in_slices(self, node, dim, slices)
             if isinstance(made, Sliced):
                 self.sliced[node] = found = made
-                self.joined[node] = node  # it is still there
+                self.joined[node] = node  # the whole node still exists
         if found is not None and (found.dim, found.slices) == (dim, slices):
             return list(found.nodes)
         if found is None and is_cheap(node):
@@ -239,9 +250,9 @@ class Splitter:
         return [self._take(source, dim, slices, index) for index in range(slices.count)]
 
     def _note_weight(self, node: fx.Node, dim: int) -> None:
-        """On trial: which weight the slices of a node were cut out of."""
+        """In a trial, record the weight that decides the size of a node's dimension."""
         origin = along_weight(node, dim)
-        if origin is None or origin[0] not in self.ctx.plan:  # nothing, or a weight's slice
+        if origin is None or origin[0] not in self.ctx.plan:  # no weight, or the slice of one
             return
         if len(self.ctx.plan[origin[0]].shape) > 1:
             self.weights_cut[origin] = None
@@ -254,7 +265,7 @@ class Splitter:
         return self.emit(index, TAKE_SLICE, slices.to_take(node, dim, index))
 
     def whole(self, node: fx.Node) -> fx.Node:
-        """A node's value in one tensor."""
+        """The node with the whole value: the node itself, or its joined slices."""
         found = self.sliced.get(node)
         if found is None:
             return node
@@ -263,17 +274,17 @@ class Splitter:
         return self.joined[node]
 
     def join(self, found: Sliced) -> fx.Node:
-        """Slices put together, here."""
+        """Join slices at the insert point."""
         joined = call(self.graph, JOIN_SLICES, found.slices.to_join(found.nodes, found.dim))
         self.unjoined[joined] = found
         return joined
 
     def rows_of_input(self, node: fx.Node, weight: fx.Node) -> Slices | None:
-        """How the rows of what a weight is multiplied with are sliced; None if they are not.
+        """The slices of the input rows of a product; None: the rows are not sliced.
 
-        Rows of a symbolic size are not: all are multiplied at once.
+        Rows of a symbolic size are not sliced.
 
-        ``weight``: as the product reads it.
+        ``node``: the input. ``weight``: the other operand, as the product reads it.
         """
         while weight.target in LAID_OUT:
             weight = arguments_of(weight)[0]
@@ -285,17 +296,17 @@ class Splitter:
         if row.slices == 1 or row.along != OF_INPUT:
             return None
         rows = node.meta["val"].shape[0]
-        # Of a symbolic size each slice would make a graph for one size only.
+        # Slices of a symbolic size would specialize the graph to that size.
         return cut_into(rows, row.slices) if isinstance(rows, int) else None
 
     def _joined(self, node: fx.Node) -> Sliced:
-        """What is joined was in slices, and need not be joined for those who want it so."""
+        """A join: users that work on slices read the slices and not the joined tensor."""
         nodes, dim, size, ranks, hosts = arguments_of(node)
         self.joined[node] = node
         return Sliced(dim, Slices(size, len(nodes), ranks, hosts), nodes)
 
     def _gathered(self, node: fx.Node) -> Sliced | None:
-        """A parameter's slices, each gathered by itself if it was not kept."""
+        """The slices of a parameter: kept ones, and one gather for each of the others."""
         shard, name, shape, sharded, *marks = arguments_of(node)
         found = slices_of(name, self.ctx)
         if found is None:
@@ -318,8 +329,8 @@ class Splitter:
         return Sliced(dim, slices, nodes)
 
     def _part(self, shard: fx.Node, dim: int, slices: Slices, index: int) -> fx.Node:
-        """What this rank has of a parameter's slice."""
-        if dim:  # a collective takes no view of strips
+        """This rank's part of a parameter's slice."""
+        if dim:  # a collective needs contiguous memory, and strips of columns are not
             return self.emit(index, TAKE_SLICE, slices.to_take(shard, dim, index))
         start = index * slices.strip
         if slices.even:
@@ -327,7 +338,10 @@ class Splitter:
         return self.emit(index, TAKE_PART, (shard, start, slices.strip))
 
     def _reduced(self, node: fx.Node) -> bool:
-        """A gradient's slices, each reduced by itself, and this rank's parts of them joined."""
+        """Reduce each slice of a gradient by itself, and join this rank's parts.
+
+        Returns False if the parameter is not sliced.
+        """
         gradient, shard, name, sharded, *marks = arguments_of(node)
         found = slices_of(name, self.ctx)
         if found is None:
@@ -340,7 +354,7 @@ class Splitter:
             like = self._part(shard, dim, slices, index)
             args = (one, like, slice_name(name, index), sharded, *marks)
             parts.append(self.emit(index, REDUCE_GRAD, args, node.kwargs))
-        # At the end: what is needed of all slices ends what is brought together of each.
+        # At the end of the graph: a node that needs all slices would separate their nodes.
         with self.graph.inserting_before(output_node(self.graph)):
             if dim:
                 joined = self.join(Sliced(dim, slices, parts))
@@ -354,10 +368,10 @@ class Splitter:
         return True
 
     def _one_slice_after_the_other(self) -> None:
-        """Bring the nodes of a slice together, as far as they need nothing whole in between."""
+        """Group the nodes of each slice, as far as none of them needs a whole tensor in between."""
         order: list[fx.Node] = []
         waiting: dict[fx.Node, None] = {}  # nodes of slices
-        behind: dict[fx.Node, None] = {}  # what needs them, whole
+        behind: dict[fx.Node, None] = {}  # nodes outside of slices that depend on them
 
         def flush() -> None:
             order.extend(sorted(waiting, key=self.index.__getitem__))  # stable
@@ -368,7 +382,7 @@ class Splitter:
         for node in self.graph.nodes:
             inputs = node.all_input_nodes
             if node in self.index:
-                # What another operator's last slice gave may be what this one's first slice reads.
+                # An early slice of this operator may read a later slice of another operator.
                 later = (
                     source in waiting and self.index[source] > self.index[node] for source in inputs
                 )

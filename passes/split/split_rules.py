@@ -1,7 +1,8 @@
-"""Split rules: what becomes of an operator if one of its inputs comes in slices.
+"""Split rules: the slices of an operator with a sliced input.
 
-A rule gives the operator's own slices, or the sum over all slices where the operator contracts
-the dimension, or None: then it is given its inputs whole. (``passes/split/split_operators.py``)
+``passes/split/split_operators.py`` applies the rules. A rule returns the operator's own slices; or
+the sum over all slices, if the operator contracts the sliced dimension; or None: the operator then
+reads its inputs whole.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class Sliced:
-    """A value in slices along one dimension."""
+    """A tensor in slices along one dimension."""
 
     dim: int
     slices: Slices
@@ -38,12 +39,12 @@ Rule = Callable[["Splitter", fx.Node], Found]
 
 
 def arguments_of(node: fx.Node) -> tuple[Any, ...]:
-    """An operator's arguments, to be taken for what its schema says they are."""
+    """The arguments of an operator, typed ``Any``: its schema gives their types."""
     return node.args
 
 
 def rule_of(node: fx.Node) -> Rule | None:
-    """The rule for an operator, if there is one."""
+    """The rule for an operator, or None."""
     if node.op != "call_function" or is_getitem(node):
         return None
     if node.target in RULES:
@@ -55,7 +56,11 @@ def rule_of(node: fx.Node) -> Rule | None:
 
 
 def wanted_of(node: fx.Node, dim: int, slices: Slices) -> dict[fx.Node, tuple[int, Slices]]:
-    """Of which inputs slices are wanted, where the node's are: of those that are passed through."""
+    """The inputs to request in slices if a node is requested in slices.
+
+    Returns the dimension and the slices by input. Only layout, pointwise and ``index_put``
+    operators pass a request on.
+    """
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
         return {}
@@ -77,9 +82,9 @@ def wanted_of(node: fx.Node, dim: int, slices: Slices) -> dict[fx.Node, tuple[in
 
 
 def along_weight(node: fx.Node, dim: int) -> tuple[str, int] | None:
-    """The weight, and its dimension, that a tensor's dimension is made of; None if there is none.
+    """The weight and its dimension that a tensor's dimension comes from; None if there is none.
 
-    Through what only lays it out, and through a product whose right operand it is.
+    The search passes layout operators, and products with the weight as right operand.
     """
     while node.target is not UNSHARD:
         source: Any = node.args[0] if node.args else None
@@ -102,9 +107,9 @@ def along_weight(node: fx.Node, dim: int) -> tuple[str, int] | None:
 
 
 def read_along(marker: fx.Node) -> int | None:
-    """Which dimension of a weight an operator makes one of its result's; None: no operator does.
+    """The dimension of a weight that becomes a dimension of its operator's result; None: none does.
 
-    ``marker``: the weight, gathered.
+    ``marker``: the ``unshard`` of the weight.
     """
     read = [marker]
     for node in read:
@@ -126,13 +131,13 @@ def _shape(node: fx.Node) -> list[int]:
 
 
 def _dims(node: fx.Node) -> list[int]:
-    """Of a permutation: which dimension of its input every one of its own is."""
+    """The dimensions of a permutation's input, in the order of its result."""
     dims: Any = node.args[1]
     return [dim % len(dims) for dim in dims]
 
 
 def _size_along(source: fx.Node, dim: int, node: fx.Node) -> int | None:
-    """How large a broadcast input is along a dimension of the result; None if it has none."""
+    """The size of a broadcast input along a dimension of the result; None: it lacks it."""
     shape = _shape(source)
     own = dim - len(_shape(node)) + len(shape)
     return shape[own] if own >= 0 else None
@@ -141,7 +146,10 @@ def _size_along(source: fx.Node, dim: int, node: fx.Node) -> int | None:
 def _broadcast(
     splitter: Splitter, source: fx.Node, dim: int, slices: Slices, node: fx.Node
 ) -> list[fx.Node]:
-    """Of what is broadcast to a node, what each of its slices reads: all, if it has no such."""
+    """For each slice of ``node``, its part of a broadcast input.
+
+    Each slice reads the whole input if the input lacks the dimension or has size 1 there.
+    """
     if _size_along(source, dim, node) == slices.size:
         own = dim - len(_shape(node)) + len(_shape(source))
         return splitter.taken(source, own, slices)
@@ -149,9 +157,9 @@ def _broadcast(
 
 
 def _same_dim(node: fx.Node, reshaped: fx.Node, dim: int) -> int | None:
-    """Where a dimension is after a reshape that leaves it as it is; None if it does not.
+    """The place of a dimension after a reshape that preserves it; None: it is not preserved.
 
-    Symbolic sizes must be equal whatever they are, not only by their hints.
+    Symbolic sizes must be equal for all values, not only by their hints.
     """
     old, new = node.meta["val"].shape, reshaped.meta["val"].shape
     before = math.prod(old[:dim])
@@ -162,7 +170,7 @@ def _same_dim(node: fx.Node, reshaped: fx.Node, dim: int) -> int | None:
 
 
 def _pointwise(splitter: Splitter, node: fx.Node) -> Found:
-    """Slice by slice: inputs that have the dimension are cut, others are read by all."""
+    """Run once per slice. Inputs with the dimension are sliced; all slices read the others."""
     for source in node.all_input_nodes:
         one = splitter.sliced.get(source)
         if one is not None:
@@ -184,7 +192,7 @@ def _each(splitter: Splitter, node: fx.Node, dim: int, slices: Slices) -> Sliced
 
 
 def _on_each(splitter: Splitter, node: fx.Node, slices: Sequence[fx.Node]) -> list[fx.Node]:
-    """The operator on every slice of what is its first argument."""
+    """The operator on every slice of its first argument."""
     return [
         splitter.emit(index, node.target, (one, *node.args[1:]), node.kwargs)
         for index, one in enumerate(slices)
@@ -194,7 +202,7 @@ def _on_each(splitter: Splitter, node: fx.Node, slices: Sequence[fx.Node]) -> li
 def _on_each_of_size(
     splitter: Splitter, node: fx.Node, nodes: Sequence[fx.Node], dim: int, slices: Slices
 ) -> list[fx.Node]:
-    """The same of an operator that is told the sizes of its result."""
+    """Like :func:`_on_each`, for an operator with the sizes of its result as argument."""
     sizes: Any = node.args[1]
     return [
         splitter.emit(
@@ -205,12 +213,12 @@ def _on_each_of_size(
 
 
 def is_cheap(node: fx.Node) -> bool:
-    """Whether :func:`made_in_slices` may compute it."""
+    """Whether :func:`made_in_slices` can compute a node."""
     return rule_of(node) is _pointwise or node.target in {_aten.expand.default, *_RESIZES}
 
 
 def made_in_slices(splitter: Splitter, node: fx.Node, dim: int, slices: Slices) -> Found:
-    """What is cheap to compute by slices in the first place, though nothing it reads is sliced."""
+    """Compute a cheap node in slices although none of its inputs is sliced; None: not possible."""
     if rule_of(node) is _pointwise:
         return _each(splitter, node, dim, slices)
     source = node.args[0] if node.args else None
@@ -237,7 +245,7 @@ def _permuted(splitter: Splitter, node: fx.Node) -> Found:
 
 
 def _reshaped(splitter: Splitter, node: fx.Node) -> Found:
-    """Another shape, in which the dimension is as it was; of a view of a view the first counts."""
+    """A reshape that preserves the sliced dimension. A view of a view is a view of the first."""
     source: Any = node.args[0]
     found = splitter.sliced.get(source)
     is_view = node.target in _VIEWS
@@ -265,7 +273,7 @@ def _expanded(splitter: Splitter, node: fx.Node) -> Found:
 
 
 def _reduced_elsewhere(splitter: Splitter, node: fx.Node) -> Found:
-    """A reduction that cannot be put together of its slices': over other dimensions only."""
+    """A reduction that is no sum of its slices: sliced only if it reduces other dimensions."""
     source: Any = node.args[0]
     found = splitter.sliced.get(source)
     dims: Any = node.args[1] if len(node.args) > 1 else ()
@@ -275,7 +283,7 @@ def _reduced_elsewhere(splitter: Splitter, node: fx.Node) -> Found:
 
 
 def _summed_up(splitter: Splitter, node: fx.Node) -> Found:
-    """A sum of all there is."""
+    """A sum over all elements: the sum of the slices' sums."""
     source: Any = node.args[0]
     found = splitter.sliced.get(source)
     if found is None:
@@ -284,7 +292,7 @@ def _summed_up(splitter: Splitter, node: fx.Node) -> Found:
 
 
 def _total(splitter: Splitter, parts: Sequence[fx.Node]) -> fx.Node:
-    """What the slices gave, added up one after the other."""
+    """The sum of the slices' results, one addition after the other."""
     total = parts[0]
     for index, one in enumerate(parts[1:], start=1):
         total = splitter.emit(index, _aten.add.Tensor, (total, one))
@@ -292,7 +300,7 @@ def _total(splitter: Splitter, parts: Sequence[fx.Node]) -> fx.Node:
 
 
 def _gathered_along(splitter: Splitter, node: fx.Node) -> Found:
-    """``gather`` along another dimension: of each slice with its own indices."""
+    """``gather`` along another dimension: each slice with its own indices."""
     source, dim, places, *rest = arguments_of(node)
     found = splitter.sliced.get(source)
     if found is None or found.dim == dim % len(_shape(source)):
@@ -308,7 +316,7 @@ def _gathered_along(splitter: Splitter, node: fx.Node) -> Found:
 
 
 def _summed(splitter: Splitter, node: fx.Node) -> Found:
-    """A sum over other dimensions is sliced too; one over the slices' is added up."""
+    """A sum over other dimensions stays sliced. A sum over the sliced dimension adds the slices."""
     source: Any = node.args[0]
     dims: Any = node.args[1]
     keeps = len(node.args) > 2 and bool(node.args[2])
@@ -324,10 +332,10 @@ def _summed(splitter: Splitter, node: fx.Node) -> Found:
 
 
 def _product_of(splitter: Splitter, node: fx.Node) -> Found:
-    """``mm``, ``addmm`` and ``bmm``: along rows, columns, the batch, or adding up.
+    """``mm``, ``addmm`` and ``bmm``: slices of rows, columns or the batch, or a sum of slices.
 
-    Where the plan slices the rows of what a weight is multiplied with, they begin here, and end
-    where their gradient has been multiplied with it.
+    If the plan slices the input rows of a weight, the slices begin here. They end at the product
+    of their gradient with the weight.
     """
     *bias, one, other = _operands(node)
     batched = node.target is _aten.bmm.default
@@ -368,7 +376,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 
 def _added_up(splitter: Splitter, node: fx.Node, slices: Slices, row: int) -> Found:
-    """A product that contracts the dimension: the first slice's, and the others' added to it.
+    """A product that contracts the sliced dimension: each slice adds its product to the result.
 
     ``row``: the contracted dimension of the second operand.
     """
@@ -388,7 +396,7 @@ def _added_up(splitter: Splitter, node: fx.Node, slices: Slices, row: int) -> Fo
 
 
 def _slice_taken(splitter: Splitter, node: fx.Node) -> Found:
-    """What is cut out is one of the slices."""
+    """``take_slice`` of a tensor with the same slices: one of them."""
     source, dim, count, index, *cut = arguments_of(node)
     found = splitter.sliced.get(source)
     if found is None or (found.dim, found.slices) != (
@@ -400,7 +408,7 @@ def _slice_taken(splitter: Splitter, node: fx.Node) -> Found:
 
 
 def _embedded(splitter: Splitter, node: fx.Node) -> Found:
-    """Columns of an embedding's table are columns of what is looked up in it."""
+    """An embedding: columns of the table are columns of the result."""
     table: Any = node.args[0]
     found = splitter.sliced.get(table)
     if found is None or found.dim != 1:
@@ -410,7 +418,7 @@ def _embedded(splitter: Splitter, node: fx.Node) -> Found:
 
 
 def _filled(splitter: Splitter, node: fx.Node) -> Found:
-    """A constant that a gradient is added into."""
+    """A constant tensor, such as the start value of an embedding's gradient."""
     wanted = splitter.wanted.get(node)
     if wanted is None:
         return None
@@ -424,9 +432,9 @@ def _filled(splitter: Splitter, node: fx.Node) -> Found:
 
 
 def _put(splitter: Splitter, node: fx.Node) -> Found:
-    """Rows added into a table at some indices, as an embedding's backward does: by columns.
+    """``index_put``, as in an embedding's backward: sliced along the columns.
 
-    What is said of the last dimension holds of the table and of the rows.
+    The columns are the last dimension of the table and of the rows that are put in.
     """
     table, values = _table_and_values(node)
     wanted = splitter.wanted.get(node)
@@ -452,13 +460,13 @@ def _table_and_values(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     return table, values
 
 
-#: Products of two operands; a bias may come first.
+#: Products of two operands, with an optional bias as first argument.
 PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default}
 _PUTS = {_aten.index_put.default, _aten._unsafe_masked_index_put_accumulate.default}
 _RESIZES = {_aten.unsqueeze.default, _aten.squeeze.dim, _aten.squeeze.dims}
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
 
-#: What only lays a weight out for a product.
+#: Operators that only change the layout or dtype of a weight for a product.
 LAID_OUT = _VIEWS | {
     _aten.permute.default,
     torch.ops.prims.convert_element_type.default,

@@ -1,1 +1,1 @@
-"""Types: the data that passes share."""
+"""Data types that all passes share."""

@@ -1,7 +1,6 @@
-"""What a pass is told besides the graph: parameters, plan, hardware, ranks.
+"""The context of a pass: parameters, plan, hardware and ranks.
 
-A pass keeps no state of its own; whatever travels from one pass to the next is in the
-graph's metadata or here.
+Passes keep no state of their own. Data travels between passes in the graph's metadata or here.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from passes.types.shard_layout import ShardLayout
 
 
 class Phase(str, enum.Enum):
-    """Which graph a pass is looking at."""
+    """The kind of graph that a pass receives."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -27,9 +26,9 @@ class Phase(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """A parameter as the passes see it: whole, before any sharding.
+    """A full parameter, before sharding.
 
-    ``optimizer_bytes``: optimizer state for the whole parameter.
+    ``optimizer_bytes``: bytes of optimizer state for the full parameter.
     """
 
     name: str
@@ -49,16 +48,16 @@ class Parameter:
         return self.full_bytes if self.requires_grad else 0
 
     def shard_bytes(self, ranks: int) -> int:
-        """Bytes of the largest shard: the first rank's, ``ceil(rows / ranks)`` rows."""
+        """Bytes of the largest shard: ``ceil(rows / ranks)`` rows, on the first rank."""
         if not self.shape or self.numel == 0:
             return self.full_bytes
         rows = -(-self.shape[0] // ranks)
         return rows * (self.numel // self.shape[0]) * self.element_bytes
 
     def state_bytes(self, ranks: int) -> int:
-        """Parameter, gradient and optimizer state that one rank holds for it.
+        """Bytes of parameter, gradient and optimizer state on the rank with the largest shard.
 
-        ``ranks``: over how many it is cut; 1: it is replicated.
+        ``ranks``: ranks that share the parameter; 1: it is replicated.
         """
         if ranks == 1 or self.full_bytes == 0:
             return self.full_bytes + self.gradient_bytes + self.optimizer_bytes
@@ -70,10 +69,10 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True)
 class MeshDim:
-    """One dimension of a two-level mesh of the ranks.
+    """One dimension of a two-dimensional mesh of the ranks.
 
-    ``name``: as the profile has it (``Hardware.dimensions``).
-    ``size``: ranks along it. ``group_name``: of this rank's process group along it.
+    ``name``: name in the profile (``Hardware.dimensions``).
+    ``size``: ranks along it. ``group_name``: this rank's process group along it.
     """
 
     name: str
@@ -83,30 +82,32 @@ class MeshDim:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """Everything a pass may ask for.
+    """The input of every pass beside the graph.
 
-    ``base_bytes``: what this rank holds during the whole graph and the graph does not
+    ``base_bytes``: bytes that this rank holds during the whole graph and that the graph does not
     allocate: parameters, optimizer state, buffers, the batch, gradients of earlier backwards,
-    other models.
-    ``accumulated_bytes``: what of it is for whole gradients that add up over several backwards.
-    ``adds_gradients``: reduced gradients of earlier backwards are there in both graphs; the
-    backward's own are added to them after it.
-    ``other_models_bytes``: what of ``base_bytes`` other models of the process hold.
-    ``between_bytes``: what one of them takes besides while it runs, which may be between the
-    forward and the backward.
-    ``limit_bytes``: the memory limit of the whole, None for no limit.
-    ``deciding``: the planner is at work: the best order of collectives is searched for.
-    Otherwise it follows from the plan and the parameters, for all ranks alike.
-    ``by_exchange``: gather and reduce by messages (gloo; see ``passes/ops/p2p.py``).
-    ``staged``: the kinds of collective for which the backend holds a copy of the whole tensor
-    while one is in flight, besides its input and output (gloo's own gathers and scatters).
-    ``slices``: by name, in how many slices the operators of some parameters must run, and how many
-    of these are kept; all others' as a whole. None: the planner decides.
-    ``param_dtype``, ``reduce_dtype``: in which the parameters of a graph without markers are
-    read, and its gradients are to travel; None: in their own.
-    ``levels``: the dimensions along which a collective may run leg by leg, the outer (between
-    hosts) and the inner (within one): rank ``h * inner.size + g`` is the g-th of host h. None:
-    the ranks are one flat group, or the profile has no rates along the dimensions.
+    other models. The planner's input leaves out the state between steps and adds it for each plan
+    (``passes.annotate.training_state.held_between_steps``).
+    ``accumulated_bytes``: the part of ``base_bytes`` for unsharded gradients that accumulate over
+    several backwards.
+    ``adds_gradients``: reduced gradients of earlier backwards are alive in both graphs. The new
+    gradients are added to them after the backward.
+    ``other_models_bytes``: the part of ``base_bytes`` that other models of the process hold.
+    ``between_bytes``: extra bytes of another model while it runs. It may run between the forward
+    and the backward.
+    ``limit_bytes``: memory limit for everything on this rank; None: no limit.
+    ``deciding``: the planner runs and searches for the best order of collectives. Otherwise the
+    order follows from the plan and the parameters, equally on all ranks.
+    ``by_exchange``: gather and reduce with P2P collectives (gloo; see ``passes/ops/p2p.py``).
+    ``staged``: kinds of collective for which the backend holds a copy of the whole tensor in
+    flight, beside input and output (gloo's own gathers and scatters).
+    ``slices``: user-forced slices: (parameter, slices, kept slices). All other operators run
+    whole. None: the planner decides.
+    ``param_dtype``, ``reduce_dtype``: for a graph without markers, the dtype in which parameters
+    are read and the dtype in which gradients travel; None: their own.
+    ``levels``: the mesh dimensions of hierarchical collectives: outer (between hosts) and inner
+    (within a host). Rank ``h * inner.size + g`` is the g-th rank of host h. None: the ranks are
+    one flat group, or the profile has no rates along the dimensions.
     """
 
     plan: Plan
@@ -131,29 +132,29 @@ class Context:
     levels: tuple[MeshDim, MeshDim] | None = None
 
     def network(self, group_name: str) -> tuple[Hardware, int]:
-        """What collectives on a group cost, and how many ranks it has."""
+        """Rates of collectives on a process group, and its number of ranks."""
         for level in self.levels or ():
             if level.group_name == group_name:
                 return self.along(level)
         return self.hardware, self.world_size
 
     def along(self, level: MeshDim) -> tuple[Hardware, int]:
-        """What collectives along a level cost, and how many ranks it has."""
+        """Rates of collectives along a mesh dimension, and its number of ranks."""
         return self.hardware.along(level.name), level.size
 
     @property
     def ranks_of_a_host(self) -> int | None:
-        """Ranks along the inner level; None: the mesh has no levels."""
+        """Ranks along the inner mesh dimension; None: the ranks are one flat group."""
         return None if self.levels is None else self.levels[1].size
 
     def cut(self, decision: Decision) -> ShardLayout:
-        """How a parameter with this decision lies on the ranks.
+        """The shard layout of a parameter with this decision.
 
-        In a plan that shards within hosts, what is sharded over all ranks is cut for the hosts
-        first: so all lies along the dimensions of one mesh.
+        If the plan shards any parameter within hosts, rows that are sharded over all ranks are
+        divided among the hosts first. So all layouts follow the dimensions of one mesh.
 
         Raises:
-            ValueError: if it is to lie within hosts, and the mesh has no levels.
+            ValueError: if the decision is within hosts and ``levels`` is None.
         """
         found = self._cuts.get(decision)
         if found is None:
@@ -180,12 +181,12 @@ class Context:
         return ShardLayout(self.world_size, self.rank, self.group_name, hosts=hosts)
 
     def cut_by(self, group_name: str) -> ShardLayout:
-        """How what is gathered and scattered on a process group lies on the ranks."""
+        """The shard layout of tensors gathered and scattered on a process group."""
         within = self.levels is not None and group_name == self.levels[1].group_name
         return self.cut(Decision.SHARD_HOST_AGAIN if within else Decision.SHARD_AGAIN)
 
     def parameter(self, name: str) -> Parameter:
-        """The parameter of that name; KeyError if the model has none."""
+        """The parameter of this name; KeyError if the model has none."""
         return self._by_name[name]
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""The hardware profile: what the cost model knows of the machine and its network."""
+"""The hardware profile: rates of the device and of the network, for the cost model."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-#: Bytes that AdamW's step moves for each byte of parameter, gradient and state, where they are
-#: in no cache: torch's runs nine operators that read and write 88 bytes for 16.
+#: Bytes that AdamW's step moves for each byte of parameter, gradient and state outside caches:
+#: torch runs nine operators that read and write 88 bytes for 16.
 UPDATE_PASSES = 5.5
 
 
@@ -18,15 +18,16 @@ UPDATE_PASSES = 5.5
 class LinkRate:
     """The cost of one kind of collective: ``latency_seconds + wire_bytes * seconds_per_byte``.
 
-    ``wire_bytes`` is what one rank sends in a ring: ``(N-1)/N`` of the whole tensor for an
+    ``wire_bytes``: bytes that one rank sends in a ring: ``(N-1)/N`` of the whole tensor for an
     all-gather, a reduce-scatter or an all-to-all, twice that for an all-reduce.
-    ``busy_seconds_per_byte``: for each wire byte, how much longer the computing beside it
-    takes: a CPU's core copies and checksums what gloo sends, NCCL occupies some of a GPU.
-    ``start_seconds``: of computing that each takes, whatever its size: to hand it over, and
-    for its threads, which take the core away from the computing.
-    ``wake_seconds``: how much later one ends that is started beside computing, while the network
+    ``busy_seconds_per_byte``: compute overhead for each wire byte: concurrent kernels take longer.
+    A CPU's core copies and checksums gloo's data; NCCL occupies some SMs of a GPU.
+    ``start_seconds``: compute overhead of each collective, at any size: its launch, and its
+    threads, which take the core from the kernels.
+    ``wake_seconds``: start delay of a collective that starts beside computing while the network
     is idle (``passes/simulate/network.py``).
-    ``carried_out``: how, for people: ``ring``, ``messages``, ``all_reduce inside``; "" unknown.
+    ``carried_out``: the algorithm, for people: ``ring``, ``messages``, ``all_reduce inside``; "":
+    unknown.
     """
 
     latency_seconds: float
@@ -42,10 +43,10 @@ class LinkRate:
         return cls(**_checked(cls, data))
 
     def with_bandwidth(self, times: float, busy: bool = False) -> LinkRate:
-        """The same with so many times the bytes a second; the latency stays.
+        """The same link with ``times`` its bytes per second; the latency stays.
 
-        ``busy``: what a byte takes of computing changes with it, as where a collective holds its
-        share of a GPU for as long as it is in flight; else it stays, as where a core copies it.
+        ``busy``: the compute overhead per byte scales with the time per byte, as for a collective
+        that holds its share of a GPU while in flight. Otherwise it stays, as for copies on a core.
         """
         return dataclasses.replace(
             self,
@@ -56,13 +57,13 @@ class LinkRate:
 
 @dataclasses.dataclass(frozen=True)
 class Hosts:
-    """How the host that a profile describes is joined to others like it.
+    """The network between the host of a profile and other hosts like it.
 
-    ``ranks``: of one host; the profile's ``collectives`` are among no more than these.
-    ``between``: rates of a group with one rank on each host, while the other ranks' groups do
-    the same.
-    ``hop_seconds``, ``host_hop_seconds``: that a ring takes longer for every rank that it passes
-    within a host, and for every host.
+    ``ranks``: ranks of one host; the profile's ``collectives`` hold for at most these.
+    ``between``: rates of a group with one rank on each host, while the groups of the other ranks
+    communicate too.
+    ``hop_seconds``, ``host_hop_seconds``: latency that a ring adds for every rank within a host,
+    and for every host.
     """
 
     ranks: int
@@ -81,7 +82,7 @@ class Hosts:
 
 
 def wire_bytes(kind: str, full_bytes: int, world_size: int) -> float:
-    """Bytes one rank sends for a collective on a tensor of ``full_bytes`` over all ranks."""
+    """Bytes that one rank sends for a collective; ``full_bytes``: size of the whole tensor."""
     share = full_bytes * (world_size - 1) / world_size
     return 2 * share if kind == "all_reduce" else share
 
@@ -90,25 +91,24 @@ def wire_bytes(kind: str, full_bytes: int, world_size: int) -> float:
 class Hardware:
     """Rates of one rank's device and of the network between ranks.
 
-    ``flops_per_second``: by dtype name (``float32``); ``default`` for the rest.
-    ``launch_seconds``: the least time a kernel takes.
+    ``flops_per_second``: by dtype name (``float32``); ``default`` for all other dtypes.
+    ``launch_seconds``: fixed time of each kernel, added to its time by the rates.
     ``collectives``: :class:`LinkRate` by kind: ``all_gather``, ``reduce_scatter``,
     ``all_reduce``, ``all_to_all``. Over all ranks.
-    ``dimensions``: the same by the name of a mesh dimension, over the ranks along it, where
-    the machine is described as a mesh (:meth:`along`).
-    ``allocator_alignment_bytes``: sizes of device tensors are rounded up to this.
+    ``dimensions``: the same by name of a mesh dimension, over the ranks along it (:meth:`along`).
+    ``allocator_alignment_bytes``: sizes of device tensors are rounded up to a multiple.
     ``memory_bytes``: size of the device's memory, which CPU ranks of one machine share;
     0: unknown.
-    ``device_type``: torch's name for such devices, ``cpu`` or ``cuda``.
-    ``source``: where the figures come from, for people; "" unknown.
-    ``update_seconds_per_byte``: of an optimizer's step, for each byte of parameter, gradient
-    and state (0: :data:`UPDATE_PASSES` over memory); ``update_seconds_per_parameter``: besides;
-    ``update_seconds_per_plain_parameter``: besides, where no parameter is sharded, so that they
-    are plain tensors.
-    ``kernel_seconds``: measured times, by :func:`passes.annotate.annotate_costs.kernel_key`; what
-    is not in it is priced by the rates.
-    ``hosts``: what lies beyond the host whose rates these are (:meth:`over`); None: the rates
-    are what they are among any number of ranks.
+    ``device_type``: torch's name of the device type, ``cpu`` or ``cuda``.
+    ``source``: origin of the figures, for people; "": unknown.
+    ``update_seconds_per_byte``: time of an optimizer's step for each byte of parameter, gradient
+    and state (0: :data:`UPDATE_PASSES` / ``memory_bytes_per_second``).
+    ``update_seconds_per_parameter``: additional time for each parameter.
+    ``update_seconds_per_plain_parameter``: the same for plain tensors, if no parameter is sharded.
+    ``kernel_seconds``: measured times by :func:`passes.annotate.annotate_costs.kernel_key`; the
+    rates price all other kernels.
+    ``hosts``: the network beyond one host (:meth:`over`); None: the rates hold for any number of
+    ranks.
     """
 
     name: str
@@ -128,14 +128,15 @@ class Hardware:
     hosts: Hosts | None = None
 
     def over(self, ranks: Mapping[str, int]) -> Hardware:
-        """The profile for so many ranks, on as few hosts as hold them.
+        """The profile for these ranks, on the smallest sufficient number of hosts.
 
-        A ring through all ranks of several hosts leaves each by all of its ranks' cards at once,
-        as NCCL's channels do: ``ranks`` times the rate between hosts, or the rate within one.
+        A ring over several hosts uses all network cards of a host at once, as NCCL's channels do.
+        Its rate is the lower of ``hosts.ranks`` times the rate between hosts and the rate within
+        a host.
 
         Args:
-            ranks: by dimension of the mesh, one or two. With two, of which the inner one lies
-                within a host, there are rates along both.
+            ranks: ranks by mesh dimension, one or two dimensions. With two, and the inner one
+                within a host, the result has rates along both.
         """
         hosts, world_size = self.hosts, math.prod(ranks.values())
         if hosts is None or world_size <= hosts.ranks:
@@ -166,17 +167,16 @@ class Hardware:
         return dataclasses.replace(self, collectives=flat, dimensions=dimensions, hosts=None)
 
     def with_bandwidth(self, times: float, ranks: Mapping[str, int] | None = None) -> Hardware:
-        """The same devices on a network that carries so many times the bytes a second.
+        """The same devices on a network with ``times`` the bytes per second.
 
-        Latencies stay. What collectives take of the computing beside them stays for each byte
-        where there is no ``hosts``; where there is, it is a share of the time in flight, as in
-        :meth:`over`.
+        Latencies stay. Without ``hosts``, the compute overhead per byte stays. With ``hosts``, it
+        remains a share of the time in flight, as in :meth:`over`.
 
         Args:
             times: above zero; ``math.inf``: bytes take no time.
-            ranks: by dimension of the mesh, as for :meth:`over`. What joins the ranks of a host
-                stays: ``collectives`` where there is ``hosts``, and rates along the inner one of
-                two dimensions. None: all changes.
+            ranks: ranks by mesh dimension, as for :meth:`over`. Rates within a host stay:
+                ``collectives`` if ``hosts`` is set, and the rates along the inner of two
+                dimensions. None: all rates change.
         """
         names = list(ranks or ())
         within = names[1] if len(names) == 2 else None
@@ -199,7 +199,7 @@ class Hardware:
         )
 
     def along(self, dimension: str | None) -> Hardware:
-        """The profile for collectives along a mesh dimension; itself if it does not know it."""
+        """The profile for collectives along a mesh dimension; itself without rates along it."""
         if dimension is None or dimension not in self.dimensions:
             return self
         return dataclasses.replace(self, collectives=self.dimensions[dimension])
@@ -223,7 +223,7 @@ class Hardware:
         )
 
     def busy_seconds(self, kind: str, full_bytes: int, world_size: int) -> float:
-        """Seconds of computing that a collective of ``full_bytes`` takes away from the step."""
+        """Compute overhead in seconds of a collective on a tensor of ``full_bytes``."""
         if world_size == 1:
             return 0.0
         rate = self.collectives[kind]
@@ -231,11 +231,11 @@ class Hardware:
         return rate.start_seconds + sent_bytes * rate.busy_seconds_per_byte
 
     def wake_seconds(self, kind: str, world_size: int) -> float:
-        """Seconds that a collective ends later beside computing."""
+        """Start delay in seconds of a collective that starts beside computing."""
         return 0.0 if world_size == 1 else self.collectives[kind].wake_seconds
 
     def update_seconds(self, held_bytes: int, parameters: int, plain: bool = False) -> float:
-        """Seconds of an optimizer's step on so many bytes of parameter, gradient and state.
+        """Seconds of an optimizer's step; ``held_bytes``: parameters, gradients and state.
 
         ``plain``: the parameters are plain tensors, not DTensors.
         """
@@ -250,7 +250,7 @@ class Hardware:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Hardware:
-        """Raises ValueError if a field is missing, unknown or of a wrong kind, saying which."""
+        """Raises ValueError that names a missing, unknown or wrong field."""
         try:
             fields = _checked(cls, data)
             fields["collectives"] = _links("", fields["collectives"])
@@ -280,7 +280,7 @@ class Hardware:
 
 
 def _links(where: str, kinds: Any) -> dict[str, LinkRate]:
-    """Rates by kind from JSON; ``where``: which they are, for people."""
+    """Rates by kind from JSON; ``where``: their place in the profile, for errors."""
     if not isinstance(kinds, dict):
         raise ValueError(f"collectives{where}: {kinds!r} is no table of collectives")
     found = {}
@@ -292,12 +292,12 @@ def _links(where: str, kinds: Any) -> dict[str, LinkRate]:
     return found
 
 
-#: What is divided by.
+#: Divisors.
 _ABOVE_ZERO = ("flops_per_second", "memory_bytes_per_second")
 
 
 def _checked(cls: Any, data: Any) -> dict[str, Any]:
-    """The fields of a dataclass from JSON: all there, none unknown, each of its kind."""
+    """A dataclass's fields from JSON. Raises ValueError for a missing, unknown or wrong field."""
     if not isinstance(data, dict):
         raise ValueError(f"an object with fields is needed, not {data!r}")
     fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -317,7 +317,7 @@ def _checked(cls: Any, data: Any) -> dict[str, Any]:
 
 
 def _value(name: str, kind: Any, value: Any) -> Any:
-    """A field's value if it is of the kind that its annotation says."""
+    """A field's value. Raises ValueError if it does not match the annotation ``kind``."""
     if kind == "str" and isinstance(value, str):
         return value
     if kind == "int" and isinstance(value, int) and not isinstance(value, bool) and value >= 0:
@@ -335,11 +335,11 @@ def _value(name: str, kind: Any, value: Any) -> Any:
     raise ValueError(f"{name}={value!r} is no {_KINDS[kind]}{above}")
 
 
-#: Read further by whoever asked.
+#: The caller parses these further.
 _NESTED = ("dict[str, LinkRate]", "dict[str, dict[str, LinkRate]]")
 _HOSTS = "Hosts | None"
 
-#: Annotations of the fields above, for people.
+#: Names of the annotations above, for errors.
 _KINDS = {
     "str": "text",
     "int": "whole number",
@@ -352,10 +352,10 @@ _KINDS = {
 
 
 def generic(name: str = "generic", dimensions: Sequence[str] = ()) -> Hardware:
-    """A profile of round numbers for graph-level work, where no prediction is wanted.
+    """A profile of round numbers for graph-level work without predictions.
 
-    One slow CPU rank on a 10 Gbit/s network; not measured on anything. ``dimensions``: of a mesh
-    of two levels, if any: along the inner one all is ten times as fast.
+    One slow CPU rank on a 10 Gbit/s network, not measured. ``dimensions``: names of the two mesh
+    dimensions, outer first, if any; the inner one is ten times as fast.
     """
     kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
     link = LinkRate(latency_seconds=1e-4, seconds_per_byte=8e-10)

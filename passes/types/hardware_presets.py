@@ -1,21 +1,20 @@
-"""Presets: hardware profiles of known machines from what their vendors publish.
+"""Presets: hardware profiles of known machines from published vendor data.
 
-For planning without the machine: what would this model need on 64 ranks of those? What is
-measured on the machine (``osdp calibrate``) is better wherever it can be had.
+Presets serve planning without the machine: the needs of a model on 64 ranks of a known type.
+A measured profile (``osdp calibrate``) is more accurate.
 
-Published rates are peaks that no program reaches, so each is multiplied by a named
-efficiency below. Those are our choices, rounded from what matrix products and NCCL's own
-tests commonly reach; nothing here was measured by this project. Expect tens of percent.
+Published rates are peaks that no program reaches. Each is multiplied by a named efficiency
+below. The efficiencies are our choice, rounded from common results of matrix products and of
+NCCL's own tests; this project measured none of them. Expect errors of tens of percent.
 
-The collectives of a GPU preset run over what joins the eight GPUs of one host, and for more
-ranks also over the network cards that such hosts have (``Hardware.over``);
-:func:`between_hosts` is for one rank on each host.
+The collectives of a GPU preset run over the links between the eight GPUs of one host. For more
+ranks they also run over the hosts' network cards (``Hardware.over``). :func:`between_hosts` is
+for one rank on each host.
 
 Sources: NVIDIA's data sheets and architecture papers of the H100, H200, A100 and TITAN RTX
 (dense rates: their figures with "sparsity" are twice these); PCI Express Base
-Specification 3.0; OSDP (arXiv 2209.13258), most of whose experiments ran on one server of 8
-TITAN RTX cards on PCIe 3.0; NCCL's own tuning tables (src/graph/tuning.cc) for what a ring takes
-from rank to rank.
+Specification 3.0; OSDP (arXiv 2209.13258), most experiments on one server of 8 TITAN RTX cards
+on PCIe 3.0; NCCL's tuning tables (src/graph/tuning.cc) for the latency of a ring per rank.
 """
 
 from __future__ import annotations
@@ -24,29 +23,29 @@ import dataclasses
 
 from passes.types.hardware import Hardware, Hosts, LinkRate
 
-#: Of the peak FLOP/s: large matrix products reach 0.6 to 0.8; the power limit is one reason.
+#: Share of the peak FLOP/s: large matrix products reach 0.6 to 0.8, partly by the power limit.
 MATMUL_EFFICIENCY = 0.7
-#: Of the memory's rate: what long copies reach; refresh and turning from reading to writing.
+#: Share of the memory's rate that long copies reach, after refresh and read-to-write turnaround.
 MEMORY_EFFICIENCY = 0.85
-#: Of a link's rate in one direction: headers, flow control, and a ring's steps.
+#: Share of a link's rate in one direction, after headers, flow control, and a ring's steps.
 LINK_EFFICIENCY = 0.8
-#: Of compute, while a collective is in flight: NCCL holds some 16 to 24 of 108 to 132 SMs.
+#: Share of compute lost to a collective in flight: NCCL holds about 16 to 24 of 108 to 132 SMs.
 NCCL_COMPUTE_SHARE = 0.15
-#: What a small NCCL collective takes between the GPUs of a host, and between hosts.
+#: Time of a small NCCL collective between the GPUs of a host, and between hosts.
 NVLINK_LATENCY_SECONDS = 15e-6
 NETWORK_LATENCY_SECONDS = 30e-6
-#: NCCL's LL128 protocol, from rank to rank of a ring: over NVLink, PCIe, and the network.
+#: Latency per rank of a ring, NCCL's LL128 protocol: over NVLink, PCIe, and the network.
 NVLINK_HOP_SECONDS = 1.9e-6
 PCIE_HOP_SECONDS = 2.5e-6
 NETWORK_HOP_SECONDS = 4e-6
-#: The least a CUDA kernel takes from its predecessor's end to its own.
+#: Shortest time of a CUDA kernel, from its predecessor's end to its own.
 CUDA_LAUNCH_SECONDS = 4e-6
 
 _GPUS_OF_A_HOST = 8
-_CUDA_ALIGNMENT_BYTES = 512  # of torch's caching allocator
-#: One card a GPU, as in a DGX H100: InfiniBand NDR.
+_CUDA_ALIGNMENT_BYTES = 512  # torch's caching allocator
+#: One card per GPU, as in a DGX H100: InfiniBand NDR.
 _NDR_BITS_PER_SECOND = 400e9
-#: As in a DGX A100: InfiniBand HDR.
+#: One card per GPU, as in a DGX A100: InfiniBand HDR.
 _HDR_BITS_PER_SECOND = 200e9
 # 8 GT/s, 16 lanes, 128b/130b coding.
 _PCIE3_X16_BYTES_PER_SECOND = 8e9 * 16 * 128 / 130 / 8
@@ -59,7 +58,7 @@ def preset(name: str) -> Hardware:
     80000000000
 
     Raises:
-        ValueError: for an unknown name, listing the known ones.
+        ValueError: for an unknown name; the message lists the known names.
     """
     try:
         return PRESETS[name]
@@ -69,9 +68,9 @@ def preset(name: str) -> Hardware:
 
 
 def between_hosts(hardware: Hardware, bits_per_second: float = _NDR_BITS_PER_SECOND) -> Hardware:
-    """The same device where collectives go over a network, one card for each rank.
+    """The same device with collectives over a network, one network card per rank.
 
-    ``bits_per_second``: of a card, in one direction (default: InfiniBand NDR, 400 Gb/s).
+    ``bits_per_second``: rate of a card in one direction (default: InfiniBand NDR, 400 Gb/s).
     """
     return dataclasses.replace(
         hardware,
@@ -83,7 +82,7 @@ def between_hosts(hardware: Hardware, bits_per_second: float = _NDR_BITS_PER_SEC
 
 
 def _nccl(bytes_per_second: float, latency_seconds: float) -> dict[str, LinkRate]:
-    """NCCL's collectives over a link of this published rate in one direction."""
+    """NCCL's collectives over a link; ``bytes_per_second``: published rate in one direction."""
     seconds_per_byte = 1 / (LINK_EFFICIENCY * bytes_per_second)
     ring = LinkRate(
         latency_seconds=latency_seconds,
@@ -107,12 +106,12 @@ def _gpu(
     source: str,
     hop_seconds: float = NVLINK_HOP_SECONDS,
 ) -> Hardware:
-    """A GPU from its published peaks; rates a second, the link's in one direction.
+    """A GPU profile from published peak rates per second; ``link_bytes_per_second``: one direction.
 
     ``card_bits_per_second``: each GPU's share of its host's network cards.
 
-    ``float32`` is the rate without TF32, as torch multiplies unless told otherwise; under
-    ``torch.set_float32_matmul_precision("high")`` put the rate of ``tf32`` there.
+    The profile's ``float32`` rate is without TF32, torch's default. Under
+    ``torch.set_float32_matmul_precision("high")``, replace it by the rate of ``tf32``.
     """
     peaks = {
         "default": float32_flops,
@@ -120,7 +119,7 @@ def _gpu(
         "float16": tensor_flops,
         "bfloat16": tensor_flops,
     }
-    if tf32_flops is None:  # before Ampere: no TF32, and bfloat16 is emulated in float32
+    if tf32_flops is None:  # before Ampere: no TF32; bfloat16 is emulated in float32
         peaks["bfloat16"] = float32_flops
     else:
         peaks["tf32"] = tf32_flops
@@ -145,14 +144,14 @@ def _gpu(
 
 
 def _cpu() -> Hardware:
-    """One rank on one core of a server, 10 Gbit/s Ethernet: round figures."""
+    """One rank on one core of a server with 10 Gbit/s Ethernet: round figures."""
     # AVX2: two fused multiply-adds of 8 floats a cycle, at 3 GHz.
     flops = MATMUL_EFFICIENCY * 2 * 2 * 8 * 3e9
     seconds_per_byte = 1 / (LINK_EFFICIENCY * 10e9 / 8)
-    # A core copies and checksums about 4 GB of TCP a second.
+    # A core copies and checksums about 4 GB/s of TCP data.
     messages = LinkRate(2e-4, seconds_per_byte, 2.5e-10, carried_out="messages")
     ring = LinkRate(3e-4, seconds_per_byte, 2.5e-10, carried_out="ring")
-    # Twice the bytes of a reduce-scatter: gloo reduces everything to all and drops the rest.
+    # Twice the bytes: gloo runs a reduce-scatter as an all-reduce and drops the other ranks' rows.
     inside = LinkRate(4e-4, 2 * seconds_per_byte, 5e-10, carried_out="all_reduce inside")
     return Hardware(
         name="cpu-gloo",
@@ -221,9 +220,9 @@ PRESETS: dict[str, Hardware] = {
         float32_flops=16.3e12,
         memory_bytes_per_second=672e9,
         memory_bytes=24 * 10**9,
-        # Where several cards share a root port each has less.
+        # Cards that share a root port have less each.
         link_bytes_per_second=_PCIE3_X16_BYTES_PER_SECOND,
-        card_bits_per_second=100e9 / 8,  # one card of 100 Gb/s for all: assumed
+        card_bits_per_second=100e9 / 8,  # assumed: one card of 100 Gb/s for all 8 GPUs
         hop_seconds=PCIE_HOP_SECONDS,
         source="NVIDIA Turing architecture paper (TITAN RTX); PCIe 3.0 x16; the card of OSDP's "
         "experiments (arXiv 2209.13258)",

@@ -1,7 +1,7 @@
-"""The plan: what was decided for every parameter, and what was predicted for the step.
+"""The plan: the decision for every parameter, and the prediction for the step.
 
-A :class:`Plan` is the only thing that carries decisions from the planner to the
-passes. It is data: it prints as a table, saves as JSON, and can be given back.
+Only a :class:`Plan` carries decisions from the planner to the passes. It is data: it saves as
+JSON, and users can load it and pass it to a run.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ FORMAT = 2
 
 
 class Decision(str, enum.Enum):
-    """What happens to one parameter.
+    """The placement of one parameter.
 
-    ``REPLICATE``: whole on every rank; its gradient is all-reduced (DDP).
-    ``SHARD_KEEP``: sharded; gathered in the forward, kept for the backward (ZeRO-2-like).
-    ``SHARD_AGAIN``: sharded; gathered in the forward, freed, gathered again (FSDP, ZeRO-3).
-    ``SHARD_HOST_KEEP``, ``SHARD_HOST_AGAIN``: the same within each host of a mesh of two levels,
-    every host having the whole; gradients are then all-reduced between hosts (HYBRID_SHARD).
+    ``REPLICATE``: full on every rank; its gradient is all-reduced (DDP).
+    ``SHARD_KEEP``: sharded; gathered in the forward, kept gathered for the backward (ZeRO-2-like).
+    ``SHARD_AGAIN``: sharded; gathered in the forward, resharded, regathered in the backward (FSDP,
+    ZeRO-3).
+    ``SHARD_HOST_KEEP``, ``SHARD_HOST_AGAIN``: the same within each host of a two-dimensional mesh.
+    Every host has the full parameter; gradient shards are all-reduced between hosts
+    (HYBRID_SHARD).
     """
 
     REPLICATE = "replicate"
@@ -44,21 +46,21 @@ class Decision(str, enum.Enum):
 
     @property
     def keeps(self) -> bool:
-        """Whether what was gathered in the forward is kept for the backward."""
+        """Whether the gathered parameter is kept from the forward for the backward."""
         return self in (Decision.SHARD_KEEP, Decision.SHARD_HOST_KEEP)
 
     @property
     def again(self) -> bool:
-        """Whether what was gathered in the forward is gathered again in the backward."""
+        """Whether the parameter is regathered in the backward."""
         return self.sharded and not self.keeps
 
     @property
     def within_host(self) -> bool:
-        """Whether each host has the whole parameter, cut over its ranks."""
+        """Whether each host has the full parameter, sharded over its ranks."""
         return self in (Decision.SHARD_HOST_KEEP, Decision.SHARD_HOST_AGAIN)
 
 
-#: What people call each decision elsewhere.
+#: Names of each decision in other libraries.
 _KNOWN_AS = {
     Decision.REPLICATE: "DDP",
     Decision.SHARD_KEEP: "ZeRO-2",
@@ -67,7 +69,7 @@ _KNOWN_AS = {
     Decision.SHARD_HOST_AGAIN: "HYBRID_SHARD, HSDP: the same within each host",
 }
 
-#: What can be decided on any mesh.
+#: Decisions that are possible on any mesh.
 FLAT_DECISIONS = tuple(decision for decision in Decision if not decision.within_host)
 
 
@@ -79,7 +81,7 @@ OF_INPUT = -1
 
 
 class Split(NamedTuple):
-    """How a parameter's operators are sliced: see :class:`ParameterPlan`."""
+    """Slices of a parameter's operators: see :class:`ParameterPlan`."""
 
     name: str
     slices: int
@@ -92,16 +94,17 @@ class Split(NamedTuple):
 class ParameterPlan:
     """The decision for one parameter.
 
-    ``saved_bytes``: what the decision saves on each rank against replicating it
-    (state only: parameter, gradient and optimizer state).
-    ``reason``: why, in one line for people.
-    ``slices``: in how many its operators run, one after the other
+    ``saved_bytes``: bytes saved on each rank against replication (state only: parameter, gradient
+    and optimizer state).
+    ``reason``: one line for people.
+    ``slices``: number of slices in which its operators run, one after the other
     (``passes/split/split_operators.py``); 1: whole.
-    ``along``: the dimension that is sliced; :data:`OF_INPUT`: none of the parameter, but the rows
-    of what it is multiplied with. ``like``: the parameter whose rows are sliced as its dimension
-    ``along`` is, where one operator's slices go into the other's.
-    ``kept_slices``: so many of its slices, the first, are kept for the backward although the others
-    are gathered again.
+    ``along``: the sliced dimension of the parameter; :data:`OF_INPUT`: the rows of the operator's
+    input are sliced instead.
+    ``like``: another parameter, whose rows have the same slices as dimension ``along`` of this
+    one. The output slices of that parameter's operator are inputs of this parameter's slices.
+    ``kept_slices``: number of slices, from the first, that are kept gathered for the backward;
+    the others are regathered.
     """
 
     name: str
@@ -117,17 +120,17 @@ class ParameterPlan:
 
     @property
     def kept_share(self) -> float:
-        """How much of what is gathered in the forward is kept for the backward: 0 to 1."""
+        """Share of the gathered parameter that is kept for the backward: 0 to 1."""
         return 1.0 if self.decision.keeps else self.kept_slices / self.slices
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """What a collective is for: the parameters it serves, and whether it gathers or reduces.
+    """The purpose of a collective: its parameters, and whether it gathers or reduces.
 
-    ``leg``: which of its legs it is, where it is carried out along the dimensions of a mesh one
-    after the other (``passes/overlap/hierarchical_collectives.py``); what is carried out over all
-    ranks at once is 0.
+    ``leg``: the stage of a hierarchical collective, which runs along one mesh dimension after the
+    other (``passes/overlap/hierarchical_collectives.py``); 0: the first stage, or a flat
+    collective.
     """
 
     names: tuple[str, ...]
@@ -141,19 +144,19 @@ class Collective:
 
     @property
     def first(self) -> Collective:
-        """Its first leg."""
+        """The same collective's first stage."""
         return dataclasses.replace(self, leg=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What the simulator says of one training step on one rank.
+    """The simulator's prediction for one training step on one rank.
 
-    ``peak`` maps what is alive at the peak (``parameters``, ``gradients``,
-    ``optimizer``, ``activations``, ``gathered``, ``communication``, ``inputs``)
-    to bytes; the values add up to ``peak_bytes``.
-    ``recomputed_bytes``: of the activations that are not saved but computed again, which takes
-    ``recomputed_seconds`` of the backward.
+    ``peak``: bytes alive at the peak by kind (``parameters``, ``gradients``, ``optimizer``,
+    ``activations``, ``gathered``, ``communication``, ``inputs`` and others); the values add up to
+    ``peak_bytes``.
+    ``recomputed_bytes``: bytes of the activations that the backward recomputes instead of reading
+    saved ones. ``recomputed_seconds``: the time of this in the backward.
     """
 
     step_seconds: float
@@ -169,19 +172,19 @@ class Prediction:
 class Plan:
     """Decisions for every parameter of a model, for one world size.
 
-    ``bucket_bytes``: collectives below this travel together up to this size.
-    ``in_flight_bytes``: at most this many bytes of gathered weights wait ahead of
-    their use, and of gradients wait behind their reduction (None: no bound).
-    ``order``: by graph (``"forward"``, ``"backward"``), what the collectives are for in the
-    order they start; those for several parameters are the buckets, and those with later legs
-    run along the levels of a mesh. It is decided once, for all: ranks with other batch sizes,
-    which would each like another order, follow it (a graph it does not fit gets buckets, legs
-    and an order that no batch size enters).
-    ``ranks_of_a_host``: of the mesh of two levels that the plan was made for, if it was.
-    ``recompute``: what the forward would save for the backward and is computed again there
-    instead, by module and operator: ``blocks.0.up:addmm:0``
+    ``bucket_bytes``: smaller collectives are packed into buckets of at most this size.
+    ``in_flight_bytes``: limit on gathered weights in flight before their use, and on gradients in
+    reduction (None: no limit).
+    ``order``: the collectives of each graph (``"forward"``, ``"backward"``) in start order.
+    Collectives of several parameters are buckets. Collectives with later stages are hierarchical.
+    One order holds for all ranks, whatever their batch sizes. A graph that it does not fit gets
+    buckets, stages and an order that no batch size affects.
+    ``ranks_of_a_host``: ranks along the inner dimension of the plan's mesh; None: the ranks are
+    flat.
+    ``recompute``: keys of activations that the backward recomputes instead of the forward saving
+    them, by module and operator: ``blocks.0.up:addmm:0``
     (``passes/recompute/recompute_activations.py``).
-    ``also_save``: what the forward saves besides, for what is recomputed to begin with.
+    ``also_save``: keys of tensors that the forward saves as inputs of this recomputation.
     """
 
     parameters: tuple[ParameterPlan, ...]
@@ -233,22 +236,22 @@ class Plan:
         bucket_bytes: int = 1 << 20,
         ranks_of_a_host: int | None = None,
     ) -> Plan:
-        """One decision for all parameters; what is too small to be cut so is replicated.
+        """One decision for all parameters; parameters too small to shard are replicated.
 
-        ``parameters``: as ``model.named_parameters()`` gives them. ``decision`` and ``world_size``
-        are needed: without a default they would be missed without a list of decisions.
-        ``ranks_of_a_host``: of a mesh of two levels; needed to shard within hosts.
+        ``parameters``: the pairs of ``model.named_parameters()``. ``decision`` and ``world_size``
+        are required; they have a default so that the error can list the decisions.
+        ``ranks_of_a_host``: ranks along the inner mesh dimension; required to shard within hosts.
 
         Raises:
-            ValueError: for an unknown decision, or if something needed is not given.
-            TypeError: if ``parameters`` are none.
+            ValueError: for an unknown or missing decision, or a missing ``ranks_of_a_host``.
+            TypeError: if ``parameters`` are not named parameters, or ``world_size`` is no integer.
 
         Example::
 
             Plan.uniform(model.named_parameters(), "shard_again", world_size=8)
         """
         given = parameters if isinstance(parameters, str | Decision) else decision
-        chosen = Decision(given)  # says which there are
+        chosen = Decision(given)  # the error lists the decisions
         pairs = None if isinstance(parameters, str | Decision) else _pairs(parameters)
         if pairs is None:
             raise TypeError(f"Plan.uniform needs named parameters, not {parameters!r}. {_UNIFORM}")
@@ -288,10 +291,10 @@ class Plan:
     ) -> Plan:
         """A copy in which a parameter's operators run in slices (:class:`ParameterPlan`).
 
-        What was decided of the order of collectives, and the prediction, no longer hold.
+        The copy has no order of collectives and no prediction: both no longer hold.
 
         Raises:
-            ValueError: if the parameter cannot be split so.
+            ValueError: if the parameter cannot have these slices.
         """
         row = self[name]
         of_input = along == OF_INPUT
@@ -329,10 +332,10 @@ class Plan:
         world_size: int,
         ranks_of_a_host: int | None = None,
     ) -> str | None:
-        """The first difference between this plan and a model, in words; None if it fits.
+        """The first difference between this plan and a run, in words; None if it fits.
 
         ``parameters``: (name, shape, dtype without ``torch.``) of the model.
-        ``ranks_of_a_host``: of the run's mesh, if it has two levels.
+        ``ranks_of_a_host``: ranks along the inner dimension of the run's mesh, if it has two.
         """
         if self.world_size != world_size:
             return f"the plan is for {self.world_size} ranks, this run has {world_size}"
@@ -361,11 +364,11 @@ class Plan:
         return None
 
     def order_for(self, phase: str, graph: Iterable[Collective]) -> tuple[Collective, ...] | None:
-        """The order of a graph's collectives: of the step's, or of one of its frames' alone.
+        """The start order of a graph's collectives; the graph is a step or one of its frames.
 
-        ``graph``: the collectives of the graph, packed or not, in legs or not. A frame between
-        graph breaks keeps what the step's order says of its own parameters. None: the order does
-        not know all of them, as of a plan made by hand.
+        ``graph``: the collectives of the graph, packed or not, in stages or not. A frame between
+        graph breaks gets the part of the step's order for its own parameters. None: the order
+        lacks some of them, as in a plan made by hand.
         """
         served = _served(graph)
         own = set(served)
@@ -452,12 +455,12 @@ class Plan:
 
 
 def _served(collectives: Iterable[Collective]) -> list[tuple[bool, str]]:
-    """What is gathered and what is reduced, each parameter by itself."""
+    """All (gathers, parameter name) pairs, sorted; later stages are left out."""
     return sorted((c.gathers, name) for c in collectives if c.leg == 0 for name in c.names)
 
 
 def _pairs(parameters: Any) -> list[tuple[str, Any]] | None:
-    """Named parameters; None for something else, as a module or parameters without names."""
+    """Named parameters; None for anything else, as a module or unnamed parameters."""
     if not isinstance(parameters, Iterable):
         return None
     pairs = list(parameters)
@@ -466,9 +469,9 @@ def _pairs(parameters: Any) -> list[tuple[str, Any]] | None:
 
 
 def shardable(shape: tuple[int, ...], ranks: int) -> bool:
-    """Whether a parameter of this shape can be cut over so many ranks, along its first dimension.
+    """Whether a parameter of this shape can be sharded over ``ranks`` along its first dimension.
 
-    A scalar has none; a tensor with fewer elements than ranks is not worth a shard.
+    False for a scalar, a single row, and fewer elements than ranks.
     """
     numel = 1
     for size in shape:

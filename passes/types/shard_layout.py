@@ -1,4 +1,4 @@
-"""Cuts: which ranks share a parameter's rows, and which rows each of them has."""
+"""Shard layouts: the ranks that share a parameter's rows, and the rows of each rank."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class ShardLayout:
-    """How a parameter lies on the ranks.
+    """The placement of one parameter on the ranks.
 
-    ``ranks``: how many share its rows; 1: every rank has all.
-    ``place``: this rank's among them.
-    ``group_name``: the process group of those who share; of all ranks where nobody does.
-    ``hosts``: rows are cut for so many hosts first, and what a host gets for its ranks; 1: for
-    all ranks at once.
-    ``between``: the process group of the ranks that have the same rows, where some do and others
-    do not: a gradient's parts are added up over it; "" where there is none.
-    ``copies``: how many those are.
+    ``ranks``: ranks that share its rows; 1: every rank has all rows.
+    ``place``: this rank's index among them.
+    ``group_name``: the process group of these ranks; of all ranks for a replicated parameter.
+    ``hosts``: rows are divided among this many hosts first, then among the ranks of each host;
+    1: among all ranks at once.
+    ``between``: the process group of the ranks with the same rows, for a parameter sharded within
+    hosts; gradient shards are summed over it. "" for every other parameter.
+    ``copies``: ranks in the group ``between``, or 1.
     """
 
     ranks: int
@@ -28,17 +28,17 @@ class ShardLayout:
 
     @property
     def marks(self) -> tuple[str | int, ...]:
-        """What the markers' last arguments say of it (``passes/ops/markers.py``)."""
+        """The last arguments of the markers (``passes/ops/markers.py``)."""
         if not self.between and self.hosts == 1:
             return (self.group_name,)
         return self.group_name, self.between, self.hosts
 
     def most_rows(self, total: int) -> int:
-        """How many of so many rows the rank has that has most: the first."""
+        """Rows of the largest shard, on the first rank; ``total``: rows of the parameter."""
         return -(-total // self.ranks)
 
     def rows(self, total: int) -> tuple[int, int]:
-        """First and last (exclusive) of this rank's rows; ``total``: of the whole parameter."""
+        """First and last (exclusive) row of this rank; ``total``: rows of the parameter."""
         each = self.ranks // self.hosts
         first, last = _part(total, self.hosts, self.place // each)
         start, stop = _part(last - first, each, self.place % each)
@@ -46,6 +46,6 @@ class ShardLayout:
 
 
 def _part(total: int, parts: int, index: int) -> tuple[int, int]:
-    """First and last of one part of rows, as ``torch.chunk`` cuts them."""
+    """First and last (exclusive) row of one part, with the boundaries of ``torch.chunk``."""
     each = -(-total // parts)
     return min(index * each, total), min((index + 1) * each, total)

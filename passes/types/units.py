@@ -1,4 +1,4 @@
-"""Bytes and seconds as people write and read them."""
+"""Parse and format bytes and seconds for people."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _UNITS = {
     "TIB": 2**40,
 }
 _BINARY = ("KiB", "MiB", "GiB", "TiB")
-#: A limit with more significant digits was not given in that unit.
+#: A limit with more significant digits in a unit was not given in that unit.
 _ROUND_DIGITS = 5
-#: A limit below these, without a unit, is asked about. No step is planned within so little.
+#: A smaller limit without a unit is an error. No step fits into so few bytes.
 _LEAST_BARE_TEXT, _LEAST_BARE_NUMBER = 1 << 20, 1 << 16
-#: From here on a forgotten unit was rather MiB than GiB.
+#: From this number on, the error suggests MiB instead of GiB.
 _LEAST_OF_MEBIBYTES = 256
 _TEXT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
 
@@ -58,7 +58,7 @@ def parse_bytes(value: int | str) -> int:
 
 
 def parse_limit(value: int | str) -> int:
-    """A memory limit in bytes, as :func:`parse_bytes`; it refuses one whose unit was forgotten.
+    """A memory limit in bytes, as :func:`parse_bytes`; a forgotten unit is an error.
 
     Raises:
         ValueError: for a malformed size, and for a number without a unit that is implausibly
@@ -86,7 +86,7 @@ def parse_limit(value: int | str) -> int:
 def format_bytes(size_bytes: float, decimal: bool = False, round_up: bool = False) -> str:
     """Bytes for people, in powers of 1024, or of 1000 if ``decimal``.
 
-    ``round_up``: for a least size, so that the text read back is enough.
+    ``round_up``: never print less than the size. So a printed least limit is sufficient.
 
     >>> format_bytes(1342177280)
     '1.25 GiB'
@@ -109,7 +109,7 @@ def format_bytes(size_bytes: float, decimal: bool = False, round_up: bool = Fals
 
 
 def is_decimal(limit_bytes: int) -> bool:
-    """Whether a limit was most likely given in powers of 1000: it is a rounder number there.
+    """Whether a limit was probably given in powers of 1000: it has fewer digits there.
 
     >>> is_decimal(4_000_000_000), is_decimal(8 << 30), is_decimal(123_456_789)
     (True, False, False)
@@ -119,7 +119,7 @@ def is_decimal(limit_bytes: int) -> bool:
 
 
 def format_limit(limit_bytes: int) -> str:
-    """A limit in the unit in which it was given, as far as the number shows it.
+    """A limit in the unit in which the user probably gave it.
 
     >>> format_limit(4_000_000_000), format_limit(8 << 30), format_limit(3 << 29)
     ('4 GB', '8 GiB', '1.5 GiB')
@@ -138,7 +138,7 @@ def format_limit(limit_bytes: int) -> str:
 
 
 def _digits(size_bytes: int, step: int) -> str:
-    """The significant digits of a size in the largest unit that is below it."""
+    """Significant digits of a size in the largest unit that does not exceed it."""
     size = fractions.Fraction(size_bytes)
     while size >= step:
         size /= step

@@ -29,7 +29,7 @@ CONFIG = GPTConfig(vocab=256, layers=2, width=192, heads=4, context=64)
 LARGEST_BYTES = 4 * CONFIG.width * 4 * CONFIG.width
 #: So low that not all can be replicated, and high enough that nothing is recomputed.
 LIMIT_BYTES = 16 << 20
-#: What measured peaks may be of predicted ones: above as for messages (README, "Limits"), and
+#: What measured peaks may be of predicted ones: above as for messages (docs/limits.md), and
 #: below less tight, for gloo frees its copies when its thread is given a core. On a busy machine
 #: that may always be before the predicted peak; the next highest one is 1.2 % lower.
 ABOVE, BELOW = 1.003, 0.98

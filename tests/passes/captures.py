@@ -1,4 +1,4 @@
-"""Captured training steps of small models, as the first call makes them, without ranks."""
+"""Captured training steps of small models, made as in the first call, without ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.passes import graphs
 def context_of(
     model: nn.Module, world_size: int, hardware: Hardware | None = None, **changes: Any
 ) -> Context:
-    """To plan a model's step in: no limit, Adam."""
+    """A context to plan a model's step: no limit, Adam."""
     return Context(
         plan=Plan((), world_size=world_size),
         hardware=hardware or graphs.hardware(),
@@ -44,7 +44,7 @@ def capture_step(
     hardware: Hardware | None = None,
     **changes: Any,
 ) -> tuple[Captured, Context]:
-    """The step of a model on a batch, and a context to plan it in: no limit, Adam."""
+    """A model's captured step on a batch, and a context to plan it: no limit, Adam."""
     names = {id(p): name for name, p in model.named_parameters()}
     ctx = context_of(model, world_size, hardware, **changes)
     found: list[Captured] = []

@@ -1,4 +1,4 @@
-"""How many examples hypothesis tries, and how."""
+"""Settings of hypothesis: the number of examples, and the phases."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from hypothesis import Phase, settings
 
 
 def examples(count: int) -> settings:
-    """``@examples(40)``: the same ones every run, with no limit of time for one.
+    """``@examples(40)``: 40 examples, the same in every run, without a deadline.
 
-    Only generated: shrinking a failure runs torch for minutes, and the phase that explains it
-    traces every line of torch. What fails is printed as it was found, and is small already.
+    Two phases are left out. Shrinking a failure runs torch for minutes. The phase that explains
+    a failure traces every line of torch. The examples are small without shrinking.
     """
     return settings(
         max_examples=count, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate]

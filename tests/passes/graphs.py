@@ -1,4 +1,4 @@
-"""Small FX graphs by hand, with fake values, and contexts to run passes on them."""
+"""Small FX graphs made by hand, with fake values, and contexts to run passes on them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from passes.types.context import Context, MeshDim, Parameter
 from passes.types.hardware import Hardware, LinkRate
 from passes.types.plan import Decision, ParameterPlan, Plan
 
-#: A process group that exists nowhere: no pass may look it up.
+#: A process group that does not exist: no pass may look it up.
 GROUP = "no-such-group"
-#: Those of a mesh of two levels.
+#: Process groups of a mesh of two dimensions, which do not exist either.
 OUTER, INNER = "no-such-group-between-hosts", "no-such-group-within-a-host"
 
 
 class GraphBuilder:
-    """Appends nodes to a graph; each gets its ``meta["val"]``."""
+    """Append nodes to a graph; each gets its ``meta["val"]``."""
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
@@ -47,7 +47,7 @@ class GraphBuilder:
     def parameter(
         self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32
     ) -> fx.Node:
-        """A parameter's (or shard's) placeholder; its memory is not the graph's."""
+        """A placeholder of a parameter or a shard; the graph does not allocate its memory."""
         return self.input(name, shape, dtype, **{STATIC: True, "parameter": name})
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
@@ -61,9 +61,9 @@ class GraphBuilder:
 
 
 def hardware(**changes: Any) -> Hardware:
-    """Round numbers: a FLOP and a byte of memory take a nanosecond, a byte of network ten.
+    """A profile of round numbers: 1 ns for a FLOP or a byte of memory, 10 ns for a network byte.
 
-    A collective begins after a microsecond; kernels launch for free; no rounding of sizes.
+    A collective has a latency of 1 us. A kernel launch takes no time. Sizes are not rounded.
     """
     rate = LinkRate(latency_seconds=1e-6, seconds_per_byte=1e-8)
     kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
@@ -79,12 +79,12 @@ def hardware(**changes: Any) -> Hardware:
 
 
 def two_levels(hosts: int, world_size: int) -> tuple[MeshDim, MeshDim]:
-    """The levels of a mesh of hosts with as many ranks each."""
+    """The mesh dimensions of hosts with equal numbers of ranks."""
     return MeshDim("host", hosts, OUTER), MeshDim("gpu", world_size // hosts, INNER)
 
 
 def with_levels(given: Hardware, outer: LinkRate, inner: LinkRate) -> Hardware:
-    """The profile with one rate for all collectives between hosts, and one within a host."""
+    """A profile with one rate for all collectives between hosts, and one within a host."""
     dimensions = {
         name: dict.fromkeys(given.collectives, rate)
         for name, rate in (("host", outer), ("gpu", inner))
@@ -98,7 +98,7 @@ def parameter(
     dtype: torch.dtype = torch.float32,
     requires_grad: bool = True,
 ) -> Parameter:
-    """A parameter with Adam's state: two numbers for each of its own."""
+    """A parameter with Adam's state: two elements for each element of the parameter."""
     numel = 1
     for size in shape:
         numel *= size
@@ -141,7 +141,7 @@ def context(
     in_flight_bytes: int | None = None,
     **changes: Any,
 ) -> Context:
-    """A context on round hardware; no buckets unless asked for."""
+    """A context with the profile of :func:`hardware`; without buckets by default."""
     plan = plan_of(
         parameters,
         decisions,
@@ -169,7 +169,7 @@ def local_shape(shape: Sequence[int], world_size: int, rank: int, hosts: int = 1
 def local_rows(rows: int, world_size: int, rank: int, hosts: int = 1) -> tuple[int, int]:
     """First and last (exclusive) row of a rank's shard.
 
-    ``hosts``: for so many they are cut first, as a DTensor on a mesh of hosts and their ranks is.
+    ``hosts``: rows are divided among hosts first, as by a DTensor on a mesh of hosts and ranks.
     """
     spans = [(0, rows)]
     for parts in (hosts, world_size // hosts):
@@ -189,7 +189,7 @@ def price(
     wake_seconds: float = 0.0,
     in_function: bool = False,
 ) -> fx.Node:
-    """Give a node a cost by hand, as ``annotate`` would."""
+    """Set a node's cost by hand, in the form that ``annotate`` sets."""
     node.meta[COST] = Cost(
         memory_bytes=memory_bytes,
         seconds=seconds,

@@ -1,14 +1,14 @@
-"""Run the graphs of N ranks in one process: real tensors, no process group, no threads.
+"""Interpreter for the graphs of N ranks in one process: real tensors, no process group, no threads.
 
-Each rank's graph is walked by a generator that stops at every collective (or marker) until
-all ranks stand at one; then the data is exchanged and all go on. So what ranks must agree
-on shows as an error at once, where real ranks would hang: which collective comes next, on
-what shape, with which splits, for which parameters.
+A generator runs each rank's graph and stops at every collective (or marker). When all ranks have
+stopped, the interpreter exchanges the data and all ranks continue. Ranks must agree on the next
+collective, its shape, its splits and its parameters. A difference is an error at once; real ranks
+would hang.
 
-A collective runs within its process group: of all ranks, unless ``groups`` says who is together.
+A collective runs in its process group: all ranks, unless ``groups`` gives other members.
 
-The time between a collective's start and its wait is treated as badly as a network may:
-the output holds garbage until the wait, and the input must not change before it.
+Between a collective's start and its wait the interpreter assumes the worst of a network: the
+output holds garbage until the wait, and the input must not change before it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from tests.passes.graphs import local_rows
 
 
 class RanksError(AssertionError):
-    """The ranks' graphs could not have run together, or one misused a collective."""
+    """The ranks' graphs cannot run together, or a graph misuses a collective."""
 
 
 @dataclasses.dataclass
 class _Request:
-    """What a rank brings to a collective."""
+    """A rank's call of a collective: node, operator, input tensor, other arguments."""
 
     node: fx.Node
     target: Any
@@ -49,7 +49,7 @@ class _Request:
     rest: tuple[Any, ...]
 
     def must_agree(self) -> tuple[Any, ...]:
-        """What has to be the same on all ranks."""
+        """The values that must be equal on all ranks."""
         purpose = self.node.meta.get(COLLECTIVE)
         if self.target is REDUCE_GRAD:
             rest, shape = self.rest[1:], tuple(self.tensor.shape)  # [0] is the rank's own shard
@@ -61,12 +61,12 @@ class _Request:
 
     @property
     def group(self) -> str:
-        """The process group it runs on; of a marker, that of the ranks which share the rows."""
+        """The process group; for a marker, the group of the ranks that share the rows."""
         return str(self.rest[3] if self.target in (UNSHARD, REDUCE_GRAD) else self.rest[-1])
 
     @property
     def hosts(self) -> int:
-        """Of a marker: for how many hosts rows are cut first."""
+        """For a marker: the number of hosts that the rows are divided among first."""
         return self.rest[5] if len(self.rest) > 5 else 1
 
 
@@ -82,9 +82,9 @@ def run_ranks(
     inputs: Sequence[Sequence[Any]],
     groups: Mapping[str, Sequence[Sequence[int]]] | None = None,
 ) -> list[tuple[Any, ...]]:
-    """Each rank's outputs.
+    """Run the graphs; the outputs by rank.
 
-    ``groups``: by the name of a process group, which ranks are together in one of that name.
+    ``groups``: by the name of a process group, the ranks of each group of that name.
 
     Raises:
         RanksError: if the ranks disagree, a value contradicts its ``meta["val"]``, an input of
@@ -169,12 +169,12 @@ def _compare_with_meta(node: fx.Node, value: Any) -> None:
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:
-    """In the order of the ranks, so that the same sum gives the same bits."""
+    """The sum in the order of the ranks: equal inputs give equal bits."""
     return functools.reduce(torch.add, tensors)
 
 
 def _exchange(requests: Sequence[_Request], of_all: Sequence[_Request]) -> Sequence[Tensor]:
-    """What the ranks of one group get; ``of_all``: what those of all groups bring."""
+    """The results of the ranks of one group; ``of_all``: the requests of all groups."""
     target, world_size = requests[0].target, len(requests)
     tensors = [request.tensor for request in requests]
     if target is UNSHARD:

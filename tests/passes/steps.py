@@ -1,8 +1,8 @@
-"""Training steps in miniature: graphs with markers, for any rank, and real values to run them on.
+"""Small training steps: graphs with markers for any rank, their input values, and strategies.
 
-A step reads its parameters in order, then makes a gradient for each that is trained, in
-reverse, as a forward and a backward would. It is small arithmetic, but everything depends
-on everything before it, on the rank's own batch, and on every gathered value.
+A step reads its parameters in order, then makes a gradient for each trained parameter in reverse
+order, as a forward and a backward do. Each value depends on all values before it, on the rank's
+own batch, and on every gathered weight.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ aten = torch.ops.aten
 class Weight:
     """A parameter of a step.
 
-    ``returned``: the gathered weight is an output too, as one kept for the backward is.
-    ``transposed``: its gradient comes with strides that no collective takes.
+    ``returned``: the gathered weight is an output too, as a weight kept gathered is.
+    ``transposed``: its gradient has strides that no collective accepts.
     """
 
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class Weight:
     transposed: bool = False
 
 
-#: Weights of several shapes and dtypes, by all decisions; what a test adds comes after them.
+#: Weights of several shapes and dtypes, with all flat decisions; tests append their own weights.
 SEVERAL = (
     Weight((12, 3)),
     Weight((5, 2), decision=Decision.SHARD_KEEP, returned=True),
@@ -59,10 +59,11 @@ SEVERAL = (
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """``batch_rows``: rows of each rank's batch, which need not agree (default: 4).
+    """A small training step, its plan and its ranks.
 
-    ``again``: what is decided so is gathered a second time for its gradient.
-    ``hosts``: with more than one, the ranks are a mesh of two levels.
+    ``batch_rows``: rows of each rank's batch; they may differ between ranks (default: 4).
+    ``again``: the backward regathers the weights whose decision says so.
+    ``hosts``: with more than one, the ranks are a mesh of two dimensions.
     """
 
     weights: tuple[Weight, ...]
@@ -101,7 +102,7 @@ class Step:
         )
 
     def groups(self) -> dict[str, list[list[int]]]:
-        """The ranks that are together in each level's process groups."""
+        """The ranks of the process groups along each mesh dimension."""
         each = self.world_size // self.hosts
         hosts = [list(range(h * each, (h + 1) * each)) for h in range(self.hosts)]
         return {
@@ -162,7 +163,7 @@ class Step:
         return graphs.local_shape(weight.shape, *self.sharing(weight, rank))
 
     def sharing(self, weight: Weight, rank: int) -> tuple[int, int, int]:
-        """Over how many ranks a weight is cut, the rank's place among them, for how many hosts."""
+        """Number of ranks that shard a weight, the rank's place among them, number of hosts."""
         each = self.world_size // self.hosts
         if weight.decision.within_host:
             return each, rank % each, 1
@@ -170,7 +171,7 @@ class Step:
         return self.world_size, rank, self.hosts if within_hosts else 1
 
     def values(self) -> list[list[Tensor]]:
-        """Each rank's inputs: its shards of weights that are the same everywhere, its own batch."""
+        """Each rank's inputs: its shards of weights that all ranks share, and its own batch."""
         generator = torch.Generator().manual_seed(7)
         wholes = [
             torch.randn(weight.shape, generator=generator).to(weight.dtype)
@@ -211,16 +212,16 @@ LOWERING = (shard, bucket, levels, annotate, reorder)
 
 
 def assert_close(found: Sequence[Any], wanted: Sequence[Any]) -> None:
-    """Equal up to the rounding of a sum over ranks in the tensors' own precision."""
+    """Assert equality up to the rounding of a sum over ranks in the tensors' precision."""
     for one, other in zip(found, wanted, strict=True):
         coarse = isinstance(one, Tensor) and one.dtype is torch.bfloat16
-        # Four terms of up to about two, each with eight bits; a wrong element is off by one.
+        # Four terms up to about two, with eight bits each; a wrong element differs by about one.
         tolerance = {"rtol": 0.02, "atol": 0.06} if coarse else {}
         torch.testing.assert_close(one, other, **tolerance)
 
 
 def assert_same_bits(found: Sequence[Any], wanted: Sequence[Any]) -> None:
-    """Equal to the last bit: for passes that only move data."""
+    """Assert bitwise equality: for passes that only move data."""
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
