@@ -39,9 +39,6 @@ _GRACE_SECONDS = 5.0
 _STACK_SECONDS = 20.0
 #: Time for the start, on a busy machine with few cores.
 _START_SECONDS = 180.0
-#: Allocated objects between two runs of Python's garbage collector. With Python's default of 700
-#: the collector slows compilation.
-_GARBAGE = 20_000
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -213,7 +210,6 @@ def _rank_main(
     faulthandler.enable(log)
     faulthandler.register(signal.SIGUSR1, log, all_threads=False)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    gc.set_threshold(_GARBAGE)
     short_searches().__enter__()  # until the process ends
     try:
         import torch

@@ -61,7 +61,7 @@ def _library() -> ctypes.CDLL:
     # Inductor's libraries are not linked with c10. torch has loaded it without global symbols.
     c10 = next((Path(torch.__file__).parent / "lib").glob("libc10.*"))
     ctypes.CDLL(str(c10), mode=ctypes.RTLD_GLOBAL)
-    source = resources.files("osdp_compile").joinpath(_SOURCE).read_text()
+    source = resources.files("osdp_compile.reports").joinpath(_SOURCE).read_text()
     library = _torch.compiled_library(source)
     library.osdp_was_counted.restype = ctypes.c_bool
     return library
