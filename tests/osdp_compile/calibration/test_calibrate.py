@@ -259,7 +259,7 @@ def calibrate_at_leisure(rank, world_size):
         progress=lambda what, done: said.append((what, done)),
     )
     took = time.process_time() - start  # its own, however busy the machine is
-    samples = {kind: len(link.samples) for kind, link in found.collective_times[""].items()}
+    samples = {kind: len(link.samples) for kind, link in found.links[""].items()}
     return found.hardware.to_dict(), samples, said, took
 
 
@@ -298,7 +298,7 @@ def test_every_dimension_of_a_mesh_has_its_own_rates(four_ranks):
 
 def test_one_process_has_no_collectives():
     found = calibrate(None, torch.device("cpu"), seconds=0.2, scratch_bytes=1 << 23)
-    assert found.collective_times == {} == found.hardware.collectives
+    assert found.links == {} == found.hardware.collectives
     assert found.hardware.collective_seconds("all_gather", 1 << 20, 1) == 0.0
     assert found.hardware.busy_seconds("all_gather", 1 << 20, 1) == 0.0
 
