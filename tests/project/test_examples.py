@@ -39,7 +39,7 @@ def torchrun(folder: Path, cache: Path, ranks: int, script: str, *arguments: str
     command += [f"--nproc-per-node={ranks}", str(EXAMPLES / script), *arguments]
     given = environment(folder, cache)
     done = subprocess.run(
-        command, cwd=folder, env=given, capture_output=True, text=True, timeout=400
+        command, cwd=folder, env=given, capture_output=True, text=True, timeout=550
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout + done.stderr

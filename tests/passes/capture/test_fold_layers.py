@@ -16,7 +16,7 @@ from passes.overlap.bucket_collectives import bucket_bytes_for
 from passes.pipeline import default_passes
 from passes.plan.evaluator import PlanEvaluator
 from passes.plan.planner import Infeasible, make_plan
-from passes.plan.predict import Step, predict
+from passes.plan.predict import LoweredStep, predict
 from passes.types.context import Context
 from passes.types.hardware import Hardware, LinkRate
 from passes.types.plan import Decision, Plan
@@ -94,7 +94,7 @@ def by_layers(by_layer: list[str], ctx: Context) -> Plan:
     return plan_of(ctx.parameters, decisions, ctx.world_size, bucket_bytes=bucket_bytes_for(ctx))
 
 
-def both(plan: Plan, ctx: Context) -> tuple[Step, Step]:
+def both(plan: Plan, ctx: Context) -> tuple[LoweredStep, LoweredStep]:
     """The whole step's prediction and the folded one's."""
     ctx = ctx.replace(deciding=True)
     return predict(captured()[0], plan, ctx, PASSES), predict(folded(), plan, ctx, PASSES)
