@@ -90,9 +90,9 @@ def each_by_itself(
     higher limits. A thorough search evaluates its limit grid once for all limits.
     """
     if search == "thorough":
-        ladder = step.monotone_search(ranks, hardware, say)
-        most, least = predicted(ladder.free).peak_bytes, ladder.least.peak_bytes
-        return [(limit, ladder.plan(limit)) for limit in _spaced(least, most, points)]
+        searched = step.monotone_search(ranks, hardware, say)
+        most, least = predicted(searched.free).peak_bytes, searched.least.peak_bytes
+        return [(limit, searched.plan(limit)) for limit in _spaced(least, most, points)]
     started = time.perf_counter()
     say("without a limit, and the least limit")
     free = step.plan(ranks, hardware)

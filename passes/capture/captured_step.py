@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from passes.graph.fx_utils import copy_module, empty_value, fake_mode_of, is_cast, output_node
-from passes.graph.metadata import INPUT, PARAMETER, SAVED, SAVES, STATIC
+from passes.graph.metadata import GATHERED, INPUT, PARAMETER, SAVED, SAVES, STATIC
 from passes.ops.markers import REDUCE_GRAD, UNSHARD
 from passes.recompute.recompute_activations import recompute
 from passes.simulate.lent import mark_lent
@@ -213,8 +213,9 @@ def _save(forward: fx.GraphModule, backward: fx.GraphModule, kept: Mapping[str, 
         last = list(backward.graph.find_nodes(op="placeholder"))[-1]
         with backward.graph.inserting_after(last):
             saved = backward.graph.placeholder(f"kept_{len(extra)}")
-        saved.meta.update(val=node.meta["val"], saved=True, gathered=name)
-        saved.meta[SAVES] = kept[name].name
+        saved.meta.update(
+            {"val": node.meta["val"], SAVED: True, GATHERED: name, SAVES: kept[name].name}
+        )
         node.replace_all_uses_with(saved)
         backward.graph.erase_node(node)
         extra.append(kept[name])

@@ -353,7 +353,7 @@ def put_in(laid: Captured, folded: Folded, plan: Plan, ctx: Context) -> None:
         ends = _held(forward, ends, size_bytes)
         with backward.inserting_after(last):
             last = backward.placeholder(f"left_out_{kind}")
-        last.meta.update(val=ends.meta["val"], saved=True)
+        last.meta.update({"val": ends.meta["val"], SAVED: True})
         inputs.append(last)
         if kind == "gathered":
             for node in (ends, last):
