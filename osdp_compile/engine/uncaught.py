@@ -23,7 +23,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-import osdp_compile
 import passes
 from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
@@ -33,7 +32,7 @@ _PATIENCE_SECONDS = 2.0
 #: Code that is not the user's.
 _NOT_THE_USERS = tuple(
     str(Path(file).parent) + os.sep
-    for file in (torch.__file__, osdp_compile.__file__, passes.__file__)
+    for file in (torch.__file__, _torch.__file__, passes.__file__)
     if file is not None
 )
 
