@@ -6,7 +6,7 @@ No other file in ``passes/`` imports from ``torch._*``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -17,6 +17,9 @@ from torch._functorch._aot_autograd.descriptors import (  # noqa: F401
     GradAOTOutput,
     InputMutationAOTOutput,
 )
+
+# 2.13.0, 2.15.0: thresholds of `StorageBox.should_realize_on_reuse`.
+from torch._inductor import config as _inductor_settings
 
 # 2.11.0, 2.13.0, 2.15.0: the partitioner's wrappers that run a random operator twice with the
 # same generator state.
@@ -34,6 +37,19 @@ from torch.fx.graph_module import GraphModule  # noqa: F401
 
 # 2.11.0, 2.13.0: the policy tags that the partitioner obeys (node.meta["recompute"]).
 from torch.utils.checkpoint import CheckpointPolicy  # noqa: F401
+
+
+class RealizeThresholds(NamedTuple):
+    """Inductor realizes a pointwise result above one of these counts.
+
+    ``reads``: buffers that a result with several users reads; ``accumulated_reads``: the same of
+    any result. ``operators``: operators that compute a result, loads included.
+    """
+
+    reads: int
+    accumulated_reads: int
+    operators: int
+
 
 RUN_AND_SAVE_RNG_STATE = run_and_save_rng_state
 RUN_WITH_RNG_STATE = run_with_rng_state
@@ -84,3 +100,17 @@ def called(
     graph._find_nodes_lookup_table.insert(node)
     graph._len += 1
     return node
+
+
+def realize_thresholds(device_type: str) -> RealizeThresholds:
+    """The thresholds of Inductor's settings for a device type."""
+    settings = _inductor_settings
+    on_cpu = device_type == "cpu"
+    reads, operators = settings.realize_acc_reads_threshold, settings.realize_opcount_threshold
+    if reads is None:
+        names = "realize_cpu_acc_reads_threshold", "_realize_acc_reads_threshold_default"
+        reads = getattr(settings, names[not on_cpu])
+    if operators is None:
+        names = "realize_cpu_opcount_threshold", "_realize_opcount_threshold_default"
+        operators = getattr(settings, names[not on_cpu])
+    return RealizeThresholds(settings.realize_reads_threshold, reads, operators)

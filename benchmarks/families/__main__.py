@@ -17,14 +17,14 @@ from benchmarks.families.catalogue import FAMILIES, find_family, is_installed
 from benchmarks.families.records import Record
 from benchmarks.families.runner import WAYS, Sweep, share_of
 from benchmarks.families.trial import Family
-from benchmarks.families.verdict import last_line, summary
+from benchmarks.families.verdict import counted, last_line
 
 _DOCUMENT = Path(__file__).resolve().parent.parent.parent / "docs" / "families.md"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
-    families = [find_family(name) for name in given.only] or [
+    families = [find_family(name) for name in given.family] or [
         f for f in FAMILIES if given.package in (None, f.package)
     ]
     if given.list:
@@ -60,7 +60,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--only", action="append", default=[], metavar="NAME", help="this family; may be repeated")
+    # Not "--only": Inductor reads an option of this name, and writes its value into its code.
+    add("--family", action="append", default=[], metavar="NAME", help="this one; may be repeated")
     add("--package", help="families of this package, as transformers or 'by hand'")
     add("--jobs", type=int, default=1, help="families at a time, each with two processes")
     add("--ways", default=",".join(WAYS), help="ways to train, for a first look (default: all)")
@@ -99,10 +100,10 @@ def _print(runs: dict[tuple[str, str], Record], families: Sequence[Family]) -> N
     names = {family.name for family in families}
     verdicts = [verdict for verdict in table.judged(runs) if verdict.family.name in names]
     shown = Table(*table.HEADER)
-    for row in table.rows(verdicts):
+    for row in table.rows(verdicts, runs):
         shown.add_row(*row)
     Console().print(shown)
-    print(f"{len(verdicts)} families: {summary(verdicts)}")
+    print(f"{len(verdicts)} families: {counted([verdict.kind for verdict in verdicts])}")
 
 
 if __name__ == "__main__":

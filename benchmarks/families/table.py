@@ -1,8 +1,13 @@
-"""The table of families, for a terminal and for docs/families.md."""
+"""The table of families, for a terminal and for docs/families.md.
+
+A sweep takes hours. A row of the document stays until its family has run again, so that the table
+grows over several sweeps; each row names the commit that it was run at.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,8 +18,8 @@ from benchmarks.families.verdict import (
     LOW_PRECISION_TOLERANCE,
     TOLERANCE,
     Verdict,
+    counted,
     judge,
-    summary,
 )
 
 _HEAD = """# Families of models
@@ -62,7 +67,9 @@ def judged(runs: Mapping[tuple[str, str], Record]) -> list[Verdict]:
     return found
 
 
-def rows(verdicts: Sequence[Verdict]) -> list[tuple[str, ...]]:
+def rows(
+    verdicts: Sequence[Verdict], runs: Mapping[tuple[str, str], Record]
+) -> list[tuple[str, ...]]:
     """Cells as text."""
     return [
         (
@@ -74,19 +81,33 @@ def rows(verdicts: Sequence[Verdict]) -> list[tuple[str, ...]]:
             "" if math.isnan(verdict.peak_of_limit) else f"{verdict.peak_of_limit:.2f}",
             ", ".join(f"{count} {kind}" for kind, count in verdict.decisions.items()),
             verdict.reason,
+            _revisions(verdict, runs),
         )
         for verdict in verdicts
     ]
 
 
-HEADER = ("family", "package", "", "parameters", "difference", "peak", "plan", "reason")
+def _revisions(verdict: Verdict, runs: Mapping[tuple[str, str], Record]) -> str:
+    """The commits at which osdp ran the family."""
+    own = (runs.get((verdict.family.name, way)) for way in ("osdp", "limit"))
+    return ", ".join(sorted({record.revision for record in own if record is not None}))
+
+
+HEADER = ("family", "package", "", "parameters", "difference", "peak", "plan", "reason", "commit")
+#: Place of the kind in a row.
+_KIND = 2
 
 
 def write(path: Path, runs: Mapping[tuple[str, str], Record]) -> None:
-    """Write the document."""
-    verdicts = judged(runs)
+    """Write the document; rows of families without a complete run here stay as they are."""
+    known = _known(path)
+    found = {row[0]: row for row in rows(judged(runs), runs)}
+    complete = {name: row for name, row in found.items() if row[_KIND] != "not run"}
+    shown = {**found, **known, **complete}
+    ordered = [shown[family.name] for family in FAMILIES if family.name in shown]
+    kinds = counted([row[_KIND] for row in ordered])
     head = _HEAD.format(
-        summary=f"{len(verdicts)} families: {summary(verdicts)}{_missing(verdicts)}",
+        summary=f"{len(ordered)} families: {kinds}{_missing(len(ordered))}",
         steps=STEPS,
         tolerance=TOLERANCE,
         low=LOW_PRECISION_TOLERANCE,
@@ -94,23 +115,35 @@ def write(path: Path, runs: Mapping[tuple[str, str], Record]) -> None:
         versions=_versions(runs),
     )
     lines = ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
-    for row in rows(verdicts):
+    for row in ordered:
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
     path.write_text(head + "\n".join(lines) + "\n")
 
 
-def _missing(verdicts: Sequence[Verdict]) -> str:
+def _known(path: Path) -> dict[str, tuple[str, ...]]:
+    """The document's rows by family, before it is written again."""
+    if not path.exists():
+        return {}
+    lines = [line for line in path.read_text().splitlines() if line.startswith("| ")]
+    found = {}
+    for line in lines[1:]:
+        cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        cells += [""] * (len(HEADER) - len(cells))
+        found[cells[0]] = tuple(cells)
+    return found
+
+
+def _missing(shown: int) -> str:
     """How many families have no row."""
-    missing = len(FAMILIES) - len(verdicts)
+    missing = len(FAMILIES) - shown
     return f"; {missing} more of the catalogue have not run yet" if missing else ""
 
 
 def _versions(runs: Mapping[tuple[str, str], Record]) -> str:
-    """Versions of all runs; more than one of a package means that the sweep was mixed."""
+    """Versions of the packages in the latest runs; several of one mean that the sweep was mixed."""
     found: dict[str, set[str]] = {}
     for record in runs.values():
         for package, version in record.versions.items():
             found.setdefault(package, set()).add(version)
-        found.setdefault("osdp_compile at", set()).add(record.revision)
     named = [f"{package} {' and '.join(sorted(seen))}" for package, seen in found.items()]
-    return "Versions: " + ", ".join(named) + "."
+    return "Versions of the latest runs: " + ", ".join(named) + "."

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from benchmarks.families.records import Record
 from benchmarks.families.trial import Family
@@ -125,7 +125,6 @@ def last_line(error: str) -> str:
     return (shown or lines or [""])[-1][:300]
 
 
-def summary(verdicts: Any) -> str:
-    """Counts by kind."""
-    kinds = [verdict.kind for verdict in verdicts]
+def counted(kinds: Sequence[str]) -> str:
+    """Counts by kind, as text."""
     return ", ".join(f"{kinds.count(kind)} {kind}" for kind in get_args(Kind))

@@ -18,6 +18,7 @@ from osdp_compile.reports.cpu_memory import leaves_out
 from osdp_compile.reports.memory_plot import draw_memory
 from osdp_compile.reports.plan_table import plain_text
 from osdp_compile.tracking.session import Session, base_parts, session_for
+from passes.annotate.training_state import more_earlier_gradients
 from passes.simulate.chrome_trace import StepTimeline, optimizer_timeline
 from passes.simulate.timeline import Buffer, Event, Timeline
 from passes.types.context import Phase
@@ -199,6 +200,8 @@ def _step_timeline(session: Session) -> StepTimeline:
         backward = graph.timelines[Phase.BACKWARD]
         phases.append(backward.beside({_SAVED: sum(saved_bytes), "gradients": gradient_bytes}))
         gradient_bytes += backward.kept_bytes
+    more = more_earlier_gradients(session.context, session.plan, gradient_bytes)
+    phases = [phase.beside(more) for phase in phases]
     base = base_parts(session)
     phases.append(optimizer_timeline(session.context, session.plan, base, gradient_bytes))
     return StepTimeline(tuple(phases), session.plan.world_size)

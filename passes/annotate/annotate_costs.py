@@ -150,7 +150,7 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     dataflow = Dataflow(gm.graph)
     gm.meta[DATAFLOW] = dataflow
     region = regions(dataflow)
-    real = materialized(dataflow, region)
+    real = materialized(dataflow, region, ctx.hardware.device_type)
     align = ctx.hardware.allocator_alignment_bytes
     launch_seconds = ctx.hardware.launch_seconds
     rate = ctx.hardware.memory_bytes_per_second

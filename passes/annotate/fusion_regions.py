@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from networkx.utils import UnionFind
 
+from passes.annotate.realized import read_elsewhere
 from passes.graph.dataflow import Dataflow
 
 #: The region number of a node outside all regions.
@@ -67,20 +68,24 @@ def regions(dataflow: Dataflow) -> list[int]:
     ]
 
 
-def materialized(dataflow: Dataflow, region: list[int]) -> list[bool]:
+def materialized(dataflow: Dataflow, region: list[int], device_type: str = "cpu") -> list[bool]:
     """Whether each node's output is a buffer in memory, in graph order.
 
-    True for every node outside regions that is no view, and for a node in a region if the graph
-    returns it or a node outside the region reads it.
+    True for every node outside regions that is no view. True for a node in a region if the graph
+    returns it, if a node outside the region reads it, or if Inductor realizes it for a loop of
+    another size (``passes/annotate/realized.py``).
     """
     returned = dataflow.returned()
     last = len(dataflow.nodes) - 1
+    fused = [own != NO_REGION for own in region]
+    elsewhere = read_elsewhere(dataflow, fused, device_type == "cpu")
     return [
         index != last
         and not dataflow.alias[index]
         and (
             own == NO_REGION
             or index in returned
+            or index in elsewhere
             or any(map(own.__ne__, map(region.__getitem__, dataflow.readers[index])))
         )
         for index, own in enumerate(region)

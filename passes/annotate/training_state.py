@@ -61,6 +61,18 @@ def gradient_bytes(ctx: Context, plan: Plan, kept_bytes: int) -> int:
     return max(state_bytes(ctx, plan)["gradients"], kept_bytes)
 
 
+def more_earlier_gradients(ctx: Context, plan: Plan, kept_bytes: int) -> dict[str, int]:
+    """Bytes of earlier gradients beyond those of :func:`held_between_steps`, by kind; often none.
+
+    ``kept_bytes``: bytes that a backward leaves (:func:`gradient_bytes`). Gradients of an earlier
+    backward keep their buckets, too; the next backward adds to them in place.
+    """
+    if not ctx.adds_gradients:
+        return {}
+    own_bytes = state_bytes(ctx, plan)["gradients"]
+    return {EARLIER_GRADIENTS: gradient_bytes(ctx, plan, kept_bytes) - own_bytes}
+
+
 def optimizer_seconds(ctx: Context, plan: Plan) -> float:
     """Seconds of an optimizer's step on one rank.
 

@@ -13,6 +13,7 @@ from passes.annotate.training_state import (
     base_kinds,
     gradient_bytes,
     held_between_steps,
+    more_earlier_gradients,
     optimizer_seconds,
     optimizer_temporary_bytes,
 )
@@ -80,6 +81,7 @@ def _predict(
             unseen = unseen.plus(seconds_of(folded, plan, gm.graph, simulation))
     update_seconds = optimizer_seconds(ctx, plan)
     base = {**state, **base_kinds(ctx)}
+    base = _sum(base, more_earlier_gradients(ctx, plan, backward.memory.kept_bytes))
     base = {kind: size_bytes for kind, size_bytes in base.items() if size_bytes}
     peaks = [
         _sum(base, forward.memory.peak),

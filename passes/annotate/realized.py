@@ -1,0 +1,176 @@
+"""Realized tensors: results of pointwise operators that Inductor writes to a buffer.
+
+Inductor computes a pointwise result inside each of its readers. It *realizes* a result (computes it
+once, into a buffer) that is dear to compute again: by the number of buffers that it reads, the
+number of operators that it takes, and, on a CPU, operators such as ``exp``. The rules and their
+thresholds are Inductor's (``StorageBox.should_realize_on_reuse`` and ``has_exceeded_max_reads`` in
+``torch/_inductor/ir.py``). A reduction is always realized.
+
+A realized result needs no memory if only the loop that computes it reads it. It is a buffer in
+memory if a loop over another number of elements reads it, or over the same in another order: such
+loops do not fuse.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes._torch import RealizeThresholds, realize_thresholds
+from passes.graph.dataflow import Dataflow
+from passes.graph.fx_utils import by_target, concrete, numel_of
+from passes.graph.op_traits import is_reduction
+
+#: A loop: the number of its elements, or the sizes and the reduced dimensions of a reduction that
+#: runs over its input in another order.
+Loop = int | tuple[int, ...]
+
+_aten = torch.ops.aten
+#: Operators with an ``exp``, ``log``, ``sigmoid`` or ``tanh`` in Inductor's kernel.
+_HEAVY = {
+    _aten.exp,
+    _aten.log,
+    _aten.log10,
+    _aten.log1p,
+    _aten.log2,
+    _aten.sigmoid,
+    _aten.silu,
+    _aten.softplus,
+    _aten.tanh,
+}
+
+
+@by_target
+def _is_heavy(target: Any) -> bool:
+    return getattr(target, "overloadpacket", None) in _HEAVY
+
+
+def _numel(node: fx.Node) -> int:
+    """Elements of a node's tensor; 0 for anything else."""
+    value = node.meta.get("val")
+    return numel_of(value) if isinstance(value, torch.Tensor) else 0
+
+
+class _Bodies:
+    """What Inductor computes inside one loop, and which results it realizes.
+
+    ``fused``: whether a node is computed in a fused kernel, by index in graph order.
+    """
+
+    def __init__(self, dataflow: Dataflow, fused: list[bool], on_cpu: bool) -> None:
+        self.dataflow = dataflow
+        self.fused = fused
+        self.on_cpu = on_cpu
+        self.thresholds: RealizeThresholds = realize_thresholds("cpu" if on_cpu else "cuda")
+        self.realized = [False] * len(dataflow.nodes)
+        self._walk()
+
+    def _walk(self) -> None:
+        dataflow, writer = self.dataflow, self.dataflow.writer
+        # The buffers that a fused node reads, and the operators that compute it.
+        reads: dict[int, frozenset[int]] = {}
+        body: dict[int, frozenset[int]] = {}
+        for index, fused in enumerate(self.fused):
+            if not fused:
+                continue
+            own_reads: set[int] = set()
+            own_body = set() if dataflow.traits[index].getitem else {index}
+            for source in dataflow.inputs[index]:
+                root = writer[source]
+                if root in body and not self.realized[root]:
+                    own_reads |= reads[root]
+                    own_body |= body[root]
+                else:
+                    own_reads.add(root)
+            reads[index], body[index] = frozenset(own_reads), frozenset(own_body)
+            self.realized[index] = self._is_realized(index, len(own_reads), own_body)
+
+    def _is_realized(self, index: int, reads: int, body: set[int]) -> bool:
+        nodes = self.dataflow.nodes
+        node, most = nodes[index], self.thresholds
+        if self.dataflow.traits[index].getitem:
+            return is_reduction(nodes[self.dataflow.inputs[index][0]])
+        if is_reduction(node):
+            return True
+        operators = len(body) + reads  # Inductor counts loads as operators
+        if reads > most.accumulated_reads or operators > most.operators:
+            return True
+        heavy = self.on_cpu and any(_is_heavy(nodes[one].target) for one in body)
+        if heavy and self._is_broadcast(index):
+            return True
+        users = self._most_users(node)
+        return users > 1 and (heavy or reads > most.reads)
+
+    def _most_users(self, node: fx.Node) -> int:
+        """The most users of a node or of one of its views: Inductor counts them one by one."""
+        most, stack = 0, [node]
+        while stack:
+            users = stack.pop().users
+            most = max(most, len(users))
+            stack += (user for user in users if self._is_view(user))
+        return most
+
+    def _is_view(self, node: fx.Node) -> bool:
+        return self.dataflow.alias[self.dataflow.place[node]]
+
+    def _is_broadcast(self, index: int) -> bool:
+        """Whether a pointwise reader computes each element of a node more than once."""
+        own = _numel(self.dataflow.nodes[index])
+        return any(
+            _numel(self.dataflow.nodes[reader]) > own
+            for reader in self.dataflow.readers[index]
+            if self.fused[reader] and not is_reduction(self.dataflow.nodes[reader])
+        )
+
+
+def _reduction_loop(node: fx.Node) -> Loop:
+    """The loop of a reduction.
+
+    A reduction over the last dimensions runs over its input in order, as a pointwise loop does.
+    """
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    sizes = concrete(source.meta["val"].shape)
+    dims = node.args[1] if len(node.args) > 1 else None
+    if isinstance(dims, int):
+        dims = [dims]
+    if not isinstance(dims, list | tuple) or not dims:
+        return math.prod(sizes)
+    reduced = {int(dim) % len(sizes) for dim in dims} if sizes else set()  # type: ignore[arg-type]
+    order = [dim in reduced for dim, size in enumerate(sizes) if size != 1]
+    if order == sorted(order):
+        return math.prod(sizes)
+    return (*sizes, *sorted(reduced))
+
+
+def read_elsewhere(dataflow: Dataflow, fused: list[bool], on_cpu: bool) -> set[int]:
+    """Realized results that another loop reads than the one that computes them.
+
+    ``fused``: whether a node is computed in a fused kernel, by index in graph order. A kernel on a
+    CPU keeps no result of a reduction for the elements that were reduced; one on a GPU does.
+    """
+    realized = _Bodies(dataflow, fused, on_cpu).realized
+    nodes = dataflow.nodes
+    last = len(nodes) - 1
+    loops: dict[int, frozenset[Loop]] = {}  # that compute a fused node
+    found: set[int] = set()
+    for index in range(last - 1, -1, -1):
+        if not fused[index]:
+            continue
+        node, readers = nodes[index], dataflow.readers[index]
+        elsewhere: frozenset[Loop] = frozenset().union(
+            *(loops[reader] for reader in readers if reader in loops)
+        )
+        own: frozenset[Loop] = frozenset((_numel(node),))
+        home = own
+        if is_reduction(node):
+            loops[index] = frozenset((_reduction_loop(node),))
+            home = own if on_cpu else own | loops[index]
+        else:
+            loops[index] = own if realized[index] or not elsewhere else elsewhere
+        if realized[index] and elsewhere - home and isinstance(node.meta["val"], torch.Tensor):
+            found.add(index)
+    return found

@@ -1,0 +1,127 @@
+"""Realized tensors: the buffers that the model counts are those that Inductor allocates."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from torch._inductor import config
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from passes.annotate.fusion_regions import materialized, regions
+from passes.graph.dataflow import Dataflow
+
+SMALL, LARGE = (32, 1, 16), (32, 24, 16)
+
+
+def many_reads(s, x):
+    """Five tensors are read, and two readers need the result in loops of other sizes."""
+    both = s[0] + s[1] * s[2] - s[3] * s[4]
+    return x * both, (x + both).sum(0)
+
+
+def few_reads(s, x):
+    both = s[0] + s[1]
+    return x * both, (x + both).sum(0)
+
+
+def many_reads_same_size(s, x):
+    both = s[0] + s[1] * s[2] - s[3] * s[4]
+    return both * 2, both.sum(0)
+
+
+def one_user(s, x):
+    return (x * (s[0] + s[1] * s[2] - s[3] * s[4]),)
+
+
+def users_of_a_view(s, x):
+    """The result has one user, its view; the view has two."""
+    both = (s[0] + s[1] * s[2] - s[3] * s[4]).view(32, 16, 1).transpose(1, 2)
+    return x * both, (x + both).sum(0)
+
+
+def heavy_and_broadcast(s, x):
+    return (x * s[0].exp(),)
+
+
+def light_and_broadcast(s, x):
+    return (x * s[0].abs(),)
+
+
+def heavy_with_two_users(s, x):
+    root = s[0].sigmoid()
+    return x * root, (x + root).sum(0)
+
+
+def reads_of_more_than_one_loop(s, x):
+    """Thirteen tensors are read: more than a loop accumulates."""
+    total = s[0]
+    for other in s[1:14]:
+        total = total * other
+    return (x * total,)
+
+
+def inlined_in_between(s, x):
+    """The loop that reads the result is that of its reader's reader."""
+    both = s[0] + s[1] * s[2] - s[3] * s[4]
+    return x * (both + 1), x - (both * 3)
+
+
+def norm(s, x):
+    mean = x.mean(-1, keepdim=True)
+    return ((x - mean) * (x.var(-1, keepdim=True) + 1e-5).rsqrt(),)
+
+
+def norm_of_two_results(s, x):
+    var, mean = torch.var_mean(x, -1, keepdim=True)
+    return ((x - mean) * (var + 1e-5).rsqrt(),)
+
+
+FUNCTIONS = (
+    many_reads,
+    few_reads,
+    many_reads_same_size,
+    one_user,
+    users_of_a_view,
+    heavy_and_broadcast,
+    light_and_broadcast,
+    heavy_with_two_users,
+    reads_of_more_than_one_loop,
+    inlined_in_between,
+    norm,
+    norm_of_two_results,
+)
+
+
+def inputs() -> tuple[list[torch.Tensor], torch.Tensor]:
+    return [torch.rand(SMALL) for _ in range(14)], torch.rand(LARGE)
+
+
+def predicted(function) -> list[int]:
+    """Elements of the buffers that the model counts."""
+    gm = make_fx(function, select_decomp_table(), tracing_mode="fake")(*inputs())
+    dataflow = Dataflow(gm.graph)
+    real = materialized(dataflow, regions(dataflow), "cpu")
+    return sorted(
+        node.meta["val"].numel()
+        for node, there in zip(dataflow.nodes, real, strict=True)
+        if there and node.op == "call_function"
+    )
+
+
+def allocated(function) -> list[int]:
+    """Elements of the buffers in Inductor's code."""
+    torch._dynamo.reset()
+    with config.patch(fx_graph_cache=False, allow_buffer_reuse=False):
+        _, (code,) = run_and_get_code(torch.compile(function), *inputs())
+    shapes = re.findall(r"= empty_strided_cpu\(\(([\d, ]+)\)", code)
+    return sorted(math.prod(int(size) for size in shape.split(",") if size) for shape in shapes)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_the_buffers_are_inductors(function) -> None:
+    assert predicted(function) == allocated(function)
