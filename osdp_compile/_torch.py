@@ -327,8 +327,8 @@ def current_frame() -> int | None:
 def recompile_reason() -> str | None:
     """The reason for the recompilation of this frame; None: first compilation."""
     # 2.11.0, 2.13.0, 2.15.0: Dynamo's record of the current compilation.
-    reason: str | None = get_metrics_context()._metrics.get("recompile_reason")
-    return reason
+    reason = get_metrics_context()._metrics.get("recompile_reason")
+    return None if reason is None else str(reason)
 
 
 def source_chain(placeholder: fx.Node) -> list[str]:
@@ -387,7 +387,8 @@ def gradient_input_index(description: Any) -> int | None:
 def is_saved(tensor: Tensor) -> bool:
     """Whether autograd holds the tensor: it saved it, or will accumulate its gradient."""
     # 2.11.0, 2.13.0, 2.15.0: C++ references; all Python references count as one.
-    return tensor._use_count() > 1  # type: ignore[attr-defined]
+    counted: Any = tensor
+    return bool(counted._use_count() > 1)
 
 
 def result_index(description: Any) -> int | None:

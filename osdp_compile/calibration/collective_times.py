@@ -256,7 +256,7 @@ def _collective(
     whole = torch.ones(numel, device=device)
     part = torch.ones(numel // world, device=device)
     other = torch.ones(numel, device=device)
-    calls: dict[str, Callable[[], dist.Work]] = {
+    calls: dict[str, Callable[[], Any]] = {  # of a Work
         "all_gather": lambda: all_gather_single(other, part, group=group, async_op=True),
         "reduce_scatter": lambda: reduce_scatter_single(part, whole, group=group, async_op=True),
         "all_reduce": lambda: dist.all_reduce(whole, group=group, async_op=True),

@@ -134,12 +134,12 @@ def _reduction_loop(node: fx.Node) -> Loop:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     sizes = concrete(source.meta["val"].shape)
-    dims = node.args[1] if len(node.args) > 1 else None
+    dims: Any = node.args[1] if len(node.args) > 1 else None
     if isinstance(dims, int):
         dims = [dims]
     if not isinstance(dims, list | tuple) or not dims:
         return math.prod(sizes)
-    reduced = {int(dim) % len(sizes) for dim in dims} if sizes else set()  # type: ignore[arg-type]
+    reduced = {int(dim) % len(sizes) for dim in dims} if sizes else set()
     order = [dim in reduced for dim, size in enumerate(sizes) if size != 1]
     if order == sorted(order):
         return math.prod(sizes)
