@@ -21,25 +21,31 @@ from torch import fx
 
 from passes.annotate.annotate_costs import annotate
 from passes.graph.metadata import DATAFLOW, MEMORY
+from passes.graph.step_module import graphs_of
 from passes.overlap.bucket_collectives import bucket
 from passes.overlap.hierarchical_collectives import levels
 from passes.overlap.hoist_gradients import hoist
 from passes.overlap.reorder_collectives import reorder
+from passes.recompute.recompute_activations import recompute
 from passes.shard.dedupe_markers import dedupe
 from passes.shard.lower_markers import shard
 from passes.shard.tag_recompute import tag
+from passes.simulate.lent import lend
+from passes.split.save_slices import save_slices
 from passes.split.split_operators import split
-from passes.types.context import Context
+from passes.types.context import Context, Phase
 
 
 class Stage(str, enum.Enum):
     """The graph that a pass gets.
 
     ``JOINT``: the joint forward and backward before partitioning, or an inference graph.
+    ``STEP``: the partitioned forward and backward together (``passes/graph/step_module.py``).
     ``PARTS``: the forward and the backward, each on its own, or an inference graph.
     """
 
     JOINT = "joint"
+    STEP = "step"
     PARTS = "parts"
 
 
@@ -62,7 +68,10 @@ def default_passes() -> list[Pass]:
     return [
         Pass("dedupe", dedupe, Stage.JOINT, leaves=("one marker each",)),
         Pass("tag", tag, Stage.JOINT, needs=("one marker each",), leaves=("tags",)),
-        Pass("split", split, needs=("one marker each",), leaves=("slices",)),
+        Pass("recompute", recompute, Stage.STEP, needs=("one marker each",), leaves=("copies",)),
+        Pass("save_slices", save_slices, Stage.STEP, needs=("copies",), leaves=("saved slices",)),
+        Pass("lend", lend, Stage.STEP, needs=("saved slices",), leaves=("lent inputs",)),
+        Pass("split", split, needs=("one marker each", "saved slices"), leaves=("slices",)),
         Pass("hoist", hoist, needs=("one marker each",), leaves=("gradients first",)),
         Pass("shard", shard, needs=("one marker each",), leaves=("collectives",)),
         Pass("bucket", bucket, needs=("collectives",), leaves=("buckets",)),
@@ -85,7 +94,7 @@ def validate(passes: Sequence[Pass]) -> None:
     """
     left: set[str] = set()
     names: set[str] = set()
-    for one in sorted(passes, key=lambda p: p.stage is not Stage.JOINT):
+    for one in sorted(passes, key=lambda p: list(Stage).index(p.stage)):
         if one.name in names:
             raise PipelineError(f"two passes are named {one.name!r}: names must differ")
         names.add(one.name)
@@ -133,8 +142,9 @@ def run(
     observe: Observer | None = None,
     recompile: bool = True,
 ) -> fx.GraphModule:
-    """Run the passes of one stage in order. ``observe`` gets the graph after each pass.
+    """Run the passes of one stage in order.
 
+    ``observe`` gets the graph after each pass; of a step, both graphs one after the other.
     ``recompile``: regenerate the module's code at the end, so that passes need not. Callers that
     only read the graph save time without it; module metadata of the last pass then stays.
     """
@@ -146,9 +156,18 @@ def run(
                 if value is not None and gm.meta.get(key) is value:
                     del gm.meta[key]
             if observe is not None:
-                observe(one, gm, ctx)
+                for graph, phase in _graphs(stage, gm, ctx):
+                    observe(one, graph, ctx.replace(phase=phase))
     if recompile:
         for key in _OF_ONE_PASS:
             gm.meta.pop(key, None)
-        gm.recompile()
+        for graph, _ in _graphs(stage, gm, ctx):
+            graph.recompile()
     return gm
+
+
+def _graphs(stage: Stage, gm: fx.GraphModule, ctx: Context) -> list[tuple[fx.GraphModule, Phase]]:
+    """The graphs of a stage's module, each with its phase."""
+    if stage is Stage.STEP:
+        return list(zip(graphs_of(gm), (Phase.FORWARD, Phase.BACKWARD), strict=True))
+    return [(gm, ctx.phase)]

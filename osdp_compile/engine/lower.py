@@ -27,18 +27,24 @@ from osdp_compile.tracking.session import Session, base_parts, find
 from osdp_compile.tracking.step_timer import OTHER_FRAMES, CompiledStep, timed
 from passes.capture.captured_step import mark_inputs
 from passes.graph.fx_utils import bytes_of
-from passes.graph.metadata import DATAFLOW, GATHERED, MEMORY, PACKABLE, SAVES
+from passes.graph.metadata import (
+    DATAFLOW,
+    GATHERED,
+    MEMORY,
+    NOT_RECOMPUTED,
+    PACKABLE,
+    SAVES,
+)
 from passes.graph.printer import graph_text
+from passes.graph.step_module import graphs_of, step_module
 from passes.graph.verifier import check
 from passes.ops.markers import UNSHARD
 from passes.ops.slicing import parameter_of
 from passes.pipeline import Observer, Pass, Stage, run
-from passes.recompute.recompute_activations import recompute
 from passes.recompute.rng_states import settle_rng_states
-from passes.simulate.lent import mark_lent, returned_bytes
+from passes.simulate.lent import returned_bytes
 from passes.simulate.simulator import simulate
 from passes.simulate.timeline import timeline_of
-from passes.split.save_slices import split_saved
 from passes.types.context import Context, Phase
 from passes.types.plan import OF_INPUT
 from passes.types.units import format_bytes
@@ -120,15 +126,16 @@ def lower(
         joint = run(session.passes, Stage.JOINT, joint, session.context, watch)
         forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
         settle_rng_states(forward, backward, kwargs["num_fwd_outputs"])
-        _recompute(forward, backward, session)
         _mark_kept(forward, backward)
         step.parameters = frozenset(
             str(node.args[1])
             for node in forward.graph.find_nodes(op="call_function", target=UNSHARD)
         )
         _warn_of_rows_at_once(forward, step.parameters, session)
-        split_saved(forward, backward, session.context)
-        mark_lent(forward.graph, backward.graph)
+        both = step_module(forward, backward)
+        both = run(session.passes, Stage.STEP, both, session.context, watch)
+        _warn_of_not_recomputed(forward, both.meta.get(NOT_RECOMPUTED, ()), session)
+        forward, backward = graphs_of(both)
         step.returned_bytes = returned_bytes(forward.graph, backward.graph)
         return forward, backward
 
@@ -186,14 +193,11 @@ def _called_with(inputs: Sequence[Any], static: dict[int, str]) -> tuple[GraphIn
     )
 
 
-def _recompute(forward: fx.GraphModule, backward: fx.GraphModule, session: Session) -> None:
-    """Recompute the plan's tensors in the backward; warn if the graph does not save them."""
+def _warn_of_not_recomputed(
+    forward: fx.GraphModule, missing: Sequence[str], session: Session
+) -> None:
+    """Warn of tensors that the plan recomputes and this graph does not save."""
     plan = session.plan
-    kept = frozenset(p.name for p in plan.parameters if p.decision.keeps)
-    missing = recompute(forward, backward, plan, kept)
-    if session.options.debug:
-        check(forward, "recompute")
-        check(backward, "recompute")
     gathered = {
         node.args[1]
         for node in forward.graph.find_nodes(op="call_function", target=UNSHARD)

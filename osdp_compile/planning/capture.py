@@ -18,7 +18,6 @@ from passes.capture.captured_step import Captured, add_markers, mark_inputs
 from passes.graph.fx_utils import output_node
 from passes.pipeline import Pass, Stage, run
 from passes.recompute.rng_states import settle_rng_states
-from passes.simulate.lent import mark_lent
 from passes.types.context import Context, Phase
 from passes.types.plan import Decision, Plan
 
@@ -81,7 +80,6 @@ def capture(
             mark_inputs(
                 part, [static.get(i) if i is not None else None for i in found], known, phase
             )
-        mark_lent(forward.graph, backward.graph)
         raise _Done(Captured(forward, backward))
 
     try:

@@ -14,6 +14,7 @@ loops do not fuse.
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -70,39 +71,46 @@ class _Bodies:
 
     def _walk(self) -> None:
         dataflow, writer = self.dataflow, self.dataflow.writer
-        # The buffers that a fused node reads, and the operators that compute it.
-        reads: dict[int, frozenset[int]] = {}
-        body: dict[int, frozenset[int]] = {}
+        # What computes a fused node: loads and operators. Those behind a view are others than
+        # those without it, because Inductor tells them apart by the elements that they are for.
+        loads: dict[int, frozenset[Hashable]] = {}
+        operators: dict[int, frozenset[Hashable]] = {}
+        heavy: set[int] = set()
         for index, fused in enumerate(self.fused):
             if not fused:
                 continue
-            own_reads: set[int] = set()
-            own_body = set() if dataflow.traits[index].getitem else {index}
+            own_loads: set[Hashable] = set()
+            own: set[Hashable] = set() if dataflow.traits[index].getitem else {index}
+            is_heavy = _is_heavy(dataflow.nodes[index].target)
             for source in dataflow.inputs[index]:
                 root = writer[source]
-                if root in body and not self.realized[root]:
-                    own_reads |= reads[root]
-                    own_body |= body[root]
-                else:
-                    own_reads.add(root)
-            reads[index], body[index] = frozenset(own_reads), frozenset(own_body)
-            self.realized[index] = self._is_realized(index, len(own_reads), own_body)
+                if root not in operators or self.realized[root]:
+                    own_loads.add(source)
+                    continue
+                is_heavy = is_heavy or root in heavy
+                for inlined, all_ in ((loads[root], own_loads), (operators[root], own)):
+                    all_ |= inlined if source == root else {(source, one) for one in inlined}
+            loads[index], operators[index] = frozenset(own_loads), frozenset(own)
+            if is_heavy and self.on_cpu:
+                heavy.add(index)
+            self.realized[index] = self._is_realized(
+                index, len(own_loads), len(own), index in heavy
+            )
 
-    def _is_realized(self, index: int, reads: int, body: set[int]) -> bool:
+    def _is_realized(self, index: int, loads: int, operators: int, heavy: bool) -> bool:
         nodes = self.dataflow.nodes
         node, most = nodes[index], self.thresholds
         if self.dataflow.traits[index].getitem:
             return is_reduction(nodes[self.dataflow.inputs[index][0]])
         if is_reduction(node):
             return True
-        operators = len(body) + reads  # Inductor counts loads as operators
-        if reads > most.accumulated_reads or operators > most.operators:
+        # Inductor counts loads as operators.
+        if loads > most.accumulated_reads or operators + loads > most.operators:
             return True
-        heavy = self.on_cpu and any(_is_heavy(nodes[one].target) for one in body)
         if heavy and self._is_broadcast(index):
             return True
         users = self._most_users(node)
-        return users > 1 and (heavy or reads > most.reads)
+        return users > 1 and (heavy or loads > most.reads)
 
     def _most_users(self, node: fx.Node) -> int:
         """The most users of a node or of one of its views: Inductor counts them one by one."""

@@ -15,11 +15,18 @@ import torch
 from torch import fx
 
 from passes.graph.fx_utils import copy_module, empty_value, fake_mode_of, is_cast, output_node
-from passes.graph.metadata import GATHERED, INPUT, PARAMETER, SAVED, SAVES, STATIC
+from passes.graph.metadata import (
+    GATHERED,
+    INPUT,
+    NOT_RECOMPUTED,
+    PARAMETER,
+    SAVED,
+    SAVES,
+    STATIC,
+)
+from passes.graph.step_module import graphs_of, step_module
 from passes.ops.markers import REDUCE_GRAD, UNSHARD
-from passes.recompute.recompute_activations import recompute
-from passes.simulate.lent import mark_lent
-from passes.split.save_slices import split_saved
+from passes.pipeline import Pass, Stage, run
 from passes.types.context import Context, Phase
 from passes.types.plan import Plan
 
@@ -153,32 +160,33 @@ def mark_inputs(
             node.meta[SAVED] = True
 
 
-def lay_out(captured: Captured, plan: Plan, ctx: Context) -> Captured:
+def lay_out(captured: Captured, plan: Plan, ctx: Context, passes: Sequence[Pass]) -> Captured:
     """Copies of the captured graphs for a plan, equal to a trace of the sharded model.
+
+    The copies are those after the passes of ``Stage.STEP``.
 
     Raises:
         NothingSaved: the plan recomputes tensors that this forward does not save.
     """
+    ctx = ctx.replace(plan=plan)
     forward, backward = copy_module(captured.forward), copy_module(captured.backward)
-    missing = recompute(forward, backward, plan)
-    if missing:
-        raise NothingSaved(missing)
     for gm in (forward, backward):
-        _set_shards(gm, plan, ctx)
+        _set_shards(gm, ctx)
     kept = {
         node.args[1]: node
         for node in forward.graph.find_nodes(op="call_function", target=UNSHARD)
         if plan.decision(node.args[1]).keeps
     }
     _save(forward, backward, kept)
-    split_saved(forward, backward, ctx.replace(plan=plan))
-    mark_lent(forward.graph, backward.graph)
-    return Captured(forward, backward)
+    step = run(passes, Stage.STEP, step_module(forward, backward), ctx, recompile=False)
+    missing = step.meta.get(NOT_RECOMPUTED)
+    if missing:
+        raise NothingSaved(missing)
+    return Captured(*graphs_of(step))
 
 
-def _set_shards(gm: fx.GraphModule, plan: Plan, ctx: Context) -> None:
-    graph = gm.graph
-    ctx = ctx.replace(plan=plan)
+def _set_shards(gm: fx.GraphModule, ctx: Context) -> None:
+    graph, plan = gm.graph, ctx.plan
     with fake_mode_of(graph):
         for node in list(graph.nodes):
             if node.target is UNSHARD:

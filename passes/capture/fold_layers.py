@@ -46,11 +46,13 @@ from passes.graph.metadata import (
     GRADIENT_OF,
     KEY,
     LAYER,
+    NOT_RECOMPUTED,
     PARAMETER,
     RECOMPUTED,
     SAVED,
     STATIC,
 )
+from passes.graph.step_module import step_module
 from passes.ops.markers import LEFT_OUT, UNSHARD
 from passes.ops.slicing import parameter_of
 from passes.recompute.recompute_activations import keys_of, recompute, recomputed
@@ -438,7 +440,7 @@ def seconds_of(folded: Folded, plan: Plan, lowered: fx.Graph, simulation: Simula
     return total
 
 
-def recomputes_regularly(folded: Folded, one: Plan) -> bool:
+def recomputes_regularly(folded: Folded, one: Plan, ctx: Context) -> bool:
     """Whether as many nodes are recomputed between two layers before the gap as after it.
 
     Otherwise the layers at the ends do not represent the layers left out.
@@ -446,7 +448,8 @@ def recomputes_regularly(folded: Folded, one: Plan) -> bool:
     ``one``: a plan; only its recomputation counts.
     """
     forward, backward = map(copy_module, (folded.captured.forward, folded.captured.backward))
-    if recompute(forward, backward, folded.without_inner(one)):
+    ctx = ctx.replace(plan=folded.without_inner(one))
+    if recompute(step_module(forward, backward), ctx).meta[NOT_RECOMPUTED]:
         return False
     copied = itertools.accumulate(RECOMPUTED in node.meta for node in backward.graph.nodes)
     until = dict(zip(backward.graph.nodes, copied, strict=True))

@@ -31,6 +31,7 @@ from passes.graph.fx_utils import bytes_of, concrete, hint, module_of, output_no
 from passes.graph.metadata import KEY, LENT, PARAMETER, SAVED, SAVES
 from passes.ops.markers import REDUCE_GRAD, UNSHARD
 from passes.recompute.recompute_activations import keys_of
+from passes.simulate.lent import mark_lent
 
 _ADD = torch.ops.aten.add.Tensor
 
@@ -64,6 +65,8 @@ class FrameRun:
 
 def join_frames(runs: Sequence[FrameRun]) -> Captured:
     """Join the runs of one step into one captured step. See the module's docstring."""
+    for one in runs:  # in the joined step, results of the early frames are not the caller's
+        mark_lent(one.captured.forward.graph, one.captured.backward.graph)
     values = _Values()
     forward = _Forward(runs, values)
     backward = _Backward(runs, values, forward)

@@ -48,5 +48,8 @@ ANCHOR = "anchor"
 MEMORY = "memory"
 #: Of a module: the :class:`passes.graph.dataflow.Dataflow` of its graph; valid until the next pass.
 DATAFLOW = "dataflow"
+#: Of a step module: the keys of tensors that the plan recomputes and this forward does not save, or
+#: that the backward cannot recompute. ``recompute`` writes it.
+NOT_RECOMPUTED = "not_recomputed"
 #: Of a module: which collectives may share a bucket. ``bucket`` writes it.
 PACKABLE = "packable"

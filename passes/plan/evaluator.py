@@ -202,6 +202,7 @@ class PlanEvaluator:
             if recomputes_regularly(
                 self.captured,
                 self.empty.replace(recompute=one.recompute, also_save=one.also_save),
+                ctx,
             )
         ]
 

@@ -58,7 +58,7 @@ def predict(
 def _predict(
     captured: Captured, folded: Folded | None, plan: Plan, ctx: Context, passes: Sequence[Pass]
 ) -> LoweredStep:
-    laid = lay_out(captured, folded.without_inner(plan) if folded else plan, ctx)
+    laid = lay_out(captured, folded.without_inner(plan) if folded else plan, ctx, passes)
     if folded is not None:
         put_in(laid, folded, plan, ctx)
     state = held_between_steps(ctx, plan)

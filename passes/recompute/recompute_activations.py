@@ -1,8 +1,11 @@
 """Recompute: the backward recomputes chosen activations instead of reading saved ones.
 
-Needs: a forward and a backward from AOTAutograd's partitioner, with markers.
+Needs: a step module (``passes/graph/step_module.py``) with a forward and a backward from
+AOTAutograd's partitioner, and markers.
 Leaves: copies of the operators of the chosen tensors in the backward, each directly before its
-first use. The forward no longer returns these tensors.
+first use. The forward no longer returns these tensors. ``step.meta[NOT_RECOMPUTED]``: the keys
+without effect. This forward does not compute or save the tensor, or the backward cannot recompute
+it.
 
 Before::                              After::
 
@@ -41,8 +44,18 @@ from torch import fx
 from passes._torch import CheckpointPolicy, InputMutationAOTOutput
 from passes.annotate.annotate_costs import cost_of
 from passes.graph.fx_utils import bytes_of, is_collective, is_getitem, output_node, root_of
-from passes.graph.metadata import KEY, RECOMPUTED, SAVED, SAVES, STATIC
+from passes.graph.metadata import (
+    GATHERED,
+    KEY,
+    NOT_RECOMPUTED,
+    RECOMPUTED,
+    SAVED,
+    SAVES,
+    STATIC,
+)
+from passes.graph.step_module import graphs_of
 from passes.ops.markers import REDUCE_GRAD, UNSHARD
+from passes.types.context import Context
 from passes.types.plan import Plan
 
 _SAVE = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
@@ -205,22 +218,14 @@ def recomputed(backward: Iterable[fx.Node]) -> tuple[int, float]:
     )
 
 
-def recompute(
-    forward: fx.GraphModule,
-    backward: fx.GraphModule,
-    plan: Plan,
-    kept: Collection[str] = (),
-) -> list[str]:
-    """Rewrite both graphs by the plan. See the module's docstring.
-
-    ``kept``: the parameters whose gathered weight is saved if the backward reads it.
-
-    Returns the keys without effect: this forward does not compute or save the tensor, or the
-    backward cannot recompute it.
-    """
-    if not plan.recompute:
-        return []
-    return _Rewriting(forward, backward, kept).run(plan)
+def recompute(step: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+    """Rewrite the graphs of a step by the plan. See the module's docstring."""
+    plan = ctx.plan
+    step.meta[NOT_RECOMPUTED] = []
+    if plan.recompute:
+        kept = frozenset(p.name for p in plan.parameters if p.decision.keeps)
+        step.meta[NOT_RECOMPUTED] = _Rewriting(*graphs_of(step), kept).run(plan)
+    return step
 
 
 def save_instead(output: fx.Node, first: int, saved: Sequence[fx.Node]) -> None:
@@ -242,7 +247,9 @@ class _Rewriting:
     def __init__(
         self, forward: fx.GraphModule, backward: fx.GraphModule, kept: Collection[str]
     ) -> None:
-        self.forward, self.backward, self.kept = forward, backward, kept
+        #: Parameters whose gathered weight is saved if the backward reads it.
+        self.kept = kept
+        self.forward, self.backward = forward, backward
         self.cut = PartitionBoundary(forward.graph, backward.graph)
         self.besides: dict[fx.Node, None] = {}  # to save if a copy reads it
         # Newly saved nodes, as in PartitionBoundary.saved.
@@ -316,6 +323,8 @@ class _Rewriting:
         saved.meta[SAVES] = node.name  # the placeholder's own name may differ
         if node.op != "placeholder":
             saved.meta[SAVED] = True
+        if node.target is UNSHARD:
+            saved.meta[GATHERED] = node.args[1]
         self.now_saved[node] = saved
         return saved
 

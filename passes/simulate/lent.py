@@ -1,6 +1,7 @@
 """Lent inputs: the inputs of a backward that are not donated buffers.
 
-Needs: a forward and its backward. Leaves: ``meta["lent"]`` on the backward's lent placeholders.
+Needs: a step module (``passes/graph/step_module.py``).
+Leaves: ``meta["lent"]`` on the backward's lent placeholders. The graphs are unchanged.
 
 Inductor writes a result into the buffer of a saved tensor after its last read, if AOTAutograd
 donates that buffer (``collect_fw_donated_buffer_idxs``). Two kinds of inputs are not donated:
@@ -14,6 +15,8 @@ from torch import fx
 
 from passes.graph.fx_utils import bytes_of, output_node, root_of
 from passes.graph.metadata import LENT, SAVES
+from passes.graph.step_module import graphs_of
+from passes.types.context import Context
 
 
 def returned_and_saved(
@@ -36,8 +39,15 @@ def returned_bytes(forward: fx.Graph, backward: fx.Graph) -> int:
     return sum(bytes_of(node.meta["val"]) for node in set(returned) - set(saved))
 
 
+def lend(step: fx.GraphModule, _: Context) -> fx.GraphModule:
+    """Mark the lent inputs of a step's backward. See the module's docstring."""
+    forward, backward = graphs_of(step)
+    mark_lent(forward.graph, backward.graph)
+    return step
+
+
 def mark_lent(forward: fx.Graph, backward: fx.Graph) -> None:
-    """Mark the lent inputs of a backward. See the module's docstring."""
+    """Mark the lent inputs of a backward."""
     returned = {root_of(node) for node in returned_and_saved(forward, backward)[0]}
     origins = {node.name: node for node in forward.nodes}
     for node in backward.find_nodes(op="placeholder"):

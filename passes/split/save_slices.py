@@ -1,6 +1,7 @@
 """Save slices: save the slices of a sliced tensor for the backward, and not the whole tensor.
 
-Needs: a forward and a backward from AOTAutograd's partitioner, with markers; before ``split``.
+Needs: a step module (``passes/graph/step_module.py``) with a forward and a backward from
+AOTAutograd's partitioner, and markers; before ``split``.
 Leaves: for each saved tensor that ``split`` makes in slices, its slices among the forward's
 outputs and the backward's inputs, in place of the tensor.
 
@@ -27,6 +28,7 @@ from torch import fx
 
 from passes.graph.fx_utils import call, copy_module, output_node
 from passes.graph.metadata import GATHERED, SAVED, SAVES
+from passes.graph.step_module import graphs_of
 from passes.ops.markers import UNSHARD
 from passes.ops.slicing import JOIN_SLICES, TAKE_SLICE, Slices, slice_name
 from passes.recompute.recompute_activations import PartitionBoundary, save_instead
@@ -34,10 +36,11 @@ from passes.split.split_operators import Sliced, splits, splitter_of
 from passes.types.context import Context
 
 
-def split_saved(forward: fx.GraphModule, backward: fx.GraphModule, ctx: Context) -> None:
+def save_slices(step: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Save slices in place of sliced tensors. See the module's docstring."""
     if not splits(ctx.plan):
-        return
+        return step
+    forward, backward = graphs_of(step)
     known = splitter_of(copy_module(forward), ctx)
     known.run()
     sliced = {node.name: found for node, found in known.sliced.items()}
@@ -55,8 +58,7 @@ def split_saved(forward: fx.GraphModule, backward: fx.GraphModule, ctx: Context)
         _given(cut.saved[node], taken, found.dim, found.slices)
         saved.extend(taken)
     save_instead(output, first, saved)
-    forward.recompile()
-    backward.recompile()
+    return step
 
 
 def _kept_slices(

@@ -15,6 +15,7 @@ from osdp_compile.engine.backend import compile_graph
 from osdp_compile.options import Options
 from osdp_compile.planning.traced_step import trace
 from osdp_compile.trace import fake_world, trace_graphs
+from passes.graph.step_module import graphs_of
 from passes.recompute.recompute_activations import PartitionBoundary, keys_of, recompute
 from passes.types.plan import FLAT_DECISIONS
 from passes.types.units import parse_bytes
@@ -98,15 +99,12 @@ def test_what_is_saved_has_the_same_keys_in_the_graph_that_is_planned_on_and_in_
     model, args = make()
     traces = []
 
-    def spied(forward, backward, *rest):
-        traces.append(saved_keys(forward, backward))
-        return recompute(forward, backward, *rest)
+    def spied(step, ctx):
+        traces.append(saved_keys(*graphs_of(step)))
+        return recompute(step, ctx)
 
     plan = Plan.uniform(model.named_parameters(), decision, world_size=2)
-    with (
-        mock.patch("passes.capture.captured_step.recompute", spied),
-        mock.patch("osdp_compile.engine.lower.recompute", spied),
-    ):
+    with mock.patch("passes.pipeline.recompute", spied):
         compiled_with(model, args, plan=plan)
     planned, lowered = traces[0], traces[-1]
     assert len(planned) > 1

@@ -73,7 +73,7 @@ class Training:
         self, captured: Captured, contexts: list[Context], plan: Plan
     ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
         """Each rank's output and its gradients, by the lowered graphs."""
-        laid = [lay_out(captured, plan, ctx) for ctx in contexts]
+        laid = [lay_out(captured, plan, ctx, default_passes()) for ctx in contexts]
         lowered: dict[Phase, list[fx.GraphModule]] = {Phase.FORWARD: [], Phase.BACKWARD: []}
         for rank, ctx in enumerate(contexts):
             for phase, gm in zip(lowered, (laid[rank].forward, laid[rank].backward), strict=True):

@@ -109,7 +109,7 @@ def test_what_is_recomputed_is_not_saved_and_stands_before_its_first_use():
     captured, ctx = of_blocks(2)
     keys = [key for key in recomputable(captured) if key.endswith("up:addmm:0")]
     assert keys == ["0.up:addmm:0", "1.up:addmm:0"]
-    laid = lay_out(captured, decided(ctx, AGAIN).replace(recompute=tuple(keys)), ctx)
+    laid = lay_out(captured, decided(ctx, AGAIN).replace(recompute=tuple(keys)), ctx, PASSES)
     saved = [keys_of(laid.forward.graph).get(node) for node in output_nodes(laid.forward.graph)]
     assert not set(keys) & set(saved)
     nodes = list(laid.backward.graph.nodes)
@@ -129,7 +129,7 @@ def test_what_is_saved_besides_is_known_where_the_backward_has_a_node_of_its_nam
     output_node(backward.graph).all_input_nodes[0]._rename(node.name)  # a gradient has it
     plan = decided(ctx, KEEP if keeps else AGAIN)
     plan = plan.replace(recompute=tuple(recomputable(captured)), also_save=(key,))
-    laid = lay_out(dataclasses.replace(captured, backward=backward), plan, ctx)
+    laid = lay_out(dataclasses.replace(captured, backward=backward), plan, ctx, PASSES)
     cut = PartitionBoundary(laid.forward.graph, laid.backward.graph)
     inputs = laid.backward.graph.find_nodes(op="placeholder")
     given = [one for one in inputs if not one.name.startswith("tangents")]
@@ -142,7 +142,7 @@ def test_a_key_of_nothing_saved_is_refused():
     captured, ctx = of_blocks(2)
     plan = decided(ctx, AGAIN).replace(recompute=("0.up:addmm:0", "2.up:addmm:0"))
     with pytest.raises(NothingSaved, match=r"1 tensors .* '2.up:addmm:0'"):
-        lay_out(captured, plan, ctx)
+        lay_out(captured, plan, ctx, PASSES)
 
 
 class SavesProducts(nn.Module):

@@ -7,6 +7,8 @@ from torch import nn
 from torch.nn import functional
 
 from passes.graph.metadata import LENT, SAVED
+from passes.graph.step_module import graphs_of, step_module
+from passes.simulate.lent import lend
 from tests.passes.captures import capture_step
 
 
@@ -26,8 +28,9 @@ class Classifier(nn.Module):
 
 def lent_and_saved(returns_logits: bool) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """The shapes of what the backward is given: lent, and its own."""
-    captured, _ = capture_step(Classifier(returns_logits), torch.randn(4, 8))
-    given = [n for n in captured.backward.graph.nodes if n.op == "placeholder"]
+    captured, ctx = capture_step(Classifier(returns_logits), torch.randn(4, 8))
+    _, backward = graphs_of(lend(step_module(captured.forward, captured.backward), ctx))
+    given = [n for n in backward.graph.nodes if n.op == "placeholder"]
     saved = [node for node in given if node.meta.get(SAVED)]
     shape = {node: tuple(node.meta["val"].shape) for node in saved}
     lent = [shape[node] for node in saved if LENT in node.meta]

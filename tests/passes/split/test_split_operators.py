@@ -311,7 +311,7 @@ def test_logits_are_never_there_whole(slices: int):
     plan = sliced(
         decided(ctx, AGAIN, bucket_bytes=0), {"head.weight": (slices, OF_INPUT, None)}
     ).replace(recompute=logits_of(model, batch))
-    laid = lay_out(captured, plan, ctx)
+    laid = lay_out(captured, plan, ctx, default_passes())
     for gm, phase in ((laid.forward, Phase.FORWARD), (laid.backward, Phase.BACKWARD)):
         lowered = run(default_passes(), Stage.PARTS, gm, ctx.replace(plan=plan, phase=phase))
         rows = [
@@ -373,7 +373,7 @@ def test_nothing_of_an_mlp_is_there_in_one_piece():
     captured, ctx = capture_step(Mlp(48, bias=False), torch.randn(3, 6), world_size=2)
     rows = {"up.weight": (4, 0, None), "down.weight": (4, 1, "up.weight")}
     plan = sliced(decided(ctx, AGAIN, bucket_bytes=0), rows)
-    laid = lay_out(captured, plan, ctx)
+    laid = lay_out(captured, plan, ctx, default_passes())
     names: list[str] = []
     for gm, phase in ((laid.forward, Phase.FORWARD), (laid.backward, Phase.BACKWARD)):
         lowered = run(default_passes(), Stage.PARTS, gm, ctx.replace(plan=plan, phase=phase))
