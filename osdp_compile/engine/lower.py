@@ -38,7 +38,7 @@ from passes.graph.metadata import (
 from passes.graph.printer import graph_text
 from passes.graph.step_module import graphs_of, step_module
 from passes.graph.verifier import check
-from passes.ops.markers import UNSHARD
+from passes.ops.markers import unshard_of, unshards
 from passes.ops.slicing import parameter_of
 from passes.pipeline import Observer, Pass, Stage, run
 from passes.recompute.rng_states import settle_rng_states
@@ -127,10 +127,7 @@ def lower(
         forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
         settle_rng_states(forward, backward, kwargs["num_fwd_outputs"])
         _mark_kept(forward, backward)
-        step.parameters = frozenset(
-            str(node.args[1])
-            for node in forward.graph.find_nodes(op="call_function", target=UNSHARD)
-        )
+        step.parameters = frozenset(unshard_of(node).name for node in unshards(forward.graph))
         _warn_of_rows_at_once(forward, step.parameters, session)
         both = step_module(forward, backward)
         both = run(session.passes, Stage.STEP, both, session.context, watch)
@@ -198,11 +195,8 @@ def _warn_of_not_recomputed(
 ) -> None:
     """Warn of tensors that the plan recomputes and this graph does not save."""
     plan = session.plan
-    gathered = {
-        node.args[1]
-        for node in forward.graph.find_nodes(op="call_function", target=UNSHARD)
-        if plan.decision(node.args[1]).sharded
-    }
+    read = {unshard_of(node).name for node in unshards(forward.graph)}
+    gathered = {name for name in read if plan.decision(name).sharded}
     order = plan.order.get("forward", ())
     planned = {parameter_of(name) for one in order if one.gathers for name in one.names}
     # A frame behind a graph break, which the plan does not cover, saves none of them.
@@ -299,10 +293,7 @@ def _look_at(
 
 def _mark_kept(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
     """Mark the backward's inputs that are gathered weights, not activations."""
-    gathered = {
-        node.name: node.args[1]
-        for node in forward.graph.find_nodes(op="call_function", target=UNSHARD)
-    }
+    gathered = {node.name: unshard_of(node).name for node in unshards(forward.graph)}
     for node in backward.graph.find_nodes(op="placeholder"):
         name = node.meta.get(SAVES, node.name)
         if name in gathered:

@@ -72,9 +72,25 @@ class Cost:
     in_function: bool = False
 
 
+class NoCost(ValueError):
+    """An operator has no cost: it was inserted after ``annotate``, or ``annotate`` did not run."""
+
+
 def cost_of(node: fx.Node) -> Cost:
-    """The cost of an annotated node; zero for a node without annotation."""
-    return node.meta.get(COST, _NOTHING)
+    """The cost of a node; zero for a graph's output.
+
+    Raises:
+        NoCost: for an operator without annotation.
+    """
+    found: Cost | None = node.meta.get(COST)
+    if found is not None:
+        return found
+    if node.op == "call_function":
+        raise NoCost(
+            f"node {node.name!r} ({node.target}) has no cost: insert operators before the pass "
+            "'annotate', or run it again after yours"
+        )
+    return _NOTHING
 
 
 _NOTHING = Cost()

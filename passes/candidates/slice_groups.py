@@ -26,7 +26,7 @@ from torch import fx
 from passes.candidates.parameter_groups import alike
 from passes.capture.captured_step import Captured
 from passes.graph.fx_utils import bytes_of, copy_module, root_of
-from passes.ops.markers import UNSHARD
+from passes.ops.markers import unshard_of, unshards
 from passes.recompute.recompute_activations import PartitionBoundary, keys_of
 from passes.split.split_operators import Splitter
 from passes.split.split_rules import PRODUCTS, along_weight, read_along
@@ -148,7 +148,7 @@ def _families(captured: Captured, ctx: Context, least_bytes: int = 0) -> list[Sl
 
 def _all(captured: Captured, ctx: Context, least_bytes: int) -> Iterator[SliceGroup]:
     graph = captured.forward.graph
-    readers = {node.args[1]: node for node in graph.find_nodes(op="call_function", target=UNSHARD)}
+    readers = {unshard_of(node).name: node for node in unshards(graph)}
     groups = [[ctx.parameters[index] for index in own] for own in alike(ctx.parameters)]
     for members in groups:
         large = [one for one in members if len(one.shape) > 1 and one.name in readers]
@@ -306,7 +306,7 @@ def _product_of(marker: fx.Node) -> fx.Node | None:
         if node.target in PRODUCTS
         and len(node.meta["val"].shape) == 2
         and (origin := along_weight(node, 1)) is not None
-        and origin[0] == marker.args[1]
+        and origin[0] == unshard_of(marker).name
     ]
     return found[0] if len(found) == 1 else None
 

@@ -25,7 +25,16 @@ from passes.graph.metadata import (
     STATIC,
 )
 from passes.graph.step_module import graphs_of, step_module
-from passes.ops.markers import REDUCE_GRAD, UNSHARD
+from passes.ops.markers import (
+    REDUCE_GRAD,
+    UNSHARD,
+    ReduceGrad,
+    Unshard,
+    reduce_grad_of,
+    set_args,
+    unshard_of,
+    unshards,
+)
 from passes.pipeline import Pass, Stage, run
 from passes.types.context import Context, Phase
 from passes.types.plan import Plan
@@ -172,11 +181,8 @@ def lay_out(captured: Captured, plan: Plan, ctx: Context, passes: Sequence[Pass]
     forward, backward = copy_module(captured.forward), copy_module(captured.backward)
     for gm in (forward, backward):
         _set_shards(gm, ctx)
-    kept = {
-        node.args[1]: node
-        for node in forward.graph.find_nodes(op="call_function", target=UNSHARD)
-        if plan.decision(node.args[1]).keeps
-    }
+    read = {unshard_of(node).name: node for node in unshards(forward.graph)}
+    kept = {name: node for name, node in read.items() if plan.decision(name).keeps}
     _save(forward, backward, kept)
     step = run(passes, Stage.STEP, step_module(forward, backward), ctx, recompile=False)
     missing = step.meta.get(NOT_RECOMPUTED)
@@ -189,17 +195,26 @@ def _set_shards(gm: fx.GraphModule, ctx: Context) -> None:
     graph, plan = gm.graph, ctx.plan
     with fake_mode_of(graph):
         for node in list(graph.nodes):
+            marker: Unshard | ReduceGrad
             if node.target is UNSHARD:
-                shard, name = node.args[:2]
+                marker = unshard_of(node)
             elif node.target is REDUCE_GRAD:
-                shard, name = node.args[1:3]
+                marker = reduce_grad_of(node)
             else:
                 continue
-            decision = plan.decision(name)
-            sharded, cut = decision.sharded, ctx.cut(decision)
-            node.args = (*node.args[:3], sharded, *cut.marks)
-            local = list(ctx.parameter(name).shape)
-            if sharded:
+            decision = plan.decision(marker.name)
+            cut, shard = ctx.cut(decision), marker.shard
+            set_args(
+                node,
+                marker._replace(
+                    sharded=decision.sharded,
+                    group_name=cut.group_name,
+                    between=cut.between,
+                    hosts=cut.hosts,
+                ),
+            )
+            local = list(ctx.parameter(marker.name).shape)
+            if decision.sharded:
                 start, stop = cut.rows(local[0])
                 local[0] = stop - start
                 shard.meta["val"] = empty_value(shard.meta["val"], local)
@@ -214,8 +229,8 @@ def _save(forward: fx.GraphModule, backward: fx.GraphModule, kept: Mapping[str, 
     """
     output = output_node(forward.graph)
     extra: list[fx.Node] = []
-    for node in list(backward.graph.find_nodes(op="call_function", target=UNSHARD)):
-        name = node.args[1]
+    for node in unshards(backward.graph):
+        name = unshard_of(node).name
         if name not in kept:
             continue
         last = list(backward.graph.find_nodes(op="placeholder"))[-1]

@@ -53,7 +53,7 @@ from passes.graph.metadata import (
     STATIC,
 )
 from passes.graph.step_module import step_module
-from passes.ops.markers import LEFT_OUT, UNSHARD
+from passes.ops.markers import LEFT_OUT, UNSHARD, unshard_of, unshards
 from passes.ops.slicing import parameter_of
 from passes.recompute.recompute_activations import keys_of, recompute, recomputed
 from passes.simulate.simulator import Simulation
@@ -193,9 +193,10 @@ def layers_of(captured: Captured, parameters: Sequence[Parameter]) -> tuple[tupl
     chosen = lists[max(sizes, key=lambda prefix: (sizes[prefix], -len(prefix)))]
     read: dict[str, None] = {}
     member_of = {one.name: key for key, own in chosen.items() for one in own.values()}
-    for node in captured.forward.graph.find_nodes(op="call_function", target=UNSHARD):
-        if node.args[1] in member_of:
-            read[member_of[node.args[1]]] = None
+    for node in unshards(captured.forward.graph):
+        name = unshard_of(node).name
+        if name in member_of:
+            read[member_of[name]] = None
     if not read:
         return ()
     first = chosen[next(iter(read))]

@@ -29,7 +29,7 @@ from passes._torch import FakeTensorMode
 from passes.capture.captured_step import Captured
 from passes.graph.fx_utils import bytes_of, concrete, hint, module_of, output_node
 from passes.graph.metadata import KEY, LENT, PARAMETER, SAVED, SAVES
-from passes.ops.markers import REDUCE_GRAD, UNSHARD
+from passes.ops.markers import REDUCE_GRAD, UNSHARD, reduce_grad_of, set_args, unshard_of
 from passes.recompute.recompute_activations import keys_of
 from passes.simulate.lent import mark_lent
 
@@ -127,14 +127,16 @@ class _Part:
     ) -> fx.Node:
         """Copy a node of a frame. A parameter that an earlier frame gathered is not copied."""
         if node.target is UNSHARD:
-            name = run.names[str(node.args[1])]
+            name = run.names[unshard_of(node).name]
             if name not in self._gathered:
                 self._gathered[name] = self._copy(node, nodes)
-                _rename(self._gathered[name], 1, name)
+                marker = self._gathered[name]
+                set_args(marker, unshard_of(marker)._replace(name=name))
             return self._gathered[name]
         copied = self._copy(node, nodes)
         if node.target is REDUCE_GRAD:
-            _rename(copied, 2, run.names[str(node.args[2])])
+            marked = reduce_grad_of(copied)
+            set_args(copied, marked._replace(name=run.names[marked.name]))
         elif node.op == "get_attr":
             held: Any = gm
             for part in str(node.target).split("."):
@@ -152,10 +154,6 @@ class _Part:
     def ended(self, results: Sequence[fx.Node]) -> fx.GraphModule:
         self.graph.output(tuple(results))
         return module_of(self.owner, self.graph)
-
-
-def _rename(node: fx.Node, at: int, name: str) -> None:
-    node.args = (*node.args[:at], name, *node.args[at + 1 :])
 
 
 class _Forward:
@@ -289,14 +287,15 @@ class _Backward:
 
     def _reduce_once(self, node: fx.Node) -> None:
         """Reduce the sum of a parameter's gradients after the last of them."""
-        name = str(node.args[2])
+        marker = reduce_grad_of(node)
+        name = marker.name
         before = self._reduced.get(name)
         self._reduced[name] = node
         if before is None:
             return
         with self.part.graph.inserting_before(node):
-            total = self._sum(before.args[0], node.args[0])  # type: ignore[arg-type]
-        node.args = (total, *node.args[1:])
+            total = self._sum(reduce_grad_of(before).gradient, marker.gradient)
+        set_args(node, marker._replace(gradient=total))
         before.replace_all_uses_with(node)
         self._returned.pop(before, None)
         self.part.graph.erase_node(before)

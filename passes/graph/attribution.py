@@ -13,7 +13,7 @@ from torch import fx
 from passes.graph.dataflow import Dataflow, OpTraits
 from passes.graph.fx_utils import is_collective
 from passes.graph.metadata import COLLECTIVE, GATHERED, PARAMETER
-from passes.ops.markers import REDUCE_GRAD, UNSHARD
+from passes.ops.markers import REDUCE_GRAD, UNSHARD, reduce_grad_of, unshard_of
 from passes.ops.packing import UNPACK
 
 _CONVERSIONS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
@@ -68,9 +68,9 @@ def _own(node: fx.Node) -> tuple[tuple[str, ...], bool]:
     if is_collective(node) and purpose is not None:
         return purpose.names, purpose.gathers
     if node.target is UNSHARD:
-        return (str(node.args[1]),), True
+        return (unshard_of(node).name,), True
     if node.target is REDUCE_GRAD:
-        return (str(node.args[2]),), False
+        return (reduce_grad_of(node).name,), False
     return (), False
 
 

@@ -23,10 +23,11 @@ groups.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 _LIBRARY = torch.library.Library("osdp", "DEF")
 _LIBRARY.define(
@@ -95,6 +96,54 @@ torch.library.register_autograd("osdp::unshard", _reduce, setup_context=_save_fo
 
 UNSHARD = torch.ops.osdp.unshard.default
 REDUCE_GRAD = torch.ops.osdp.reduce_grad.default
+
+
+class Unshard(NamedTuple):
+    """The arguments of an ``unshard`` node, by name."""
+
+    shard: fx.Node
+    name: str
+    shape: Sequence[Any]
+    sharded: bool
+    group_name: str
+    between: str = ""
+    hosts: int = 1
+
+
+class ReduceGrad(NamedTuple):
+    """The arguments of a ``reduce_grad`` node, by name."""
+
+    gradient: fx.Node
+    shard: fx.Node
+    name: str
+    sharded: bool
+    group_name: str
+    between: str = ""
+    hosts: int = 1
+
+
+def unshard_of(node: fx.Node) -> Unshard:
+    """The arguments of an ``unshard`` node."""
+    given: Any = node.args
+    return Unshard(*given)
+
+
+def reduce_grad_of(node: fx.Node) -> ReduceGrad:
+    """The arguments of a ``reduce_grad`` node."""
+    given: Any = node.args
+    return ReduceGrad(*given)
+
+
+def set_args(node: fx.Node, marker: Unshard | ReduceGrad) -> None:
+    """Give a marker node these arguments, without those that have their defaults."""
+    is_flat = not marker.between and marker.hosts == 1
+    args: Any = tuple(marker)
+    node.args = args[:-2] if is_flat else args
+
+
+def unshards(graph: fx.Graph) -> list[fx.Node]:
+    """The ``unshard`` nodes of a graph, in order."""
+    return list(graph.find_nodes(op="call_function", target=UNSHARD))
 
 
 def left_out(*tensors: Tensor) -> Tensor:

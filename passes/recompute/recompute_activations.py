@@ -54,7 +54,7 @@ from passes.graph.metadata import (
     STATIC,
 )
 from passes.graph.step_module import graphs_of
-from passes.ops.markers import REDUCE_GRAD, UNSHARD
+from passes.ops.markers import REDUCE_GRAD, UNSHARD, unshard_of
 from passes.types.context import Context
 from passes.types.plan import Plan
 
@@ -305,10 +305,10 @@ class _Rewriting:
                 return known[node]
         if node in self.cut.saved and node not in self.chosen:
             return self.cut.saved[node]
-        if node.op == "placeholder" or node in self.besides or node.args[1] in self.kept:
+        if node.op == "placeholder" or node in self.besides or unshard_of(node).name in self.kept:
             return self._save(node)
         graph = self.backward.graph  # a second gather
-        shard = self._in_backward(node.args[0])  # type: ignore[arg-type]
+        shard = self._in_backward(unshard_of(node).shard)
         with graph.inserting_before(self.top):
             gathered = graph.node_copy(node, lambda _: shard)
         self.copies[node] = gathered
@@ -324,7 +324,7 @@ class _Rewriting:
         if node.op != "placeholder":
             saved.meta[SAVED] = True
         if node.target is UNSHARD:
-            saved.meta[GATHERED] = node.args[1]
+            saved.meta[GATHERED] = unshard_of(node).name
         self.now_saved[node] = saved
         return saved
 

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from passes.graph.fx_utils import output_nodes, set_value
-from passes.ops.markers import REDUCE_GRAD, UNSHARD
+from passes.ops.markers import REDUCE_GRAD, reduce_grad_of, set_args, unshard_of, unshards
 from passes.types.context import Context
 
 _ADD = torch.ops.aten.add.Tensor
@@ -39,8 +39,8 @@ def dedupe(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 
 def _merge_unshards(graph: fx.Graph) -> None:
     first: dict[fx.Node, fx.Node] = {}
-    for node in graph.find_nodes(op="call_function", target=UNSHARD):
-        shard = node.args[0]
+    for node in unshards(graph):
+        shard = unshard_of(node).shard
         if shard in first:
             node.replace_all_uses_with(first[shard])
             graph.erase_node(node)
@@ -62,12 +62,12 @@ def _merge_reductions(root: fx.Node) -> None:
             stack.extend(source for source in node.args if isinstance(source, fx.Node))
         else:
             return
-    shards = {leaf.args[1] for leaf in leaves}
+    shards = {reduce_grad_of(leaf).shard for leaf in leaves}
     if len(shards) != 1:
         return
     marker = leaves[0]
     for leaf in leaves:
-        leaf.replace_all_uses_with(leaf.args[0])  # type: ignore[arg-type]
+        leaf.replace_all_uses_with(reduce_grad_of(leaf).gradient)
     for addition in sorted(additions):  # fx nodes compare by their order in the graph
         set_value(addition)
     graph = root.graph
@@ -75,5 +75,5 @@ def _merge_reductions(root: fx.Node) -> None:
         merged = graph.call_function(REDUCE_GRAD, marker.args, marker.kwargs)
     merged.meta.update(marker.meta)
     root.replace_all_uses_with(merged, delete_user_cb=lambda user: user is not merged)
-    merged.args = (root, *marker.args[1:])
+    set_args(merged, reduce_grad_of(marker)._replace(gradient=root))
     set_value(merged)

@@ -50,7 +50,7 @@ from passes.graph.fx_utils import (
     root_of,
 )
 from passes.graph.metadata import AFTER_WAIT, COLLECTIVE, GRADIENT_OF
-from passes.ops.markers import REDUCE_GRAD, UNSHARD
+from passes.ops.markers import REDUCE_GRAD, UNSHARD, reduce_grad_of, unshard_of
 from passes.ops.p2p import EXCHANGE, GATHER_PARTS
 from passes.ops.packing import MEAN_RANKS, PACK, PACK_COLUMNS, PAD_ROWS, TRIM_ROWS, UNPACK
 from passes.types.context import Context
@@ -77,8 +77,7 @@ def _replace(node: fx.Node, by: fx.Node) -> None:
 
 def _lower_unshard(node: fx.Node, ctx: Context) -> None:
     graph = node.graph
-    source, name, shape, sharded, group = node.args[:5]
-    assert isinstance(source, fx.Node) and isinstance(name, str)
+    source, name, shape, sharded, group, *_ = unshard_of(node)
     if not sharded:
         with graph.inserting_before(node):
             value = cast(graph, source, node.meta["val"].dtype)
@@ -88,8 +87,8 @@ def _lower_unshard(node: fx.Node, ctx: Context) -> None:
         return
     with graph.inserting_before(node):
         source = cast(graph, source, node.meta["val"].dtype)
-    total = int(shape[0])  # type: ignore[index,arg-type]
-    cut = ctx.cut_by(str(group))
+    total = int(shape[0])
+    cut = ctx.cut_by(group)
     rows = cut.most_rows(total)
     padded = rows * cut.ranks != total
     with graph.inserting_before(node):
@@ -174,8 +173,7 @@ def start_collective(
 
 def _lower_reduce(node: fx.Node, ctx: Context) -> None:
     graph = node.graph
-    gradient, like, name, sharded, group = node.args[:5]
-    assert isinstance(gradient, fx.Node) and isinstance(like, fx.Node) and isinstance(name, str)
+    gradient, like, name, sharded, group, *_ = reduce_grad_of(node)
     purpose = Collective((name,), gathers=False)
     if gradient.op == "call_function" and like.op == "placeholder":
         # Autograd's position of the marker differs between a traced model and the planner's
@@ -192,7 +190,7 @@ def _lower_reduce(node: fx.Node, ctx: Context) -> None:
             _finish(node, cast_after_wait(graph, call(graph, WAIT, (start,), "reduced"), own_dtype))
             return
         shape = list(gradient.meta["val"].shape)
-        cut = ctx.cut_by(str(group))
+        cut = ctx.cut_by(group)
         rows = cut.most_rows(shape[0])
         part = scatter(graph, [gradient], group, purpose, ctx)
         part = after_wait(call(graph, _aten.view.default, (part, [rows, *shape[1:]])))
@@ -267,7 +265,7 @@ def reduce_rows(
 
 
 def _finish(node: fx.Node, by: fx.Node) -> None:
-    by.meta[GRADIENT_OF] = node.args[2]
+    by.meta[GRADIENT_OF] = reduce_grad_of(node).name
     _replace(node, by)
 
 

@@ -16,7 +16,7 @@ from torch import fx
 
 from passes._torch import CheckpointPolicy
 from passes.graph.fx_utils import is_cast, is_view
-from passes.ops.markers import UNSHARD
+from passes.ops.markers import UNSHARD, unshard_of
 from passes.types.context import Context
 
 # Above all regions of the user's own activation checkpointing: the partitioner turns a tag with a
@@ -31,7 +31,7 @@ def tag(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         if node.op != "call_function":
             continue
         if node.target is UNSHARD:
-            keep = ctx.plan.decision(node.args[1]).keeps
+            keep = ctx.plan.decision(unshard_of(node).name).keeps
             policy = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.MUST_RECOMPUTE
         elif (is_view(node) or is_cast(node)) and node.args[0] in derived:
             policy = CheckpointPolicy.MUST_RECOMPUTE

@@ -29,7 +29,7 @@ from torch import fx
 from passes.graph.fx_utils import call, copy_module, output_node
 from passes.graph.metadata import GATHERED, SAVED, SAVES
 from passes.graph.step_module import graphs_of
-from passes.ops.markers import UNSHARD
+from passes.ops.markers import unshard_of, unshards
 from passes.ops.slicing import JOIN_SLICES, TAKE_SLICE, Slices, slice_name
 from passes.recompute.recompute_activations import PartitionBoundary, save_instead
 from passes.split.split_operators import Sliced, splits, splitter_of
@@ -69,12 +69,12 @@ def _kept_slices(
     Returns these slices in the forward, which must save them.
     """
     output = output_node(forward)
-    again = {node.args[1] for node in backward.find_nodes(op="call_function", target=UNSHARD)}
+    again = {unshard_of(node).name for node in unshards(backward)}
     tensors = (n for n in backward.nodes if isinstance(n.meta.get("val"), torch.Tensor))
     first = next(tensors, None)
     kept: list[fx.Node] = []
-    for node in forward.find_nodes(op="call_function", target=UNSHARD):
-        name = node.args[1]
+    for node in unshards(forward):
+        name = unshard_of(node).name
         found = sliced.get(node.name)
         if name not in again or found is None or first is None:
             continue

@@ -34,7 +34,7 @@ from torch import fx
 
 from passes.graph.fx_utils import call, copy_module, output_node, remove_dead, set_value
 from passes.graph.metadata import GATHERED, GRADIENT_OF, RECOMPUTED
-from passes.ops.markers import REDUCE_GRAD, UNSHARD
+from passes.ops.markers import REDUCE_GRAD, UNSHARD, unshard_of
 from passes.ops.packing import TRIM_ROWS
 from passes.ops.slicing import (
     JOIN_SLICES,
@@ -289,7 +289,7 @@ class Splitter:
         while weight.target in LAID_OUT:
             weight = arguments_of(weight)[0]
         name: Any
-        name = weight.args[1] if weight.target is UNSHARD else weight.meta.get(GATHERED)
+        name = unshard_of(weight).name if weight.target is UNSHARD else weight.meta.get(GATHERED)
         if name not in self.ctx.plan:
             return None
         row = self.ctx.plan[name]

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from passes.graph.fx_utils import always_equal, concrete, is_getitem
-from passes.ops.markers import UNSHARD
+from passes.ops.markers import UNSHARD, unshard_of
 from passes.ops.slicing import TAKE_SLICE, Slices
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def along_weight(node: fx.Node, dim: int) -> tuple[str, int] | None:
         elif node.target not in LAID_OUT:
             return None
         node = source
-    return str(node.args[1]), dim
+    return unshard_of(node).name, dim
 
 
 def read_along(marker: fx.Node) -> int | None:
