@@ -182,7 +182,7 @@ def _rates(
             latency_seconds=10
             ** (draw.uniform(-6, -4) if latency is None else latency + draw.uniform(-0.1, 0.1)),
             seconds_per_byte=byte_seconds * draw.uniform(0.8, 1.25),
-            busy_seconds_per_byte=draw.choice([0.0, 0.15]) * byte_seconds,
+            overhead_seconds_per_byte=draw.choice([0.0, 0.15]) * byte_seconds,
             carried_out=carried_out,
         )
         for kind in _COLLECTIVES

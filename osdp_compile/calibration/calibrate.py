@@ -30,7 +30,7 @@ from osdp_compile.calibration.collective_times import (
     with_busy,
 )
 from osdp_compile.runtime.collectives import backend_of
-from osdp_compile.runtime.p2p import by_messages
+from osdp_compile.runtime.p2p import group_uses_p2p
 from passes.types.hardware import Hardware, generic
 
 _LEAST_SCRATCH_BYTES = 1 << 23
@@ -83,7 +83,7 @@ def measure_hardware(
     for name, one in (along or {}).items():
         links[name] = {}
         for kind in KINDS:
-            if kind == "reduce_scatter" and by_messages(one, device):
+            if kind == "reduce_scatter" and group_uses_p2p(one, device):
                 continue  # no hierarchical stage is one
             agreed(0.0, group, device)  # all groups of a dimension start together
             link = quick_link(kind, one, device, budget, scratch_bytes)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from osdp_compile.calibration.line_fit import Fit, Sample, fit_line, typical_seconds
 from osdp_compile.runtime.collectives import all_gather_single, backend_of, reduce_scatter_single
-from osdp_compile.runtime.p2p import by_messages, start_exchange, start_gather
+from osdp_compile.runtime.p2p import group_uses_p2p, start_exchange, start_gather
 from passes.types.hardware import Hardware, LinkRate, wire_bytes
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
@@ -117,7 +117,7 @@ def with_busy(
         kind: dataclasses.replace(
             link,
             rate=dataclasses.replace(
-                link.rate, busy_seconds_per_byte=busy[kind], wake_seconds=wake
+                link.rate, overhead_seconds_per_byte=busy[kind], start_delay_seconds=wake
             ),
         )
         for kind, link in links.items()
@@ -128,8 +128,8 @@ def as_busy_as(link: Link, other: Link) -> Link:
     """The link with the compute overhead per byte and start delay of another link of the device."""
     rate = dataclasses.replace(
         link.rate,
-        busy_seconds_per_byte=other.rate.busy_seconds_per_byte,
-        wake_seconds=other.rate.wake_seconds,
+        overhead_seconds_per_byte=other.rate.overhead_seconds_per_byte,
+        start_delay_seconds=other.rate.start_delay_seconds,
     )
     return dataclasses.replace(link, rate=rate)
 
@@ -191,13 +191,13 @@ def swept_link(
         kind, last_bytes, samples[-1].seconds, rate, group, device, 0.3 * budget_seconds
     )
     wake = _wake_seconds(kind, fit, group, device)
-    rate = dataclasses.replace(rate, busy_seconds_per_byte=busy, wake_seconds=wake)
+    rate = dataclasses.replace(rate, overhead_seconds_per_byte=busy, start_delay_seconds=wake)
     return Link(rate, fit, tuple(samples))
 
 
 def _one_for_all(group: dist.ProcessGroup, device: torch.device) -> str:
     """The kind of collective that is measured for all kinds."""
-    return "all_to_all" if by_messages(group, device) else "all_gather"
+    return "all_to_all" if group_uses_p2p(group, device) else "all_gather"
 
 
 def _fitted(kind: str, fit: Fit, group: dist.ProcessGroup, device: torch.device) -> LinkRate:
@@ -219,7 +219,7 @@ def carried_out(kind: str, group: dist.ProcessGroup, device: torch.device) -> st
         return backend
     if kind == "reduce_scatter":
         return "all_reduce inside"  # and drops the other rows: gloo has no other algorithm
-    if kind == "all_to_all" or (kind == "all_gather" and by_messages(group, device)):
+    if kind == "all_to_all" or (kind == "all_gather" and group_uses_p2p(group, device)):
         return "messages"
     return "ring"
 
@@ -264,9 +264,9 @@ def _collective(
         "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group, async_op=True),
     }
     sent_bytes = round(wire_bytes(kind, 4 * numel, world))
-    if kind == "all_gather" and by_messages(group, device):
+    if kind == "all_gather" and group_uses_p2p(group, device):
         return lambda: start_gather(other, part, group), sent_bytes
-    if kind == "all_to_all" and by_messages(group, device):
+    if kind == "all_to_all" and group_uses_p2p(group, device):
         return lambda: start_exchange(other, whole, group), sent_bytes
     return lambda: [calls[kind]()], sent_bytes
 

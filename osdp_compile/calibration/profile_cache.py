@@ -33,7 +33,7 @@ from osdp_compile.errors import OsdpError
 from osdp_compile.log_lines import ensure_visible
 from osdp_compile.model.agreement import on_every_rank
 from osdp_compile.runtime.collectives import backend_of
-from osdp_compile.runtime.p2p import by_messages
+from osdp_compile.runtime.p2p import group_uses_p2p
 from passes.types.hardware import Hardware
 
 log = logging.getLogger("osdp_compile")
@@ -121,7 +121,7 @@ def cache_folder() -> Path | None:
 
 def _complete(given: Hardware, group: dist.ProcessGroup, device: torch.device) -> Hardware:
     """Check that a profile has rates for all collectives that the passes may emit for the group."""
-    scatter = "all_to_all" if by_messages(group, device) else "reduce_scatter"
+    scatter = "all_to_all" if group_uses_p2p(group, device) else "reduce_scatter"
     needed = ("all_gather", scatter, "all_reduce") if dist.get_world_size(group) > 1 else ()
     missing = [kind for kind in needed if kind not in given.collectives]
     if missing:

@@ -146,8 +146,8 @@ def _link_table(found: Calibration) -> Table:
             format_seconds(rate.latency_seconds),
             f"{format_bytes(1 / rate.seconds_per_byte)}/s",
             format_seconds(rate.start_seconds),
-            f"{format_seconds(rate.busy_seconds_per_byte * 2**20)}/MiB",
-            format_seconds(rate.wake_seconds),
+            f"{format_seconds(rate.overhead_seconds_per_byte * 2**20)}/MiB",
+            format_seconds(rate.start_delay_seconds),
             rate.carried_out,
             f"{link.fit.median_error:.0%}, {link.fit.worst_error:.0%}",
         )

@@ -51,7 +51,7 @@ from osdp_compile.runtime.collectives import backend_of
 from osdp_compile.runtime.current_call import interrupted_call
 from osdp_compile.runtime.eager_markers import register_group
 from osdp_compile.runtime.meshes import flat_mesh, groups_along, level, levels_of, own_mesh
-from osdp_compile.runtime.p2p import by_messages, staged_kinds
+from osdp_compile.runtime.p2p import group_uses_p2p, staged_kinds
 from osdp_compile.tracking.other_models import OtherModels, other_models, planned_under_share
 from osdp_compile.tracking.pending_model import PendingModel, end_waiting
 from osdp_compile.tracking.session import Session, base_parts, remember, session_for
@@ -195,9 +195,9 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
     group, along = mesh.get_group(), groups_along(options.mesh)
     levels = [level(name, one) for name, one in along.items()]
     check_if_waiting([entry.parameter for entry in entries], options)
-    by_exchange = by_messages(group, device)
+    uses_p2p = group_uses_p2p(group, device)
     lines = [*options.lines(), *fingerprint(step.gm, entries)]
-    agree([f"gathers and scatters by messages: {by_exchange}", *lines], group)
+    agree([f"gathers and scatters by messages: {uses_p2p}", *lines], group)
 
     optimizers = OptimizerIndex(entry.parameter for entry in entries)
     accumulated_bytes = 0
@@ -232,11 +232,11 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
         other_models_bytes=others.held_bytes,
         between_bytes=others.running_bytes,
         limit_bytes=options.memory_limit_bytes,
-        by_exchange=by_exchange,
+        uses_p2p=uses_p2p,
         staged=staged_kinds(group, device),
         param_dtype=options.precision.param_dtype,
         reduce_dtype=options.precision.reduce_dtype,
-        levels=levels_of(levels, hardware, by_exchange),
+        levels=levels_of(levels, hardware, uses_p2p),
     )
 
     captured: list[Captured] = []  # on rank 0; with several frames on all ranks
@@ -293,7 +293,7 @@ def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
         first = captured[0] if captured else None
         hardware = with_step_seconds(first, context, group, device, spare_bytes)
     hardware = from_rank_zero(lambda: hardware, group)
-    context = context.replace(hardware=hardware, levels=levels_of(levels, hardware, by_exchange))
+    context = context.replace(hardware=hardware, levels=levels_of(levels, hardware, uses_p2p))
     if measures:  # keep it also if the limit is refused: the error's limit is of this profile
         keep(hardware, group, device, along)
     plan = from_rank_zero(decide, group)

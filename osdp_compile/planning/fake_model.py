@@ -16,7 +16,7 @@ from osdp_compile import _torch
 
 
 @contextmanager
-def stand_ins(models: Sequence[nn.Module], inputs: Any, device: torch.device) -> Iterator[Any]:
+def fake_models(models: Sequence[nn.Module], inputs: Any, device: torch.device) -> Iterator[Any]:
     """Context: replace the parameters and buffers of some models by fake tensors.
 
     ``inputs``: any container of tensors; yields the same with fake tensors. Tied parameters stay

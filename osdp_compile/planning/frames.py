@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 from osdp_compile import _torch
 from osdp_compile.model.shard_in_place import ModelParameter, model_parameters
 from osdp_compile.planning.capture import NeedsNoGradients
-from osdp_compile.planning.fake_model import stand_ins
+from osdp_compile.planning.fake_model import fake_models
 from osdp_compile.planning.planner_inputs import captured_step
 from osdp_compile.runtime.current_call import Call, stack
 from passes.capture.captured_step import Captured
@@ -109,7 +109,7 @@ def _on_fake_tensors(
 ) -> None:
     modules = [module for _, module in roots]
     own = next(one.device for module in modules for one in module.parameters())
-    with stand_ins(modules, (call.args, call.kwargs), device or own) as (args, kwargs):
+    with fake_models(modules, (call.args, call.kwargs), device or own) as (args, kwargs):
         _call(call, roots, collector, args, kwargs)
 
 

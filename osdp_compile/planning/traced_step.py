@@ -18,7 +18,7 @@ from osdp_compile.model.find_modules import plain_parameters
 from osdp_compile.model.mixed_precision import OWN_PRECISION, Precision, traced_cast
 from osdp_compile.model.shard_in_place import ModelParameter, check_shardable, model_parameters
 from osdp_compile.options import Accumulate, Search
-from osdp_compile.planning.fake_model import stand_ins
+from osdp_compile.planning.fake_model import fake_models
 from osdp_compile.planning.frames import captured_frames, collected, is_collecting, unseen_bytes_of
 from osdp_compile.planning.planner_inputs import (
     accumulated_bytes_of,
@@ -92,7 +92,7 @@ class TracedStep:
             )
         world_size = math.prod(ranks.values())
         hardware = hardware.over(ranks)
-        by_exchange = hardware.collectives["all_gather"].carried_out == "messages"
+        uses_p2p = hardware.collectives["all_gather"].carried_out == "messages"
         levels = [MeshDim(name, size, f"{_GROUP}_{name}") for name, size in ranks.items()]
         return Context(
             plan=Plan((), world_size=world_size),
@@ -105,9 +105,9 @@ class TracedStep:
             accumulated_bytes=self.accumulated_bytes,
             adds_gradients=self.adds_gradients,
             limit_bytes=limit_bytes,
-            by_exchange=by_exchange,
+            uses_p2p=uses_p2p,
             slices=self.slices,
-            levels=levels_of(levels, hardware, by_exchange),
+            levels=levels_of(levels, hardware, uses_p2p),
         )
 
     def plan(
@@ -307,7 +307,7 @@ def trace(
 
     compiled = torch.compile(model, backend=backend, dynamic=False)
     inputs = (tuple(args), dict(kwargs or {}))
-    with stand_ins([model], inputs, _device_of(model)) as (given, named):
+    with fake_models([model], inputs, _device_of(model)) as (given, named):
         try:
             with torch.enable_grad(), traced_cast(model, precision):
                 compiled(*given, **named)

@@ -92,17 +92,17 @@ def level(name: str, group: dist.ProcessGroup) -> MeshDim:
 
 
 def levels_of(
-    levels: Sequence[MeshDim], hardware: Hardware, by_exchange: bool
+    levels: Sequence[MeshDim], hardware: Hardware, uses_p2p: bool
 ) -> tuple[MeshDim, MeshDim] | None:
     """The two mesh dimensions, if the profile has rates for all collectives along both; else None.
 
     ``levels``: the dimensions, the outer first. None also for a mesh with one dimension, or with
-    one rank along a dimension. ``by_exchange``: as in the passes' context.
+    one rank along a dimension. ``uses_p2p``: as in the passes' context.
     """
     if len(levels) != 2 or any(one.size == 1 for one in levels):
         return None
     needed = {"all_gather", "all_reduce", "all_to_all"}
-    if not by_exchange:
+    if not uses_p2p:
         needed.add("reduce_scatter")
     if any(needed - set(hardware.dimensions.get(one.name, ())) for one in levels):
         return None

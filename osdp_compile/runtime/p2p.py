@@ -25,7 +25,7 @@ _TAG = 0x05D9
 _NATIVE = "OSDP_NATIVE_COLLECTIVES"
 
 
-def by_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
+def group_uses_p2p(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether this file runs the group's gathers and exchanges, instead of its backend."""
     return _on_gloo(group, device) and os.environ.get(_NATIVE) != "1"
 

@@ -53,8 +53,8 @@ class Cost:
     ``workspace_bytes``: extra bytes while it runs (``passes/annotate/workspace.py``); for a
     collective until its wait (``Context.staged``).
     ``seconds``: on the compute stream, or on the network for a collective.
-    ``busy_seconds``: compute overhead of a collective, on the compute stream.
-    ``wake_seconds``: start delay of a collective, if nothing is in flight at its start.
+    ``compute_overhead_seconds``: compute overhead of a collective, on the compute stream.
+    ``start_delay_seconds``: start delay of a collective, if nothing is in flight at its start.
     ``serves``: the parameters that it serves (``passes/graph/attribution.py``).
     ``in_function``: its kernel shares one C++ function with neighbouring kernels
     (``passes/simulate/memory.py``).
@@ -65,8 +65,8 @@ class Cost:
     write_bytes: int = 0
     memory_bytes: int = 0
     seconds: float = 0.0
-    busy_seconds: float = 0.0
-    wake_seconds: float = 0.0
+    compute_overhead_seconds: float = 0.0
+    start_delay_seconds: float = 0.0
     serves: tuple[str, ...] = ()
     workspace_bytes: int = 0
     in_function: bool = False
@@ -195,8 +195,8 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
                 memory_bytes=0 if node.target is ALL_REDUCE else memory_bytes,
                 workspace_bytes=-(-staged_bytes // align) * align,
                 seconds=network.collective_seconds(*what),
-                busy_seconds=network.busy_seconds(*what),
-                wake_seconds=network.wake_seconds(kind, ranks),
+                compute_overhead_seconds=network.compute_overhead_seconds(*what),
+                start_delay_seconds=network.start_delay_seconds(kind, ranks),
                 serves=names,
             )
             continue

@@ -134,7 +134,7 @@ class Folded:
         """Bytes of one layer's parameters, unsharded."""
         return sum(ctx.parameter(name).full_bytes for name in self.layers[0])
 
-    def stand_ins(self, plan: Plan) -> dict[str, str]:
+    def representatives(self, plan: Plan) -> dict[str, str]:
         """For each parameter left out, the corresponding parameter of the layer that it equals."""
         found: dict[str, str] = {}
         for layer in self.inner:
@@ -491,7 +491,7 @@ def _between(graph: fx.Graph, simulation: Simulation, one: fx.Node, other: fx.No
             inside = True
         if inside:
             cost = cost_of(node)
-            compute += cost.busy_seconds if is_collective(node) else cost.seconds
+            compute += cost.compute_overhead_seconds if is_collective(node) else cost.seconds
     return Seconds(abs(simulation.start[other] - simulation.start[one]), compute)
 
 

@@ -22,7 +22,7 @@ reduce-scatter may take the place of an exchange with its mean or sum)::
 
 So each byte crosses the network between hosts once per host and not once per rank. An all-reduce
 is padded if G does not divide its n elements. Its result is copied once more if it was padded, or
-if collectives are P2P (``ctx.by_exchange``).
+if collectives are P2P (``ctx.uses_p2p``).
 
 The choice depends on sizes without a batch dimension and on the profile, so all ranks agree. Like
 buckets, it is decided once and is part of the plan's order. The choice counts the seconds of the
@@ -95,7 +95,7 @@ def legs_of(kind: str, full_bytes: int, ctx: Context) -> list[tuple[str, MeshDim
     if kind == "all_gather":
         return [(kind, outer, part_bytes), (kind, inner, full_bytes)]
     if kind == "all_reduce":
-        scatter = "all_to_all" if ctx.by_exchange else "reduce_scatter"
+        scatter = "all_to_all" if ctx.uses_p2p else "reduce_scatter"
         return [
             (scatter, inner, full_bytes),
             (kind, outer, part_bytes),
@@ -119,13 +119,15 @@ def _pays(start: fx.Node, ctx: Context) -> bool:
     """
     kind, full_bytes = COLLECTIVES[start.target], collective_full_bytes(start)
     flat = kind, full_bytes, ctx.world_size
-    flat_seconds = ctx.hardware.collective_seconds(*flat) + ctx.hardware.busy_seconds(*flat)
-    busy_seconds = sum(
-        ctx.hardware.along(level.name).busy_seconds(leg, size_bytes, level.size)
+    flat_seconds = ctx.hardware.collective_seconds(*flat) + ctx.hardware.compute_overhead_seconds(
+        *flat
+    )
+    compute_overhead_seconds = sum(
+        ctx.hardware.along(level.name).compute_overhead_seconds(leg, size_bytes, level.size)
         for leg, level, size_bytes in legs_of(kind, full_bytes, ctx)
     )
     copied = _copied_bytes(start, full_bytes, ctx) / ctx.hardware.memory_bytes_per_second
-    return legs_seconds(kind, full_bytes, ctx) + busy_seconds + copied < flat_seconds
+    return legs_seconds(kind, full_bytes, ctx) + compute_overhead_seconds + copied < flat_seconds
 
 
 def _copied_bytes(start: fx.Node, full_bytes: int, ctx: Context) -> int:
@@ -137,8 +139,8 @@ def _copied_bytes(start: fx.Node, full_bytes: int, ctx: Context) -> int:
         return 0 if unpacked else 2 * full_bytes
     if start.target is ALL_REDUCE:
         padded = numel_of(start.meta["val"]) % inner.size != 0
-        joined = 2 * full_bytes if padded or ctx.by_exchange else 0
-        summed = full_bytes + full_bytes // inner.size if ctx.by_exchange else 0
+        joined = 2 * full_bytes if padded or ctx.uses_p2p else 0
+        summed = full_bytes + full_bytes // inner.size if ctx.uses_p2p else 0
         return (2 * full_bytes if padded else 0) + summed + joined
     packed = 0 if _table(start).target is PACK_COLUMNS else 2 * full_bytes
     return packed + (0 if start.target is REDUCE_SCATTER else 2 * full_bytes // inner.size)
@@ -167,9 +169,9 @@ def _gather_in_legs(start: fx.Node, outer: MeshDim, inner: MeshDim, ctx: Context
         args = (part, inner.size, inner.group_name)
         second = start_collective(graph, start.target, args, _leg(purpose, 1))
         whole = call(graph, WAIT, (second,), "gathered")
-    if ctx.by_exchange and root_of(packed).op != "placeholder":
+    if ctx.uses_p2p and root_of(packed).op != "placeholder":
         second.kwargs = {"sent": packed}
-    alive = part if ctx.by_exchange else None
+    alive = part if ctx.uses_p2p else None
     for user in list(wait.users):
         if user.target is UNPACK:
             _, ranks, column, shape, *others = user.args
@@ -201,7 +203,7 @@ def _all_reduce_in_legs(start: fx.Node, outer: MeshDim, inner: MeshDim, ctx: Con
     graph, purpose = start.graph, start.meta[COLLECTIVE]
     value = start.meta["val"]
     numel, padded = numel_of(value), numel_of(value) % inner.size != 0
-    scatter, gather = (EXCHANGE, GATHER_PARTS) if ctx.by_exchange else (REDUCE_SCATTER, ALL_GATHER)
+    scatter, gather = (EXCHANGE, GATHER_PARTS) if ctx.uses_p2p else (REDUCE_SCATTER, ALL_GATHER)
     within = (inner.size, inner.group_name)
     with graph.inserting_before(start):
         rows = _table(start) if value.dim() == 1 else flat(graph, _table(start))
@@ -213,8 +215,8 @@ def _all_reduce_in_legs(start: fx.Node, outer: MeshDim, inner: MeshDim, ctx: Con
         part = call(graph, WAIT, (between,), "reduced")
         join = start_collective(graph, gather, (part, *within), _leg(purpose, 2))
         whole = call(graph, WAIT, (join,), "reduced")
-        if padded or ctx.by_exchange:
-            sent = (part,) if ctx.by_exchange else ()
+        if padded or ctx.uses_p2p:
+            sent = (part,) if ctx.uses_p2p else ()
             whole = after_wait(call(graph, FIRST_OF, (whole, numel, *sent)))
         if value.dim() != 1:
             whole = after_wait(call(graph, _VIEW, (whole, list(value.shape))))

@@ -280,8 +280,8 @@ class Scheduler:
         self.result.append(task.start)
         self.started.add(task)
         cost = task.cost
-        self.network.start(task.start, task.group, cost.seconds, cost.wake_seconds)
-        self.network.compute(cost.busy_seconds)
+        self.network.start(task.start, task.group, cost.seconds, cost.start_delay_seconds)
+        self.network.compute(cost.compute_overhead_seconds)
         if task.follows is not None:
             self.later.remove(task)
             self.held_bytes -= 0 if task.gathers else task.extra_bytes

@@ -55,7 +55,7 @@ def choices_of(parameter: Parameter, ctx: Context) -> list[Choice]:
         hardware, ranks = (ctx.hardware, world) if level is None else ctx.along(level)
         latency_seconds = hardware.collectives[kind].latency_seconds
         seconds = hardware.collective_seconds(kind, size_bytes, ranks) - spared * latency_seconds
-        if ctx.levels is None or level or (kind == "reduce_scatter" and ctx.by_exchange):
+        if ctx.levels is None or level or (kind == "reduce_scatter" and ctx.uses_p2p):
             return seconds
         latency_seconds = legs_seconds(kind, 0, ctx)
         return min(seconds, legs_seconds(kind, size_bytes, ctx) - spared * latency_seconds)
@@ -63,7 +63,7 @@ def choices_of(parameter: Parameter, ctx: Context) -> list[Choice]:
     def busy(kind: str, size_bytes: int = full, level: MeshDim | None = None) -> float:
         hardware, ranks = (ctx.hardware, world) if level is None else ctx.along(level)
         start_seconds = spared * hardware.collectives[kind].start_seconds
-        return hardware.busy_seconds(kind, size_bytes, ranks) - start_seconds
+        return hardware.compute_overhead_seconds(kind, size_bytes, ranks) - start_seconds
 
     def update(state: int) -> float:
         return ctx.hardware.update_seconds(state, 1)
@@ -76,7 +76,7 @@ def choices_of(parameter: Parameter, ctx: Context) -> list[Choice]:
         reductions: list[tuple[str, int, MeshDim | None]] = []
         if trained:
             kinds = ["all_to_all"]
-            if level is None or not ctx.by_exchange:  # with P2P, mesh dimensions lack this rate
+            if level is None or not ctx.uses_p2p:  # with P2P, mesh dimensions lack this rate
                 kinds.insert(0, "reduce_scatter")
             kind = min(kinds, key=lambda one: link(one, full, level))
             reductions.append((kind, full, level))

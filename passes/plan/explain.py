@@ -13,10 +13,13 @@ from passes.types.plan import Decision, Plan, shardable
 from passes.types.units import format_seconds
 
 
-def explained(plan: Plan, step: LoweredStep, ctx: Context, stand_ins: Mapping[str, str]) -> Plan:
+def explained(
+    plan: Plan, step: LoweredStep, ctx: Context, representatives: Mapping[str, str]
+) -> Plan:
     """The plan with its prediction and the reason of every decision.
 
-    ``stand_ins``: for each parameter that is not in the graphs, the parameter with its figures.
+    ``representatives``: for each parameter that is not in the graphs, the parameter with its
+    figures.
     """
     gathers: dict[str, tuple[float, float]] = {}
     reductions: dict[str, tuple[float, float]] = {}
@@ -36,7 +39,7 @@ def explained(plan: Plan, step: LoweredStep, ctx: Context, stand_ins: Mapping[st
         elif row.decision is Decision.REPLICATE:
             parts.append("fits whole")
         for what, kind in (("gather", gathers), ("reduce", reductions)):
-            if (seen := stand_ins.get(row.name, row.name)) in kind:
+            if (seen := representatives.get(row.name, row.name)) in kind:
                 seconds, late = kind[seen]
                 hidden = "hidden" if late < 0.05 * seconds else f"{format_seconds(late)} exposed"
                 parts.append(f"{what} {format_seconds(seconds)}, {hidden}")

@@ -130,7 +130,7 @@ def _searched(
         share_sizes(evaluator)
     found = evaluator.feasible()
     if isinstance(captured, Folded):
-        plan = explained(*found[0], ctx, captured.stand_ins(found[0][0]))
+        plan = explained(*found[0], ctx, captured.representatives(found[0][0]))
         return plan.replace(order={})  # the order covers a few layers only
     # Uniform plans too: regathering everything leaves the most headroom, which the first order
     # may not use.

@@ -22,7 +22,7 @@ shard is then all-reduced between hosts, the second stage of the reduction.
 A shard is cast to the parameter's read dtype before the gather. A gradient is cast to its travel
 dtype before the reduction, and to its parameter's dtype after it.
 
-On gloo (``ctx.by_exchange``), gathers and reductions use P2P collectives (``passes/ops/p2p.py``):
+On gloo (``ctx.uses_p2p``), gathers and reductions use P2P collectives (``passes/ops/p2p.py``):
 they are faster than gloo's own, and safe (docs/lowering.md).
 """
 
@@ -115,9 +115,9 @@ def gather(
     """
     single = len(parts) == 1
     packed = flat(graph, parts[0]) if single else call(graph, PACK, (list(parts),), "bucket")
-    target = GATHER_PARTS if ctx.by_exchange else ALL_GATHER
+    target = GATHER_PARTS if ctx.uses_p2p else ALL_GATHER
     start = start_collective(graph, target, (packed, ctx.cut_by(group).ranks, group), purpose)
-    needed = ctx.by_exchange and root_of(packed).op != "placeholder"
+    needed = ctx.uses_p2p and root_of(packed).op != "placeholder"
     return call(graph, WAIT, (start,), "gathered"), packed if needed else None
 
 
@@ -225,7 +225,7 @@ def scatter(
         packed = call(graph, PACK_COLUMNS, args, "bucket")
     target = REDUCE_SCATTER
     if exchange:
-        target = EXCHANGE if ctx.by_exchange else ALL_TO_ALL
+        target = EXCHANGE if ctx.uses_p2p else ALL_TO_ALL
     part = reduce_rows(graph, target, packed, cut.ranks, group, purpose, copies=cut.copies)
     if not cut.between:
         return part
@@ -271,7 +271,7 @@ def _finish(node: fx.Node, by: fx.Node) -> None:
 
 def by_all_to_all(full_bytes: int, group: str, ctx: Context) -> bool:
     """Whether an all-to-all and a local sum are faster than a reduce-scatter."""
-    if ctx.by_exchange:
+    if ctx.uses_p2p:
         return True
     hardware, ranks = ctx.network(group)
     scatter_seconds = hardware.collective_seconds("reduce_scatter", full_bytes, ranks)

@@ -1,9 +1,9 @@
 """The network model: one queue of collectives per process group, beside one compute stream.
 
 A process group runs its collectives one at a time, in their start order. A collective that starts
-in an empty queue beside compute begins after a *start delay* (``wake_seconds``): on a machine
-whose cores all compute, the network threads first have to get a core. While the rank waits, there
-is no start delay.
+in an empty queue beside compute begins after a *start delay* (``start_delay_seconds``): on a
+machine whose cores all compute, the network threads first have to get a core. While the rank waits,
+there is no start delay.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import fx
 @dataclasses.dataclass
 class _Flight:
     node: fx.Node
-    wake_seconds: float  # remaining
+    start_delay_seconds: float  # remaining
     seconds: float  # remaining
 
 
@@ -40,15 +40,17 @@ class Network:
         flights = self._queues.get(group)
         if not flights:
             return self.now
-        return self.now + sum([flight.wake_seconds + flight.seconds for flight in flights])
+        return self.now + sum([flight.start_delay_seconds + flight.seconds for flight in flights])
 
-    def start(self, node: fx.Node, group: str, seconds: float, wake_seconds: float = 0.0) -> None:
+    def start(
+        self, node: fx.Node, group: str, seconds: float, start_delay_seconds: float = 0.0
+    ) -> None:
         """Append a collective to the queue of its group."""
         queue = self._queues.setdefault(group, deque())
         self._group[node] = group
         if not queue:
             self.starts[node] = self.now
-        queue.append(_Flight(node, 0.0 if queue else wake_seconds, seconds))
+        queue.append(_Flight(node, 0.0 if queue else start_delay_seconds, seconds))
 
     def compute(self, seconds: float) -> None:
         """Advance the time while this rank computes."""
@@ -82,13 +84,13 @@ class Network:
             now = self.now
             while queue:
                 flight = queue[0]
-                wake_seconds = flight.wake_seconds if computing else 0.0
-                if now + wake_seconds + flight.seconds > until:
-                    waking = min(wake_seconds, until - now)
-                    flight.wake_seconds -= waking
+                start_delay_seconds = flight.start_delay_seconds if computing else 0.0
+                if now + start_delay_seconds + flight.seconds > until:
+                    waking = min(start_delay_seconds, until - now)
+                    flight.start_delay_seconds -= waking
                     flight.seconds -= until - now - waking
                     break
-                now += wake_seconds + flight.seconds
+                now += start_delay_seconds + flight.seconds
                 self._ended(group, now)
         self.now = until
 

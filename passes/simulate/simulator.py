@@ -5,8 +5,9 @@ It is the only estimate in this package: the planner, ``reorder`` and the report
 One compute stream runs the nodes in order. One network stream per process group runs its
 collectives in their start order, like NCCL's streams and gloo's queues. A wait stalls the compute
 stream until its collective has ended: this stall is *exposed* communication. The compute overhead
-of a collective (``busy_seconds``) is added to the compute stream at its start. A collective may
-also have a start delay (``passes/simulate/network.py``). Memory: ``passes/simulate/memory.py``.
+of a collective (``compute_overhead_seconds``) is added to the compute stream at its start. A
+collective may also have a start delay (``passes/simulate/network.py``). Memory:
+``passes/simulate/memory.py``.
 
 Needs: ``annotate``. Leaves: the graph unchanged.
 """
@@ -60,10 +61,10 @@ def simulate(graph: fx.Graph, memory: Memory | None = None) -> Simulation:
     for node in graph.nodes:
         cost = cost_of(node)
         if is_collective(node):
-            network.start(node, group_of(node), cost.seconds, cost.wake_seconds)
+            network.start(node, group_of(node), cost.seconds, cost.start_delay_seconds)
             exposed[node] = 0.0
-            network.compute(cost.busy_seconds)
-            compute += cost.busy_seconds
+            network.compute(cost.compute_overhead_seconds)
+            compute += cost.compute_overhead_seconds
             continue
         if node.target is WAIT and isinstance(node.args[0], fx.Node) and node.args[0] in exposed:
             exposed[node.args[0]] += network.wait(node.args[0])

@@ -193,11 +193,11 @@ def timeline_of(
                         node.name, label_of(node), stream, start, end, serves=cost_of(node).serves
                     )
                 )
-            busy_seconds = cost_of(node).busy_seconds
-            if busy_seconds > 0:
+            compute_overhead_seconds = cost_of(node).compute_overhead_seconds
+            if compute_overhead_seconds > 0:
                 label = f"processor's share of {label_of(node)}"
-                events.append(Event(node.name, label, COMPUTE, now, now + busy_seconds))
-            now += busy_seconds
+                events.append(Event(node.name, label, COMPUTE, now, now + compute_overhead_seconds))
+            now += compute_overhead_seconds
             continue
         if start > now:  # only a wait begins after the stream is free
             source = node.args[0]

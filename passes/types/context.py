@@ -98,7 +98,7 @@ class Context:
     ``limit_bytes``: memory limit for everything on this rank; None: no limit.
     ``deciding``: the planner runs and searches for the best order of collectives. Otherwise the
     order follows from the plan and the parameters, equally on all ranks.
-    ``by_exchange``: gather and reduce with P2P collectives (gloo; see ``passes/ops/p2p.py``).
+    ``uses_p2p``: gather and reduce with P2P collectives (gloo; see ``passes/ops/p2p.py``).
     ``staged``: kinds of collective for which the backend holds a copy of the whole tensor in
     flight, beside input and output (gloo's own gathers and scatters).
     ``slices``: user-forced slices: (parameter, slices, kept slices). All other operators run
@@ -123,7 +123,7 @@ class Context:
     other_models_bytes: int = 0
     between_bytes: int = 0
     limit_bytes: int | None = None
-    by_exchange: bool = False
+    uses_p2p: bool = False
     staged: frozenset[str] = frozenset()
     deciding: bool = False
     slices: tuple[tuple[str, int, int], ...] | None = None

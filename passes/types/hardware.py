@@ -14,32 +14,44 @@ from typing import Any
 UPDATE_PASSES = 5.5
 
 
+#: Fields of a link by their names in older profiles.
+_RENAMED = {
+    "busy_seconds_per_byte": "overhead_seconds_per_byte",
+    "wake_seconds": "start_delay_seconds",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class LinkRate:
     """The cost of one kind of collective: ``latency_seconds + wire_bytes * seconds_per_byte``.
 
     ``wire_bytes``: bytes that one rank sends in a ring: ``(N-1)/N`` of the whole tensor for an
     all-gather, a reduce-scatter or an all-to-all, twice that for an all-reduce.
-    ``busy_seconds_per_byte``: compute overhead for each wire byte: concurrent kernels take longer.
-    A CPU's core copies and checksums gloo's data; NCCL occupies some SMs of a GPU.
+    ``overhead_seconds_per_byte``: compute overhead for each wire byte: concurrent kernels take
+    longer. A CPU's core copies and checksums gloo's data; NCCL occupies some SMs of a GPU.
     ``start_seconds``: compute overhead of each collective, at any size: its launch, and its
     threads, which take the core from the kernels.
-    ``wake_seconds``: start delay of a collective that starts beside computing while the network
-    is idle (``passes/simulate/network.py``).
+    ``start_delay_seconds``: start delay of a collective that starts beside computing while the
+    network is idle (``passes/simulate/network.py``).
     ``carried_out``: the algorithm, for people: ``ring``, ``messages``, ``all_reduce inside``; "":
     unknown.
     """
 
     latency_seconds: float
     seconds_per_byte: float
-    busy_seconds_per_byte: float = 0.0
+    overhead_seconds_per_byte: float = 0.0
     start_seconds: float = 0.0
-    wake_seconds: float = 0.0
+    start_delay_seconds: float = 0.0
     carried_out: str = ""
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> LinkRate:
-        """Raises ValueError if a field is missing, unknown or of a wrong kind."""
+        """Raises ValueError if a field is missing, unknown or of a wrong kind.
+
+        Profiles of version 0.1 have other names for two fields.
+        """
+        if isinstance(data, dict):
+            data = {_RENAMED.get(name, name): value for name, value in data.items()}
         return cls(**_checked(cls, data))
 
     def with_bandwidth(self, times: float, busy: bool = False) -> LinkRate:
@@ -51,7 +63,7 @@ class LinkRate:
         return dataclasses.replace(
             self,
             seconds_per_byte=self.seconds_per_byte / times,
-            busy_seconds_per_byte=self.busy_seconds_per_byte / (times if busy else 1.0),
+            overhead_seconds_per_byte=self.overhead_seconds_per_byte / (times if busy else 1.0),
         )
 
 
@@ -148,12 +160,12 @@ class Hardware:
             between = hosts.between[kind]
             slower = max(within, between, key=lambda rate: rate.latency_seconds)
             each = max(within.seconds_per_byte, between.seconds_per_byte / hosts.ranks)
-            share = within.busy_seconds_per_byte / (within.seconds_per_byte or math.inf)
+            share = within.overhead_seconds_per_byte / (within.seconds_per_byte or math.inf)
             flat[kind] = dataclasses.replace(
                 slower,
                 latency_seconds=slower.latency_seconds + hops_seconds,
                 seconds_per_byte=each,
-                busy_seconds_per_byte=share * each,
+                overhead_seconds_per_byte=share * each,
             )
         dimensions = dict(self.dimensions)
         names = list(ranks)
@@ -222,17 +234,17 @@ class Hardware:
             rate.latency_seconds + wire_bytes(kind, full_bytes, world_size) * rate.seconds_per_byte
         )
 
-    def busy_seconds(self, kind: str, full_bytes: int, world_size: int) -> float:
+    def compute_overhead_seconds(self, kind: str, full_bytes: int, world_size: int) -> float:
         """Compute overhead in seconds of a collective on a tensor of ``full_bytes``."""
         if world_size == 1:
             return 0.0
         rate = self.collectives[kind]
         sent_bytes = wire_bytes(kind, full_bytes, world_size)
-        return rate.start_seconds + sent_bytes * rate.busy_seconds_per_byte
+        return rate.start_seconds + sent_bytes * rate.overhead_seconds_per_byte
 
-    def wake_seconds(self, kind: str, world_size: int) -> float:
+    def start_delay_seconds(self, kind: str, world_size: int) -> float:
         """Start delay in seconds of a collective that starts beside computing."""
-        return 0.0 if world_size == 1 else self.collectives[kind].wake_seconds
+        return 0.0 if world_size == 1 else self.collectives[kind].start_delay_seconds
 
     def update_seconds(self, held_bytes: int, parameters: int, plain: bool = False) -> float:
         """Seconds of an optimizer's step; ``held_bytes``: parameters, gradients and state.

@@ -87,7 +87,7 @@ def _nccl(bytes_per_second: float, latency_seconds: float) -> dict[str, LinkRate
     ring = LinkRate(
         latency_seconds=latency_seconds,
         seconds_per_byte=seconds_per_byte,
-        busy_seconds_per_byte=NCCL_COMPUTE_SHARE * seconds_per_byte,
+        overhead_seconds_per_byte=NCCL_COMPUTE_SHARE * seconds_per_byte,
         carried_out="ring",
     )
     rates = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), ring)

@@ -186,14 +186,14 @@ def price(
     node: fx.Node,
     seconds: float = 0.0,
     memory_bytes: int = 0,
-    wake_seconds: float = 0.0,
+    start_delay_seconds: float = 0.0,
     in_function: bool = False,
 ) -> fx.Node:
     """Set a node's cost by hand, in the form that ``annotate`` sets."""
     node.meta[COST] = Cost(
         memory_bytes=memory_bytes,
         seconds=seconds,
-        wake_seconds=wake_seconds,
+        start_delay_seconds=start_delay_seconds,
         in_function=in_function,
     )
     return node

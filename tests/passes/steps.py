@@ -69,7 +69,7 @@ class Step:
     weights: tuple[Weight, ...]
     world_size: int = 2
     bucket_bytes: int = 0
-    by_exchange: bool = False
+    uses_p2p: bool = False
     deciding: bool = False
     in_flight_bytes: int | None = None
     limit_bytes: int | None = None
@@ -94,7 +94,7 @@ class Step:
             rank=rank,
             bucket_bytes=self.bucket_bytes,
             in_flight_bytes=self.in_flight_bytes,
-            by_exchange=self.by_exchange,
+            uses_p2p=self.uses_p2p,
             deciding=self.deciding,
             limit_bytes=self.limit_bytes,
             hardware=self.hardware,
@@ -252,7 +252,7 @@ def steps(draw: st.DrawFn, hosts: int = 1) -> Step:
         tuple(draw(st.lists(weights(world_size, hosts), min_size=1, max_size=5))),
         world_size,
         bucket_bytes=draw(st.sampled_from([0, 64, 200, 600, 1 << 20])),
-        by_exchange=draw(st.booleans()),
+        uses_p2p=draw(st.booleans()),
         in_flight_bytes=draw(st.sampled_from([None, 0, 100, 500])),
         batch_rows=tuple(
             draw(st.lists(st.integers(1, 9), min_size=world_size, max_size=world_size))

@@ -49,7 +49,7 @@ def test_the_figures_are_those_of_a_machine(measured):
     for rate in hardware.collectives.values():
         assert 1e-7 <= rate.latency_seconds < 0.5
         assert 1e-12 < rate.seconds_per_byte < 1e-6
-        assert 0 <= rate.busy_seconds_per_byte < 1e-6
+        assert 0 <= rate.overhead_seconds_per_byte < 1e-6
     assert hardware.memory_bytes > 1 << 28
     assert hardware.source.startswith("measured") and torch.__version__ in hardware.source
 
@@ -189,7 +189,7 @@ def test_computing_beside_a_busy_wire_is_found_to_take_longer(two_ranks):
             measure_over, "swept", "all_gather", 1e-3, 2e-8, 1.0, starting=starting
         )
         assert rates[0][0] == rates[1][0]
-        return rates[0][0].busy_seconds_per_byte
+        return rates[0][0].overhead_seconds_per_byte
 
     assert math.isclose(found(1e-8), 1e-8, rel_tol=0.01)
     assert found(0.0) == pytest.approx(0.0, abs=1e-15)
@@ -211,7 +211,7 @@ def measure_busy_by_kind(rank, world_size):
             kind: collective_times.quick_link(kind, group, device, 0.15, 1 << 28) for kind in wires
         }
         busy = collective_times.with_busy(found, group, device, 0.5)
-    return {kind: link.rate.busy_seconds_per_byte for kind, link in busy.items()}
+    return {kind: link.rate.overhead_seconds_per_byte for kind, link in busy.items()}
 
 
 def test_each_kinds_own_share_of_the_processor_is_found(two_ranks):
@@ -300,7 +300,7 @@ def test_one_process_has_no_collectives():
     found = calibrate(None, torch.device("cpu"), seconds=0.2, scratch_bytes=1 << 23)
     assert found.links == {} == found.hardware.collectives
     assert found.hardware.collective_seconds("all_gather", 1 << 20, 1) == 0.0
-    assert found.hardware.busy_seconds("all_gather", 1 << 20, 1) == 0.0
+    assert found.hardware.compute_overhead_seconds("all_gather", 1 << 20, 1) == 0.0
 
 
 def measure_in(rank, world_size, scratch_bytes):

@@ -49,13 +49,13 @@ def test_one_rank_along_a_dimension_is_no_level(shape):
 def test_levels_need_all_rates_along_both_dimensions():
     levels = [MeshDim("host", 2, "hosts"), MeshDim("gpu", 4, "gpus")]
     both = generic(dimensions=("host", "gpu"))
-    assert levels_of(levels, both, by_exchange=False) == tuple(levels)
-    assert levels_of(levels, generic(), by_exchange=False) is None
-    assert levels_of(levels, generic(dimensions=("host",)), by_exchange=False) is None
+    assert levels_of(levels, both, uses_p2p=False) == tuple(levels)
+    assert levels_of(levels, generic(), uses_p2p=False) is None
+    assert levels_of(levels, generic(dimensions=("host",)), uses_p2p=False) is None
     del both.dimensions["gpu"]["reduce_scatter"]  # which messages do not need
-    assert levels_of(levels, both, by_exchange=False) is None
-    assert levels_of(levels, both, by_exchange=True) is not None
-    assert levels_of([], both, by_exchange=True) is None
+    assert levels_of(levels, both, uses_p2p=False) is None
+    assert levels_of(levels, both, uses_p2p=True) is not None
+    assert levels_of([], both, uses_p2p=True) is None
 
 
 def test_ranks_out_of_order_are_refused():

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from examples.gpt import GPT, GPTConfig
 from osdp_compile import Decision
 from osdp_compile.runtime.eager_markers import register_group
-from osdp_compile.runtime.p2p import by_messages
+from osdp_compile.runtime.p2p import group_uses_p2p
 from tests.training import SLOW, mixed_plan
 
 WAIT = torch.ops._c10d_functional.wait_tensor
@@ -110,6 +110,6 @@ def test_gloo_is_known_also_where_nobody_named_it(tmp_path, backend, wanted):
     store = FakeStore() if backend == "fake" else dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
-        assert by_messages(dist.group.WORLD, torch.device("cpu")) == wanted
+        assert group_uses_p2p(dist.group.WORLD, torch.device("cpu")) == wanted
     finally:
         dist.destroy_process_group()

@@ -161,16 +161,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("world_size", "decisions", "bucket_bytes", "by_exchange"), CASES)
+@pytest.mark.parametrize(("world_size", "decisions", "bucket_bytes", "uses_p2p"), CASES)
 def test_a_lowered_step_gives_eager_outputs_and_mean_gradients(
     world_size: int,
     decisions: Mapping[str, Decision] | Decision,
     bucket_bytes: int,
-    by_exchange: bool,
+    uses_p2p: bool,
 ):
     training = Training.tied(world_size)
     captured, ctx = capture_step(
-        training.model, training.batches[0], world_size=world_size, by_exchange=by_exchange
+        training.model, training.batches[0], world_size=world_size, uses_p2p=uses_p2p
     )
     plan = decided(ctx, decisions, bucket_bytes=bucket_bytes)
     contexts = [ctx.replace(rank=rank) for rank in range(world_size)]

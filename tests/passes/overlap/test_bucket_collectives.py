@@ -45,10 +45,10 @@ def bucketed(*weights: Weight, bucket_bytes: int = MANY, **changes: object) -> f
     return step.lower(0, shard, bucket)
 
 
-@pytest.mark.parametrize("by_exchange", [False, True], ids=["gather", "exchange"])
+@pytest.mark.parametrize("uses_p2p", [False, True], ids=["gather", "exchange"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_buckets_change_no_bit(world_size: int, by_exchange: bool):
-    step = dataclasses.replace(MIXED, world_size=world_size, by_exchange=by_exchange)
+def test_buckets_change_no_bit(world_size: int, uses_p2p: bool):
+    step = dataclasses.replace(MIXED, world_size=world_size, uses_p2p=uses_p2p)
     together, apart = step.run(shard, bucket), step.run(shard)
     for found, wanted in zip(together, apart, strict=True):
         assert_same_bits(found, wanted)

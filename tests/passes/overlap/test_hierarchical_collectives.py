@@ -75,9 +75,9 @@ def in_legs(gm: fx.GraphModule) -> set[Collective]:
 @pytest.mark.parametrize(
     ("world_size", "hosts", "bucket_bytes", "changes"),
     [
-        (4, 2, 0, {"by_exchange": True}),
-        (6, 3, 100, {"by_exchange": True}),
-        (8, 4, MANY, {"by_exchange": True}),
+        (4, 2, 0, {"uses_p2p": True}),
+        (6, 3, 100, {"uses_p2p": True}),
+        (8, 4, MANY, {"uses_p2p": True}),
         (6, 2, 0, {}),
         (4, 2, 100, {}),
         (6, 3, MANY, {"hardware": by_all_to_all(FAST)}),
@@ -94,19 +94,17 @@ def test_leg_by_leg_gives_what_flat_collectives_give(world_size, hosts, bucket_b
     assert in_legs(leg_by_leg) == set(order_of(flat.graph)), "not all went leg by leg"
 
 
-@pytest.mark.parametrize("by_exchange", [False, True], ids=["gather", "exchange"])
-def test_what_is_gathered_leg_by_leg_is_the_same_to_the_last_bit(by_exchange: bool):
+@pytest.mark.parametrize("uses_p2p", [False, True], ids=["gather", "exchange"])
+def test_what_is_gathered_leg_by_leg_is_the_same_to_the_last_bit(uses_p2p: bool):
     untrained = [dataclasses.replace(w, trained=False, returned=True) for w in MIXED.weights]
-    step = dataclasses.replace(
-        MIXED, weights=tuple(untrained), by_exchange=by_exchange, world_size=8
-    )
+    step = dataclasses.replace(MIXED, weights=tuple(untrained), uses_p2p=uses_p2p, world_size=8)
     for found, wanted in zip(step.run(*LOWERING), step.run(shard), strict=True):
         assert_same_bits(found, wanted)
 
 
 def test_legs_go_along_the_dimensions_in_the_order_that_sends_least_between_hosts():
     replicated = Weight((8,), decision=Decision.REPLICATE)
-    step = dataclasses.replace(MIXED, weights=(Weight((8,)), replicated), by_exchange=True)
+    step = dataclasses.replace(MIXED, weights=(Weight((8,)), replicated), uses_p2p=True)
     assert legs(step.lower(0, shard, bucket, levels)) == [
         ("all_gather", OUTER, "gather w0"),
         ("all_gather", INNER, "gather w0, leg 2"),
@@ -140,7 +138,7 @@ def test_only_what_is_faster_leg_by_leg_goes_so():
     )
     small, large = Weight((64,)), Weight((64, 64))
     step = dataclasses.replace(
-        MIXED, weights=(small, large), hardware=given, by_exchange=True, bucket_bytes=0
+        MIXED, weights=(small, large), hardware=given, uses_p2p=True, bucket_bytes=0
     )
     gm = step.lower(0, shard, bucket, levels)
     assert in_legs(gm) == {Collective(("w1",), True), Collective(("w1",), False)}
@@ -154,7 +152,7 @@ def test_copies_count():
         )
         for rate in (1e12, 1e8)
     )
-    step = dataclasses.replace(MIXED, weights=(Weight((64, 64)),), by_exchange=True)
+    step = dataclasses.replace(MIXED, weights=(Weight((64, 64)),), uses_p2p=True)
     assert in_legs(dataclasses.replace(step, hardware=fast).lower(0, shard, bucket, levels))
     assert not in_legs(dataclasses.replace(step, hardware=slow).lower(0, shard, bucket, levels))
 
@@ -177,7 +175,7 @@ def test_without_levels_nothing_changes():
 
 
 def test_the_plans_legs_are_followed_whatever_the_profile_says():
-    step = dataclasses.replace(MIXED, by_exchange=True, deciding=True, bucket_bytes=100)
+    step = dataclasses.replace(MIXED, uses_p2p=True, deciding=True, bucket_bytes=100)
     ctx = step.context(0)
     decided = step.lower(0, *LOWERING)
     plan = ctx.plan.replace(order={"forward": order_of(decided.graph)})
@@ -191,7 +189,7 @@ def test_the_plans_legs_are_followed_whatever_the_profile_says():
 
 
 def test_a_plan_with_legs_runs_flat_where_the_mesh_has_no_levels():
-    step = dataclasses.replace(MIXED, by_exchange=True, deciding=True)
+    step = dataclasses.replace(MIXED, uses_p2p=True, deciding=True)
     plan_order = order_of(step.lower(0, *LOWERING).graph)
     flat = dataclasses.replace(step, hosts=1, deciding=False)
     ctx = flat.context(0)
@@ -205,7 +203,7 @@ def test_a_plan_with_legs_runs_flat_where_the_mesh_has_no_levels():
 
 @pytest.mark.parametrize("planned", [True, False])
 def test_ranks_with_other_batches_start_the_same_in_the_same_order(planned: bool):
-    step = dataclasses.replace(MIXED, by_exchange=True, batch_rows=(1, 900, 4, 50))
+    step = dataclasses.replace(MIXED, uses_p2p=True, batch_rows=(1, 900, 4, 50))
     order = {}
     if planned:
         decided = dataclasses.replace(step, deciding=True).lower(0, *LOWERING)
@@ -235,7 +233,7 @@ def test_the_planner_takes_legs_where_they_make_the_step_faster():
     rate, half = LinkRate(1e-6, 1e-7), LinkRate(1e-6, 5e-8)
     given = with_levels(hardware(memory_bytes_per_second=1e10), half, LinkRate(1e-6, 1e-9))
     given = dataclasses.replace(given, collectives=dict.fromkeys(given.collectives, rate))
-    step, ctx = capture_step(model, torch.randn(16, 64), hardware=given, by_exchange=True)
+    step, ctx = capture_step(model, torch.randn(16, 64), hardware=given, uses_p2p=True)
     flat = make_plan(step, ctx, default_passes())
     two = make_plan(step, ctx.replace(levels=two_levels(2, 4)), default_passes())
     assert not any(one.leg for order in flat.order.values() for one in order)

@@ -79,12 +79,12 @@ def most_gathers_in_flight(gm: fx.GraphModule) -> int:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "in_flight_bytes", "by_exchange"),
+    ("world_size", "in_flight_bytes", "uses_p2p"),
     [(2, None, False), (3, 100, False), (4, 0, False), (2, 0, True), (3, None, True)],
 )
-def test_the_order_changes_no_bit(world_size: int, in_flight_bytes: int | None, by_exchange: bool):
+def test_the_order_changes_no_bit(world_size: int, in_flight_bytes: int | None, uses_p2p: bool):
     step = dataclasses.replace(
-        MIXED, world_size=world_size, in_flight_bytes=in_flight_bytes, by_exchange=by_exchange
+        MIXED, world_size=world_size, in_flight_bytes=in_flight_bytes, uses_p2p=uses_p2p
     )
     for found, wanted in zip(step.run(*LOWERING), step.run(shard, bucket), strict=True):
         assert_same_bits(found, wanted)

@@ -92,11 +92,11 @@ def by_all_to_all(given: Hardware) -> Hardware:
     ("world_size", "hosts", "bucket_bytes", "changes"),
     [
         (4, 2, 0, {}),
-        (6, 2, 100, {"by_exchange": True}),
+        (6, 2, 100, {"uses_p2p": True}),
         (8, 2, 200, {"hardware": LEGS, "in_flight_bytes": 0}),
         *more(
             (6, 3, MANY, {}),
-            (8, 4, MANY, {"by_exchange": True, "hardware": LEGS}),
+            (8, 4, MANY, {"uses_p2p": True, "hardware": LEGS}),
             (6, 3, 100, {"hardware": by_all_to_all(EVEN)}),
         ),
     ],
@@ -121,7 +121,7 @@ def test_lowered_it_gives_what_the_markers_mean_in_any_step(step: Step, profile:
 
 def test_gathers_stay_within_the_host_and_gradients_cross_as_parts():
     weights = (Weight((8,), decision=HOST_AGAIN), Weight((8,), decision=AGAIN))
-    step = dataclasses.replace(MIXED, weights=weights, by_exchange=True, again=False)
+    step = dataclasses.replace(MIXED, weights=weights, uses_p2p=True, again=False)
     assert collectives(step, shard, bucket, levels) == [
         ("all_gather", INNER, "gather w0"),
         ("all_gather", GROUP, "gather w1"),
@@ -135,7 +135,7 @@ def test_each_collective_costs_what_its_dimension_takes_for_its_bytes():
     # 64 bytes on two hosts of two ranks: whole within a host, a half between hosts.
     given = with_levels(hardware(), LinkRate(1.0, 3.0), LinkRate(2.0, 5.0))
     weights = (Weight((16,), decision=HOST_KEEP),)
-    step = dataclasses.replace(MIXED, weights=weights, hardware=given, by_exchange=True)
+    step = dataclasses.replace(MIXED, weights=weights, hardware=given, uses_p2p=True)
     nodes = step.lower(0, shard, bucket, levels, annotate).graph.nodes
     assert [cost_of(node).seconds for node in nodes if is_collective(node)] == [
         2.0 + 5.0 * 64 / 2,
@@ -159,9 +159,7 @@ def test_what_is_cut_otherwise_shares_no_bucket():
 
 
 def test_the_plans_order_is_followed():
-    step = dataclasses.replace(
-        MIXED, by_exchange=True, deciding=True, bucket_bytes=100, again=False
-    )
+    step = dataclasses.replace(MIXED, uses_p2p=True, deciding=True, bucket_bytes=100, again=False)
     order = order_of(step.lower(0, *LOWERING).graph)
     gm, ctx = step.build(1), step.context(1)
     ctx = ctx.replace(plan=ctx.plan.replace(order={"forward": order}), deciding=False)
@@ -238,7 +236,7 @@ def step_on_a_slow_network_between_hosts() -> tuple[Captured, Context]:
         torch.randn(16, 96),
         world_size=8,
         hardware=dataclasses.replace(given, collectives=flat),
-        by_exchange=True,
+        uses_p2p=True,
         levels=two_levels(2, 8),
     )
 

@@ -62,10 +62,10 @@ def lowered(weight: Weight, **changes: object) -> fx.GraphModule:
     return Step((weight,), **changes).lower(0, shard)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("by_exchange", [False, True], ids=["gather", "exchange"])
+@pytest.mark.parametrize("uses_p2p", [False, True], ids=["gather", "exchange"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_collectives_compute_what_the_markers_mean(world_size: int, by_exchange: bool):
-    step = dataclasses.replace(MIXED, world_size=world_size, by_exchange=by_exchange)
+def test_collectives_compute_what_the_markers_mean(world_size: int, uses_p2p: bool):
+    step = dataclasses.replace(MIXED, world_size=world_size, uses_p2p=uses_p2p)
     for found, wanted in zip(step.run(shard), step.run(), strict=True):
         assert_close(found, wanted)
 
@@ -133,7 +133,7 @@ def test_a_rank_without_rows_takes_part_and_keeps_nothing():
 
 
 def test_by_exchange_nothing_but_exchanges_and_all_reduces_is_used():
-    step = dataclasses.replace(MIXED, by_exchange=True)
+    step = dataclasses.replace(MIXED, uses_p2p=True)
     used = {node.target for node in step.lower(0, shard).graph.nodes if is_collective(node)}
     assert used == {GATHER_PARTS, EXCHANGE, ALL_REDUCE}
 

@@ -45,8 +45,8 @@ def test_collectives_of_two_groups_run_beside_each_other(nodes):
 def test_beside_computing_the_first_in_flight_comes_late_and_what_follows_does_not(nodes):
     a, b, _ = nodes
     network = Network()
-    network.start(a, "group", 3.0, wake_seconds=2.0)
-    network.start(b, "group", 1.0, wake_seconds=2.0)
+    network.start(a, "group", 3.0, start_delay_seconds=2.0)
+    network.start(b, "group", 1.0, start_delay_seconds=2.0)
     assert network.free_seconds("group") == 6.0
     network.compute(10.0)
     assert network.ends == {a: 5.0, b: 6.0}
@@ -55,9 +55,9 @@ def test_beside_computing_the_first_in_flight_comes_late_and_what_follows_does_n
 def test_nothing_comes_late_that_is_waited_for(nodes):
     a, b, _ = nodes
     network = Network()
-    network.start(a, "group", 3.0, wake_seconds=2.0)
+    network.start(a, "group", 3.0, start_delay_seconds=2.0)
     assert network.wait(a) == 3.0
-    network.start(b, "group", 3.0, wake_seconds=2.0)
+    network.start(b, "group", 3.0, start_delay_seconds=2.0)
     network.compute(1.0)  # which are lost to it
     assert network.wait(b) == 3.0
     assert network.ends == {a: 3.0, b: 7.0}
@@ -71,6 +71,6 @@ def test_a_late_collective_stalls_the_step():
     last = b.kernel(b.wait(start), beside, seconds=1.0)
     graph = b.finish(last).graph
     assert simulate(graph).step_seconds == 5.0
-    price(start, 4.0, wake_seconds=3.0)
+    price(start, 4.0, start_delay_seconds=3.0)
     found = simulate(graph)
     assert found.exposed[start] == 3.0 and found.step_seconds == 8.0

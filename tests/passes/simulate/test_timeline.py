@@ -98,7 +98,7 @@ def test_what_a_collective_takes_of_the_processor_is_compute():
     b = Priced()
     x = b.tensor("x")
     start = b.gather(x)
-    start.meta[COST] = Cost(seconds=5.0, busy_seconds=2.0)
+    start.meta[COST] = Cost(seconds=5.0, compute_overhead_seconds=2.0)
     beside = b.kernel(x, seconds=1.0)
     found = timeline(b, b.kernel(b.wait(start), beside, seconds=1.0))
     assert found.events[:3] == (

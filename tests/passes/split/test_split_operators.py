@@ -136,7 +136,7 @@ def check_step(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "slices", "hidden", "by_exchange"),
+    ("world_size", "slices", "hidden", "uses_p2p"),
     [
         (2, 2, 48, False),
         (2, 3, 48, True),
@@ -147,12 +147,12 @@ def check_step(
         (3, 3, 23, False),
     ],
 )
-def test_the_two_linears_of_an_mlp(world_size: int, slices: int, hidden: int, by_exchange: bool):
+def test_the_two_linears_of_an_mlp(world_size: int, slices: int, hidden: int, uses_p2p: bool):
     torch.manual_seed(0)
     model = Mlp(hidden, bias=True)
     batches = [torch.randn(3, 6) for _ in range(world_size)]
     rows = {"up.weight": (slices, 0, None), "down.weight": (slices, 1, "up.weight")}
-    check_step(trained(model, batches), rows, by_exchange=by_exchange)
+    check_step(trained(model, batches), rows, uses_p2p=uses_p2p)
 
 
 UP_AND_DOWN = ("up.weight", "down.weight")

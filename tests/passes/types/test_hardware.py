@@ -60,10 +60,10 @@ def without(field):
 
 
 def test_computing_pays_for_the_start_of_a_collective_and_for_its_bytes():
-    link = LinkRate(1e-3, 1e-8, busy_seconds_per_byte=1e-9, start_seconds=2e-4)
+    link = LinkRate(1e-3, 1e-8, overhead_seconds_per_byte=1e-9, start_seconds=2e-4)
     busy = dataclasses.replace(profile(), collectives={"all_gather": link})
-    assert busy.busy_seconds("all_gather", 8_000_000, 4) == pytest.approx(2e-4 + 6e-3)
-    assert busy.busy_seconds("all_gather", 8_000_000, 1) == 0.0
+    assert busy.compute_overhead_seconds("all_gather", 8_000_000, 4) == pytest.approx(2e-4 + 6e-3)
+    assert busy.compute_overhead_seconds("all_gather", 8_000_000, 1) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_profiles_from_before_sizes_and_sources_load():
     for field in ("memory_bytes", "source"):
         del data[field]
     for rate in data["collectives"].values():
-        del rate["carried_out"], rate["busy_seconds_per_byte"]
+        del rate["carried_out"], rate["overhead_seconds_per_byte"]
     loaded = Hardware.from_dict(data)
     assert loaded == profile()
     assert (loaded.memory_bytes, loaded.source) == (0, "")
@@ -130,7 +130,7 @@ def test_a_dimension_of_the_mesh_has_rates_of_its_own(tmp_path):
 
 
 def test_a_network_of_more_bandwidth_takes_less_for_each_byte_and_as_long_to_start():
-    link = LinkRate(1e-3, 1e-8, busy_seconds_per_byte=1e-9, start_seconds=2e-4)
+    link = LinkRate(1e-3, 1e-8, overhead_seconds_per_byte=1e-9, start_seconds=2e-4)
     along = {"host": {"all_gather": link}, "gpu": {"all_gather": link}}
     here = dataclasses.replace(profile(), collectives={"all_gather": link}, dimensions=along)
     faster = dataclasses.replace(link, seconds_per_byte=2.5e-9)  # a byte is still copied
@@ -143,6 +143,14 @@ def test_a_network_of_more_bandwidth_takes_less_for_each_byte_and_as_long_to_sta
     endless = here.with_bandwidth(float("inf"))
     assert endless.collective_seconds("all_gather", 1 << 30, 8) == 1e-3
     assert here.with_bandwidth(1.0) == here
+
+
+def test_a_profile_of_version_0_1_is_read():
+    data = profile().to_dict()
+    for rate in data["collectives"].values():
+        rate["wake_seconds"] = rate.pop("start_delay_seconds")
+        rate["busy_seconds_per_byte"] = rate.pop("overhead_seconds_per_byte")
+    assert Hardware.from_dict(data) == profile()
 
 
 def test_a_file_that_holds_no_json_is_refused(tmp_path):

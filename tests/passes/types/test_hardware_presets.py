@@ -53,7 +53,7 @@ def test_rates_are_below_the_published_peaks_and_not_far(
     assert hardware.memory_bytes == memory_gb * 10**9
     for rate in hardware.collectives.values():
         assert 0.6 < 1 / rate.seconds_per_byte / link_bytes_per_second < 0.95
-        assert 0 < rate.busy_seconds_per_byte < rate.seconds_per_byte
+        assert 0 < rate.overhead_seconds_per_byte < rate.seconds_per_byte
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -88,7 +88,7 @@ def test_a_ring_through_hosts_uses_all_their_cards(name, within, of_eight_cards)
         rate = far.collectives[kind]
         slower = 1 / near.collectives[kind].seconds_per_byte / (1 / rate.seconds_per_byte)
         assert slower == pytest.approx(within / of_eight_cards, rel=0.01)
-        ratio = rate.busy_seconds_per_byte / rate.seconds_per_byte
+        ratio = rate.overhead_seconds_per_byte / rate.seconds_per_byte
         assert ratio == pytest.approx(0.15)
     # 56 ranks that are followed by one of their host, and 8 that are not.
     passing = 56 * preset(name).hosts.hop_seconds + 8 * 4e-6
@@ -111,13 +111,13 @@ def test_more_bandwidth_is_between_hosts():
     assert len({rate.latency_seconds for rate in far}) == 1
     # A kernel of NCCL's holds its part of the GPU for as long as it runs.
     for rate in (*far, half.over({"host": 8, "gpu": 8}).dimensions["host"]["all_gather"]):
-        assert rate.busy_seconds_per_byte == pytest.approx(0.15 * rate.seconds_per_byte)
+        assert rate.overhead_seconds_per_byte == pytest.approx(0.15 * rate.seconds_per_byte)
 
 
 def test_where_bytes_take_no_time_only_latencies_are_left():
     endless = preset("h100-sxm").with_bandwidth(math.inf).over({"ranks": 64})
     for rate in endless.collectives.values():
-        assert (rate.seconds_per_byte, rate.busy_seconds_per_byte) == (0, 0)
+        assert (rate.seconds_per_byte, rate.overhead_seconds_per_byte) == (0, 0)
         assert rate.latency_seconds > 30e-6
 
 
