@@ -47,7 +47,7 @@ from benchmarks.random_plans import random_plans
 from benchmarks.train import Work
 from osdp_compile import Hardware, Plan
 from osdp_compile.planning.traced_step import TracedStep, predicted, trace
-from passes.types.plan import FLAT_DECISIONS
+from passes.types.decision import FLAT_DECISIONS
 from passes.types.units import format_bytes, format_seconds
 
 #: What the project promises: how much slower the planner's plan is than any other, at most.
@@ -101,7 +101,7 @@ class Row:
         """For JSON."""
         return {
             "name": self.name,
-            "decisions": {row.name: row.decision.value for row in self.plan.parameters},
+            "decisions": {row.name: row.decision.name for row in self.plan.parameters},
             "recompute": self.plan.recompute,
             "also_save": self.plan.also_save,
             "bucket_bytes": self.plan.bucket_bytes,
@@ -178,7 +178,7 @@ def _candidates(cluster: Cluster, limit_bytes: int, count: int) -> list[Row]:
     for decision in FLAT_DECISIONS:
         plan = step.uniform(decision, ranks, hardware, limit_bytes)
         if predicted(plan).peak_bytes <= limit_bytes:
-            rows.append(Row(f"all {decision.value}", plan))
+            rows.append(Row(f"all {decision.name}", plan))
     ctx = step.context(ranks, hardware, limit_bytes)
     drawn = random_plans(step, ctx, count, seed=limit_bytes)
     return rows + [Row(f"random {number}", plan) for number, plan in enumerate(drawn, 1)]
@@ -210,7 +210,7 @@ def table(contest: Contest) -> Table:
         *sorted(inside, key=lambda row: -contest.ratio(row)),
         *sorted(outside, key=lambda row: row.screened_seconds),
     ):
-        decisions = [one.decision.value for one in row.plan.parameters]
+        decisions = [one.decision.name for one in row.plan.parameters]
         words = [f"{decisions.count(one)} {one}" for one in sorted(set(decisions))]
         if row.plan.recompute:
             words.append(f"{len(row.plan.recompute)} recomputed")

@@ -29,8 +29,9 @@ from passes.plan.evaluator import RECOMPUTE_SETS
 from passes.plan.predict import predict
 from passes.plan.slice_some import SLICES
 from passes.types.context import Context
+from passes.types.decision import DECISIONS, Decision
 from passes.types.hardware import Hardware, LinkRate
-from passes.types.plan import Decision, ParameterPlan, Plan, shardable
+from passes.types.plan import ParameterPlan, Plan, shardable
 
 KINDS = ("flat", "levels", "recompute", "slices")
 #: The first seed of the fourth kind.
@@ -217,7 +218,7 @@ def _decided(step: TracedStep, ctx: Context) -> Iterator[Plan]:
     options = []
     for one in step.parameters:
         options.append([Decision.REPLICATE])
-        for decision in Decision:
+        for decision in DECISIONS:
             ranks = ctx.ranks_of_a_host if decision.within_host else ctx.world_size
             if decision.sharded and ranks is not None and shardable(one.shape, ranks):
                 options[-1].append(decision)
@@ -237,7 +238,9 @@ def _in_slices(step: TracedStep, ctx: Context, plans: Sequence[Plan]) -> Iterato
     for slice_group in find_slice_groups(step.captured, ctx):
         for plan, slices in itertools.product(plans, SLICES):
             splits = slice_group.into(slices)
-            some = [not slice_group.of_input and plan.decision(one.name).again for one in splits]
+            some = [
+                not slice_group.of_input and plan.decision(one.name).regathers for one in splits
+            ]
             for kept in itertools.product(*(range(slices if own else 1) for own in some)):
                 split = {
                     one.name: one._replace(kept_slices=count)

@@ -120,7 +120,7 @@ def _sliced(plan: Plan) -> str:
 
 def _said(row: ParameterPlan) -> str:
     kept = f", {row.kept_slices} kept" if row.kept_slices else ""
-    return row.decision.value + (f" in {row.slices}{kept}" if row.slices > 1 else "")
+    return row.decision.name + (f" in {row.slices}{kept}" if row.slices > 1 else "")
 
 
 def table(rows: list[Row]) -> Table:

@@ -131,10 +131,10 @@ def _best(one: Instance, planned: Plan | None, every: Sequence[Plan]) -> Plan | 
 def _difference(plan: Plan | None, best: Plan) -> str:
     """In words, what the best plan has in place of what the planner's has."""
     if plan is None:
-        decisions = (f"{row.name} {row.decision.value}" for row in best.parameters)
+        decisions = (f"{row.name} {row.decision.name}" for row in best.parameters)
         return "what the planner refused: " + ", ".join(decisions)
     words = [
-        f"{row.name} {row.decision.value} -> {best.decision(row.name).value}"
+        f"{row.name} {row.decision.name} -> {best.decision(row.name).name}"
         for row in plan.parameters
         if row.decision is not best.decision(row.name)
     ]

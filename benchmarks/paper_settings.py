@@ -24,9 +24,10 @@ from torch import nn
 
 from osdp_compile.errors import InfeasibleLimit
 from osdp_compile.planning.traced_step import TracedStep, trace
+from passes.types.decision import Decision
 from passes.types.hardware import Hardware
 from passes.types.hardware_presets import PRESETS
-from passes.types.plan import Decision, Prediction
+from passes.types.plan import Prediction
 from passes.types.units import format_bytes, format_seconds
 
 _RANKS = {"ranks": 8}
@@ -81,7 +82,7 @@ def fastest(step: TracedStep, hardware: Hardware, limit_bytes: int) -> Predictio
 
 def shard_all(step: TracedStep, hardware: Hardware, limit_bytes: int) -> Prediction | None:
     """Everything gathered again; None if it does not fit."""
-    said = step.uniform(Decision.SHARD_AGAIN, _RANKS, hardware, limit_bytes).prediction
+    said = step.uniform(Decision.SHARD_REGATHER, _RANKS, hardware, limit_bytes).prediction
     return said if said is not None and said.peak_bytes <= limit_bytes else None
 
 

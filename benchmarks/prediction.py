@@ -50,7 +50,12 @@ UNLIMITED = "10gbit"  # more than one core can send
 MIXED = "mixed"
 #: The decisions of a mixed plan, in turn. Half are gathered again: thirds would be as fast as one
 #: of the other plans, and their order chance.
-MIXTURE = (Decision.REPLICATE, Decision.SHARD_AGAIN, Decision.SHARD_KEEP, Decision.SHARD_AGAIN)
+MIXTURE = (
+    Decision.REPLICATE,
+    Decision.SHARD_REGATHER,
+    Decision.SHARD_KEEP,
+    Decision.SHARD_REGATHER,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,15 +72,15 @@ class Configuration:
 
 
 CONFIGURATIONS = [
-    *(Configuration("GPT", plan) for plan in ("replicate", "shard_keep", "shard_again", MIXED)),
+    *(Configuration("GPT", plan) for plan in ("replicate", "shard_keep", "shard_regather", MIXED)),
     Configuration("GPT", "replicate", "100mbit"),
-    Configuration("GPT", "shard_again", "100mbit"),
+    Configuration("GPT", "shard_regather", "100mbit"),
     Configuration("GPT", "shard_keep", UNLIMITED),
     Configuration("GPT", MIXED, UNLIMITED),
-    *(Configuration("wide MLP", plan) for plan in ("replicate", "shard_keep", "shard_again")),
+    *(Configuration("wide MLP", plan) for plan in ("replicate", "shard_keep", "shard_regather")),
     Configuration("wide MLP", MIXED, "100mbit", 4),
-    *(Configuration("conv net", plan) for plan in ("replicate", "shard_keep", "shard_again")),
-    *(Configuration("HF Llama", plan) for plan in ("replicate", "shard_keep", "shard_again")),
+    *(Configuration("conv net", plan) for plan in ("replicate", "shard_keep", "shard_regather")),
+    *(Configuration("HF Llama", plan) for plan in ("replicate", "shard_keep", "shard_regather")),
     Configuration("HF Llama", MIXED, hosts=4),
 ]
 

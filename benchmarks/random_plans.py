@@ -12,7 +12,8 @@ from passes.overlap.bucket_collectives import bucket_bytes_for
 from passes.plan.evaluator import RECOMPUTE_SETS
 from passes.plan.planner import complete
 from passes.types.context import Context
-from passes.types.plan import FLAT_DECISIONS, Decision, ParameterPlan, Plan, shardable
+from passes.types.decision import FLAT_DECISIONS, Decision
+from passes.types.plan import ParameterPlan, Plan, shardable
 
 #: Of the size that latency asks for.
 _BUCKETS = (0.25, 1.0, 4.0)

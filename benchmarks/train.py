@@ -90,7 +90,7 @@ def train(work: Work, way: str, options: dict[str, Any], steps: int) -> dict[str
     result: dict[str, Any] = {"losses": losses, "seconds": seconds}
     plan = osdp_compile.plan_of(model)
     if plan is not None:
-        decisions = [str(p.decision.value) for p in plan.parameters]
+        decisions = [str(p.decision.name) for p in plan.parameters]
         result["decisions"] = {kind: decisions.count(kind) for kind in sorted(set(decisions))}
         if plan.prediction is not None:
             result["predicted"] = {

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from osdp_compile.reports.step_report import Report, report
     from osdp_compile.shard import shard
     from osdp_compile.tracking.session import plan_of
+    from passes.types.decision import Decision
     from passes.types.hardware import Hardware
-    from passes.types.plan import Decision, ParameterPlan, Plan, Prediction
+from passes.types.plan import ParameterPlan, Plan, Prediction
 
 __all__ = [
     "Decision",
@@ -47,7 +48,7 @@ __all__ = [
 
 #: Name -> module that defines it.
 _MODULES = {
-    "Decision": "passes.types.plan",
+    "Decision": "passes.types.decision",
     "Hardware": "passes.types.hardware",
     "InfeasibleLimit": "osdp_compile.errors",
     "OsdpError": "osdp_compile.errors",

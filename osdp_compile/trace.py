@@ -25,7 +25,8 @@ from osdp_compile.options import Options
 from passes.graph.printer import graph_text
 from passes.pipeline import Pass, Stage
 from passes.types.context import Context
-from passes.types.plan import Decision, Plan
+from passes.types.decision import Decision
+from passes.types.plan import Plan
 
 
 @contextlib.contextmanager
@@ -62,7 +63,7 @@ def trace_graphs(
     Args:
         model: a module on any real device; the trace uses a copy.
         args, kwargs: one rank's inputs.
-        plan: a Plan, or one decision for all parameters (``"shard_again"``); None: the
+        plan: a Plan, or one decision for all parameters (``"shard_regather"``); None: the
             planner's plan under ``options["memory_limit"]`` for generic hardware.
         options: as for ``torch.compile(model, backend="osdp", options=...)``.
         levels: ranks by dimension of a two-dimensional mesh, the outer first, such as

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import osdp_compile
 from osdp_compile import Decision, Hardware, Plan
 from osdp_compile.tracking.other_models import OtherModels
+from passes.types.decision import FLAT_DECISIONS
 from passes.types.hardware import LinkRate
-from passes.types.plan import FLAT_DECISIONS
 from passes.types.units import parse_bytes
 from tests.ranks import Ranks
 
@@ -143,7 +143,7 @@ def trains_like_reference(
             assert distance <= tolerance, f"{name} is {distance} off on rank {rank}"
         assert outcome.decisions == outcomes[0].decisions, "ranks have different plans"
         assert outcome.placements == {
-            name: "shard" if Decision(decision).sharded else "replicate"
+            name: "shard" if Decision.named(decision).sharded else "replicate"
             for name, decision in outcome.decisions.items()
         }
     moved = outcomes[0].reference.losses
@@ -168,7 +168,7 @@ def _train_both(rank, world_size, make_model, plan, recipe, prepare) -> Outcome:
         osdp=trained,
         reference=reference.train(rank),
         placements=placements(model),
-        decisions={row.name: row.decision.value for row in plan_in_force(model).parameters},
+        decisions={row.name: row.decision.name for row in plan_in_force(model).parameters},
         state_names=list(model.state_dict()),
         reference_state_names=list(reference.replicas[0].state_dict()),
     )
@@ -308,7 +308,7 @@ def plan_options(model, plan, recipe: Recipe, world_size: int) -> dict[str, Any]
         assert not unknown, f"no parameters of these names: {unknown}"
         uniform = uniform.replace(
             parameters=tuple(
-                dataclasses.replace(row, decision=Decision(plan.get(row.name, row.decision)))
+                dataclasses.replace(row, decision=Decision.named(plan.get(row.name, row.decision)))
                 for row in uniform.parameters
             )
         )
@@ -337,7 +337,7 @@ def plan_for(kind: str, model: nn.Module, world_size: int) -> Plan:
         return mixed_plan(model, list(FLAT_DECISIONS), bucket_bytes=1 << 10, world_size=world_size)
     if kind == "replicate":
         return Plan.uniform(model.named_parameters(), "replicate", world_size=world_size)
-    again = Plan.uniform(model.named_parameters(), "shard_again", world_size=world_size)
+    again = Plan.uniform(model.named_parameters(), "shard_regather", world_size=world_size)
     return again.split("up.weight", 3, kept_slices=1).split("down.weight", 3, along=1)
 
 

@@ -111,7 +111,7 @@ def _decisions(trial: Trial) -> dict[str, Any]:
     plans = {id(plan): plan for m in trial.model.modules() if (plan := osdp_compile.plan_of(m))}
     if not plans:
         return {}
-    decisions = [str(p.decision.value) for plan in plans.values() for p in plan.parameters]
+    decisions = [str(p.decision.name) for plan in plans.values() for p in plan.parameters]
     predicted = [plan.prediction.peak_bytes for plan in plans.values() if plan.prediction]
     return {
         "decisions": {kind: decisions.count(kind) for kind in sorted(set(decisions))},

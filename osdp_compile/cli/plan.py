@@ -23,15 +23,16 @@ from osdp_compile.planning.offline import mesh_sizes
 from osdp_compile.planning.planner_inputs import slices_of as slices_by_name
 from osdp_compile.planning.traced_step import TracedStep
 from osdp_compile.reports.plan_table import plan_text
-from passes.types.plan import Decision, Plan
+from passes.types.decision import Decision
+from passes.types.plan import Plan
 from passes.types.units import format_bytes, format_seconds
 
 #: The plans for comparison, by their names; the last one needs a mesh of two dimensions.
 ALTERNATIVES = {
     "DDP: replicate all": Decision.REPLICATE,
     "ZeRO-2: shard all, keep": Decision.SHARD_KEEP,
-    "FSDP: shard all, gather again": Decision.SHARD_AGAIN,
-    "HSDP: the same within hosts": Decision.SHARD_HOST_AGAIN,
+    "FSDP: shard all, gather again": Decision.SHARD_REGATHER,
+    "HSDP: the same within hosts": Decision.SHARD_HOST_REGATHER,
 }
 
 

@@ -1,7 +1,7 @@
 """pytest plugin: snapshot tests of a model's lowered graphs.
 
     def test_my_model(osdp_graphs):
-        osdp_graphs(MyModel(), torch.randn(4, 16), world_size=8, plan="shard_again",
+        osdp_graphs(MyModel(), torch.randn(4, 16), world_size=8, plan="shard_regather",
                     after=["forward/shard", "backward/reorder"])
 
 Each named graph is compared with a file under ``__snapshots__`` beside the test.

@@ -41,7 +41,8 @@ from osdp_compile.optim.rebind import OptimizerIndex
 from osdp_compile.runtime import eager_markers
 from osdp_compile.runtime.inside_forward import is_inside_forward
 from passes.types.context import Context
-from passes.types.plan import Decision, Plan
+from passes.types.decision import Decision
+from passes.types.plan import Plan
 from passes.types.shard_layout import ShardLayout
 
 

@@ -19,7 +19,8 @@ from passes.graph.fx_utils import output_node
 from passes.pipeline import Pass, Stage, run
 from passes.recompute.rng_states import settle_rng_states
 from passes.types.context import Context, Phase
-from passes.types.plan import Decision, Plan
+from passes.types.decision import Decision
+from passes.types.plan import Plan
 
 
 class NeedsNoGradients(Exception):
@@ -51,7 +52,7 @@ def capture(
         NeedsNoGradients: if no graph output needs gradients.
     """
     everything_again = ctx.replace(
-        plan=Plan.uniform(_named(ctx), Decision.SHARD_AGAIN, world_size=1)
+        plan=Plan.uniform(_named(ctx), Decision.SHARD_REGATHER, world_size=1)
     )
     known = frozenset(names.values())
 

@@ -34,8 +34,9 @@ from collections.abc import Callable, Mapping, Sequence
 from osdp_compile.errors import InfeasibleLimit
 from osdp_compile.planning.traced_step import TracedStep, predicted
 from passes.annotate.annotate_costs import flops_by_dtype
+from passes.types.decision import Decision
 from passes.types.hardware import Hardware, LinkRate
-from passes.types.plan import Decision, Plan, Prediction
+from passes.types.plan import Plan, Prediction
 from passes.types.units import format_limit
 
 #: The share of a throughput, or of a step, that counts. Plans for one limit and for a larger one
@@ -228,13 +229,13 @@ class _Network:
             return _Candidate(step, plan, Reached(batch, said, ideal_seconds / said.step_seconds))
 
         say(f"{about}, no limit")
-        fsdp = [candidate(step.uniform(Decision.SHARD_AGAIN, *where))]
+        fsdp = [candidate(step.uniform(Decision.SHARD_REGATHER, *where))]
         best = [candidate(step.plan(*where))]
         infeasible = False
         for limit in sorted({one for one in self.limits if one is not None}, reverse=True):
             say(f"{about}, limit {format_limit(limit)}")
             if _fastest(fsdp, limit) is None:
-                fsdp.append(candidate(step.uniform(Decision.SHARD_AGAIN, *where, limit)))
+                fsdp.append(candidate(step.uniform(Decision.SHARD_REGATHER, *where, limit)))
             if infeasible or _fastest(best[:1], limit) is not None:
                 continue
             try:

@@ -36,8 +36,9 @@ from passes.pipeline import Pass, default_passes, validate
 from passes.plan.monotone_search import MonotoneSearch
 from passes.plan.planner import Infeasible, complete, make_plan
 from passes.types.context import Context, MeshDim, Parameter
+from passes.types.decision import Decision
 from passes.types.hardware import Hardware, generic
-from passes.types.plan import Decision, Plan, Prediction
+from passes.types.plan import Plan, Prediction
 
 log = logging.getLogger("osdp_compile")
 

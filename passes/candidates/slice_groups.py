@@ -31,7 +31,8 @@ from passes.recompute.recompute_activations import PartitionBoundary, keys_of
 from passes.split.split_operators import Splitter
 from passes.split.split_rules import PRODUCTS, along_weight, read_along
 from passes.types.context import Context, Parameter
-from passes.types.plan import OF_INPUT, Decision, Plan, Split, shardable
+from passes.types.decision import Decision
+from passes.types.plan import OF_INPUT, Plan, Split, shardable
 
 #: The most weights of a layer in one group: a gated MLP has three.
 _MOST_TOGETHER = 3
@@ -267,7 +268,7 @@ def _cut_out(captured: Captured, ctx: Context, chosen: Mapping[str, int]) -> lis
     """The weights, and their dimensions, that slices must be cut from if ``chosen`` is split."""
     leader = _leader(chosen)
     named = [(one.name, one) for one in ctx.parameters]
-    plan = Plan.uniform(named, Decision.SHARD_AGAIN, world_size=ctx.world_size)
+    plan = Plan.uniform(named, Decision.SHARD_REGATHER, world_size=ctx.world_size)
     rows = []
     for row in plan.parameters:
         if row.name in chosen:

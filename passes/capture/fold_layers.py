@@ -58,7 +58,8 @@ from passes.ops.slicing import parameter_of
 from passes.recompute.recompute_activations import keys_of, recompute, recomputed
 from passes.simulate.simulator import Simulation
 from passes.types.context import Context, Parameter, Phase
-from passes.types.plan import Decision, Plan
+from passes.types.decision import Decision
+from passes.types.plan import Plan
 
 #: Number of layers that stay at the beginning, and at the end.
 _ENDS = 3

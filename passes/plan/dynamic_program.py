@@ -25,7 +25,8 @@ import numpy as np
 from passes.overlap.bucket_collectives import bucket_bytes_for
 from passes.overlap.hierarchical_collectives import legs_seconds
 from passes.types.context import Context, MeshDim, Parameter
-from passes.types.plan import Decision, shardable
+from passes.types.decision import DECISIONS, Decision
+from passes.types.plan import shardable
 
 #: Number of units of the limit, or of the most bytes of all parameters if that is less.
 UNITS = 1024
@@ -94,9 +95,9 @@ def choices_of(parameter: Parameter, ctx: Context) -> list[Choice]:
     found = [Choice(Decision.REPLICATE, whole, 0.0, reduce_whole, update(whole) + occupied)]
     if ctx.levels is not None and shardable(parameter.shape, ctx.levels[1].size):
         inner = ctx.levels[1]
-        found += sharded(Decision.SHARD_HOST_KEEP, Decision.SHARD_HOST_AGAIN, inner.size, inner)
+        found += sharded(Decision.SHARD_HOST_KEEP, Decision.SHARD_HOST_REGATHER, inner.size, inner)
     if shardable(parameter.shape, world):
-        found += sharded(Decision.SHARD_KEEP, Decision.SHARD_AGAIN, world)
+        found += sharded(Decision.SHARD_KEEP, Decision.SHARD_REGATHER, world)
     return found
 
 
@@ -132,7 +133,7 @@ class Table:
         self.picks = np.zeros((len(choices), self.units + 1), dtype=np.int8)
         # Rounding up would waste half a unit per parameter: carry the remainder over.
         self.sizes: list[list[int]] = []
-        carried = dict.fromkeys(Decision, 0.0)
+        carried = dict.fromkeys(DECISIONS, 0.0)
         for index, options in enumerate(choices):
             sizes = []
             found = np.full((len(options), self.units + 1), np.inf)

@@ -20,14 +20,9 @@ from passes.plan.dynamic_program import choices_of, together
 from passes.plan.orders import orders
 from passes.plan.predict import LoweredStep, predict
 from passes.types.context import Context
+from passes.types.decision import Decision
 from passes.types.hardware import generic
-from passes.types.plan import (
-    Decision,
-    ParameterPlan,
-    Plan,
-    Prediction,
-    Split,
-)
+from passes.types.plan import ParameterPlan, Plan, Prediction, Split
 
 #: Limits of the bucket size, in bytes.
 LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 1 << 10, 1 << 28
@@ -82,7 +77,7 @@ class PlanEvaluator:
             [
                 one
                 for one in choices_of(parameter, ctx)
-                if (parameter.name not in gathered_again or one.decision.again)
+                if (parameter.name not in gathered_again or one.decision.regathers)
                 # Eager code does not gather ahead, and no graph shows its memory.
                 and (parameter.name not in unread or not one.decision.sharded)
             ]
@@ -225,7 +220,8 @@ class PlanEvaluator:
             return key._replace(decisions=tuple(decisions))
         by_name = self._by_name(decisions)
         splits = (
-            one if by_name[one.name].again else one._replace(kept_slices=0) for one in key.splits
+            one if by_name[one.name].regathers else one._replace(kept_slices=0)
+            for one in key.splits
         )
         return key._replace(decisions=tuple(decisions), splits=tuple(splits))
 
@@ -274,7 +270,7 @@ class PlanEvaluator:
         by_name = self._by_name(key.decisions)
         if slice_group.of_input or not all(by_name[one.name].sharded for one in split):
             return split[0].slices, None
-        kept = (one.slices if by_name[one.name].keeps else one.kept_slices for one in split)
+        kept = (one.slices if by_name[one.name].keep else one.kept_slices for one in split)
         return split[0].slices, sum(kept)
 
     @functools.cached_property
@@ -362,8 +358,8 @@ def _collect() -> None:
 def _sharded(within_host: bool, keeps: bool) -> Decision:
     """The decision to shard, over all ranks or within hosts, and to keep gathered or regather."""
     if within_host:
-        return Decision.SHARD_HOST_KEEP if keeps else Decision.SHARD_HOST_AGAIN
-    return Decision.SHARD_KEEP if keeps else Decision.SHARD_AGAIN
+        return Decision.SHARD_HOST_KEEP if keeps else Decision.SHARD_HOST_REGATHER
+    return Decision.SHARD_KEEP if keeps else Decision.SHARD_REGATHER
 
 
 def _tied(captured: Captured | Folded, ctx: Context) -> list[list[int]]:

@@ -9,7 +9,8 @@ from passes.graph.metadata import COLLECTIVE
 from passes.ops.slicing import parameter_of
 from passes.plan.predict import LoweredStep
 from passes.types.context import Context
-from passes.types.plan import Decision, Plan, shardable
+from passes.types.decision import Decision
+from passes.types.plan import Plan, shardable
 from passes.types.units import format_seconds
 
 
@@ -36,7 +37,7 @@ def explained(
         parts = []
         if not shardable(row.shape, ctx.ranks_of_a_host or ctx.world_size):
             parts.append("too small to shard")
-        elif row.decision is Decision.REPLICATE:
+        elif row.decision == Decision.REPLICATE:
             parts.append("fits whole")
         for what, kind in (("gather", gathers), ("reduce", reductions)):
             if (seen := representatives.get(row.name, row.name)) in kind:

@@ -9,7 +9,7 @@ from passes.candidates.recompute_sets import RecomputeSet
 from passes.capture.fold_layers import Folded
 from passes.plan.dynamic_program import Table
 from passes.plan.evaluator import Candidate, PlanEvaluator
-from passes.types.plan import Decision
+from passes.types.decision import DECISIONS
 
 #: Weights of the forward's and the backward's communication: pairs (wf, wb).
 WEIGHTS = ((1.0, 1.0), (0.0, 1.0), (1.0, 0.0), (0.3, 1.0))
@@ -26,7 +26,7 @@ def look_at_uniform(evaluator: PlanEvaluator) -> list[Candidate]:
     Returns the evaluated candidates.
     """
     limited = evaluator.ctx.limit_bytes is not None or isinstance(evaluator.captured, Folded)
-    options = len(Decision) if limited else 1
+    options = len(DECISIONS) if limited else 1
     keys = [
         Candidate(tuple(o[min(option, len(o) - 1)].decision for o in evaluator.choices))
         for option in range(options)

@@ -223,7 +223,7 @@ def recompute(step: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     plan = ctx.plan
     step.meta[NOT_RECOMPUTED] = []
     if plan.recompute:
-        kept = frozenset(p.name for p in plan.parameters if p.decision.keeps)
+        kept = frozenset(p.name for p in plan.parameters if p.decision.keep)
         step.meta[NOT_RECOMPUTED] = _Rewriting(*graphs_of(step), kept).run(plan)
     return step
 

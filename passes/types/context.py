@@ -11,8 +11,9 @@ import functools
 
 import torch
 
+from passes.types.decision import Decision
 from passes.types.hardware import Hardware
-from passes.types.plan import Decision, Plan
+from passes.types.plan import Plan
 from passes.types.shard_layout import ShardLayout
 
 
@@ -171,7 +172,7 @@ class Context:
         if decision.within_host:
             if self.levels is None:
                 raise ValueError(
-                    f"{decision.value!r} needs a mesh of two levels (options={{'mesh': ...}}) and "
+                    f"{decision.name!r} needs a mesh of two levels (options={{'mesh': ...}}) and "
                     "a hardware profile with rates along both of them"
                 )
             outer, inner = self.levels
@@ -183,7 +184,7 @@ class Context:
     def cut_by(self, group_name: str) -> ShardLayout:
         """The shard layout of tensors gathered and scattered on a process group."""
         within = self.levels is not None and group_name == self.levels[1].group_name
-        return self.cut(Decision.SHARD_HOST_AGAIN if within else Decision.SHARD_AGAIN)
+        return self.cut(Decision.SHARD_HOST_REGATHER if within else Decision.SHARD_REGATHER)
 
     def parameter(self, name: str) -> Parameter:
         """The parameter of this name; KeyError if the model has none."""

@@ -7,7 +7,16 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from passes.types.decode import decoded
+
+Seconds = Annotated[float, Meta(ge=0)]
+#: A divisor.
+Rate = Annotated[float, Meta(gt=0)]
+Count = Annotated[int, Meta(ge=0)]
 
 #: Bytes that AdamW's step moves for each byte of parameter, gradient and state outside caches:
 #: torch runs nine operators that read and write 88 bytes for 16.
@@ -37,11 +46,11 @@ class LinkRate:
     unknown.
     """
 
-    latency_seconds: float
-    seconds_per_byte: float
-    overhead_seconds_per_byte: float = 0.0
-    start_seconds: float = 0.0
-    start_delay_seconds: float = 0.0
+    latency_seconds: Seconds
+    seconds_per_byte: Seconds
+    overhead_seconds_per_byte: Seconds = 0.0
+    start_seconds: Seconds = 0.0
+    start_delay_seconds: Seconds = 0.0
     carried_out: str = ""
 
     @classmethod
@@ -52,7 +61,7 @@ class LinkRate:
         """
         if isinstance(data, dict):
             data = {_RENAMED.get(name, name): value for name, value in data.items()}
-        return cls(**_checked(cls, data))
+        return decoded(cls, data)
 
     def with_bandwidth(self, times: float, busy: bool = False) -> LinkRate:
         """The same link with ``times`` its bytes per second; the latency stays.
@@ -78,19 +87,17 @@ class Hosts:
     and for every host.
     """
 
-    ranks: int
+    ranks: Annotated[int, Meta(ge=1)]
     between: dict[str, LinkRate]
-    hop_seconds: float = 0.0
-    host_hop_seconds: float = 0.0
+    hop_seconds: Seconds = 0.0
+    host_hop_seconds: Seconds = 0.0
 
     @classmethod
     def from_dict(cls, data: Any) -> Hosts:
         """Raises ValueError if a field is missing, unknown or of a wrong kind."""
-        fields = _checked(cls, data)
-        fields["between"] = _links(" between hosts", fields["between"])
-        if not fields["ranks"]:
-            raise ValueError("a host has no ranks")
-        return cls(**fields)
+        if isinstance(data, dict) and "between" in data:
+            data = {**data, "between": _links(" between hosts", data["between"])}
+        return decoded(cls, data)
 
 
 def wire_bytes(kind: str, full_bytes: int, world_size: int) -> float:
@@ -124,19 +131,19 @@ class Hardware:
     """
 
     name: str
-    flops_per_second: dict[str, float]
-    memory_bytes_per_second: float
-    launch_seconds: float
+    flops_per_second: dict[str, Rate]
+    memory_bytes_per_second: Rate
+    launch_seconds: Seconds
     collectives: dict[str, LinkRate]
     dimensions: dict[str, dict[str, LinkRate]] = dataclasses.field(default_factory=dict)
-    allocator_alignment_bytes: int = 64
-    memory_bytes: int = 0
+    allocator_alignment_bytes: Count = 64
+    memory_bytes: Count = 0
     device_type: str = "cpu"
     source: str = ""
-    update_seconds_per_byte: float = 0.0
-    update_seconds_per_parameter: float = 0.0
-    update_seconds_per_plain_parameter: float = 0.0
-    kernel_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    update_seconds_per_byte: Seconds = 0.0
+    update_seconds_per_parameter: Seconds = 0.0
+    update_seconds_per_plain_parameter: Seconds = 0.0
+    kernel_seconds: dict[str, Seconds] = dataclasses.field(default_factory=dict)
     hosts: Hosts | None = None
 
     def over(self, ranks: Mapping[str, int]) -> Hardware:
@@ -264,17 +271,10 @@ class Hardware:
     def from_dict(cls, data: dict[str, Any]) -> Hardware:
         """Raises ValueError that names a missing, unknown or wrong field."""
         try:
-            fields = _checked(cls, data)
-            fields["collectives"] = _links("", fields["collectives"])
-            fields["dimensions"] = {
-                dimension: _links(f" along {dimension!r}", kinds)
-                for dimension, kinds in fields.get("dimensions", {}).items()
-            }
-            if fields.get("hosts") is not None:
-                fields["hosts"] = Hosts.from_dict(fields["hosts"])
-            if "default" not in fields["flops_per_second"]:
+            made = decoded(cls, _current(data))
+            if "default" not in made.flops_per_second:
                 raise ValueError("flops_per_second has no 'default'")
-            return cls(**fields)
+            return made
         except ValueError as error:
             raise ValueError(f"not a hardware profile: {error}") from error
 
@@ -291,76 +291,37 @@ class Hardware:
             raise ValueError(f"{path} holds no hardware profile: {error}") from error
 
 
-def _links(where: str, kinds: Any) -> dict[str, LinkRate]:
-    """Rates by kind from JSON; ``where``: their place in the profile, for errors."""
+def _current(data: Any) -> Any:
+    """A profile's fields with the current names; its links are checked one by one."""
+    if not isinstance(data, dict):
+        return data
+    links = {"collectives": _links("", data["collectives"])} if "collectives" in data else {}
+    dimensions = data.get("dimensions", {})
+    if isinstance(dimensions, dict):
+        dimensions = {
+            dimension: _links(f" along {dimension!r}", kinds)
+            for dimension, kinds in dimensions.items()
+        }
+    hosts = data.get("hosts")
+    if hosts is not None:
+        try:
+            hosts = dataclasses.asdict(Hosts.from_dict(hosts))
+        except ValueError as error:
+            raise ValueError(f"hosts: {error}") from error
+    return {**data, **links, "dimensions": dimensions, "hosts": hosts}
+
+
+def _links(where: str, kinds: Any) -> dict[str, dict[str, Any]]:
+    """Rates by kind, as fields; ``where``: their place in the profile, for errors."""
     if not isinstance(kinds, dict):
         raise ValueError(f"collectives{where}: {kinds!r} is no table of collectives")
     found = {}
     for kind, rate in kinds.items():
         try:
-            found[kind] = LinkRate.from_dict(rate)
+            found[kind] = dataclasses.asdict(LinkRate.from_dict(rate))
         except ValueError as error:
             raise ValueError(f"collective {kind!r}{where}: {error}") from error
     return found
-
-
-#: Divisors.
-_ABOVE_ZERO = ("flops_per_second", "memory_bytes_per_second")
-
-
-def _checked(cls: Any, data: Any) -> dict[str, Any]:
-    """A dataclass's fields from JSON. Raises ValueError for a missing, unknown or wrong field."""
-    if not isinstance(data, dict):
-        raise ValueError(f"an object with fields is needed, not {data!r}")
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    unknown = [str(name) for name in data if name not in fields]
-    if unknown:
-        raise ValueError(f"unknown: {', '.join(unknown)} (known: {', '.join(fields)})")
-    missing = [
-        name
-        for name, field in fields.items()
-        if name not in data
-        and field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        raise ValueError(f"missing: {', '.join(missing)}")
-    return {name: _value(name, fields[name].type, value) for name, value in data.items()}
-
-
-def _value(name: str, kind: Any, value: Any) -> Any:
-    """A field's value. Raises ValueError if it does not match the annotation ``kind``."""
-    if kind == "str" and isinstance(value, str):
-        return value
-    if kind == "int" and isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    if kind == "float" and isinstance(value, int | float) and not isinstance(value, bool):
-        if math.isfinite(value) and (value > 0 if name in _ABOVE_ZERO else value >= 0):
-            return value
-    elif kind == "dict[str, float]" and isinstance(value, dict):
-        return {key: _value(name, "float", one) for key, one in value.items()}
-    elif kind in _NESTED and isinstance(value, dict):
-        return dict(value)
-    elif kind == _HOSTS and (value is None or isinstance(value, dict)):
-        return value
-    above = " above zero" if name in _ABOVE_ZERO else ""
-    raise ValueError(f"{name}={value!r} is no {_KINDS[kind]}{above}")
-
-
-#: The caller parses these further.
-_NESTED = ("dict[str, LinkRate]", "dict[str, dict[str, LinkRate]]")
-_HOSTS = "Hosts | None"
-
-#: Names of the annotations above, for errors.
-_KINDS = {
-    "str": "text",
-    "int": "whole number",
-    "float": "number",
-    "dict[str, float]": "table of numbers",
-    "dict[str, LinkRate]": "table of collectives",
-    "dict[str, dict[str, LinkRate]]": "table of mesh dimensions",
-    _HOSTS: "description of hosts",
-}
 
 
 def generic(name: str = "generic", dimensions: Sequence[str] = ()) -> Hardware:

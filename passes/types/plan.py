@@ -7,74 +7,23 @@ JSON, and users can load it and pass it to a run.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-FORMAT = 2
+import msgspec
 
+from passes.types.decision import Decision
+from passes.types.decode import decoded
+from passes.types.plan_format_2 import of_format_2
 
-class Decision(str, enum.Enum):
-    """The placement of one parameter.
-
-    ``REPLICATE``: full on every rank; its gradient is all-reduced (DDP).
-    ``SHARD_KEEP``: sharded; gathered in the forward, kept gathered for the backward (ZeRO-2-like).
-    ``SHARD_AGAIN``: sharded; gathered in the forward, resharded, regathered in the backward (FSDP,
-    ZeRO-3).
-    ``SHARD_HOST_KEEP``, ``SHARD_HOST_AGAIN``: the same within each host of a two-dimensional mesh.
-    Every host has the full parameter; gradient shards are all-reduced between hosts
-    (HYBRID_SHARD).
-    """
-
-    REPLICATE = "replicate"
-    SHARD_KEEP = "shard_keep"
-    SHARD_AGAIN = "shard_again"
-    SHARD_HOST_KEEP = "shard_host_keep"
-    SHARD_HOST_AGAIN = "shard_host_again"
-
-    @classmethod
-    def _missing_(cls, value: object) -> Decision | None:
-        known = ", ".join(f"{one.value!r} ({_KNOWN_AS[one]})" for one in cls)
-        raise ValueError(f"{value!r} is not a decision. Decisions: {known}")
-
-    @property
-    def sharded(self) -> bool:
-        return self is not Decision.REPLICATE
-
-    @property
-    def keeps(self) -> bool:
-        """Whether the gathered parameter is kept from the forward for the backward."""
-        return self in (Decision.SHARD_KEEP, Decision.SHARD_HOST_KEEP)
-
-    @property
-    def again(self) -> bool:
-        """Whether the parameter is regathered in the backward."""
-        return self.sharded and not self.keeps
-
-    @property
-    def within_host(self) -> bool:
-        """Whether each host has the full parameter, sharded over its ranks."""
-        return self in (Decision.SHARD_HOST_KEEP, Decision.SHARD_HOST_AGAIN)
-
-
-#: Names of each decision in other libraries.
-_KNOWN_AS = {
-    Decision.REPLICATE: "DDP",
-    Decision.SHARD_KEEP: "ZeRO-2",
-    Decision.SHARD_AGAIN: "FSDP, ZeRO-3",
-    Decision.SHARD_HOST_KEEP: "ZeRO-2 within each host of a mesh of two levels",
-    Decision.SHARD_HOST_AGAIN: "HYBRID_SHARD, HSDP: the same within each host",
-}
-
-#: Decisions that are possible on any mesh.
-FLAT_DECISIONS = tuple(decision for decision in Decision if not decision.within_host)
+FORMAT = 3
 
 
 #: For errors.
-_UNIFORM = "As: Plan.uniform(model.named_parameters(), 'shard_again', world_size=8)"
+_UNIFORM = "As: Plan.uniform(model.named_parameters(), 'shard_regather', world_size=8)"
 
 #: See :class:`ParameterPlan`.
 OF_INPUT = -1
@@ -121,7 +70,7 @@ class ParameterPlan:
     @property
     def kept_share(self) -> float:
         """Share of the gathered parameter that is kept for the backward: 0 to 1."""
-        return 1.0 if self.decision.keeps else self.kept_slices / self.slices
+        return 1.0 if self.decision.keep else self.kept_slices / self.slices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,10 +197,10 @@ class Plan:
 
         Example::
 
-            Plan.uniform(model.named_parameters(), "shard_again", world_size=8)
+            Plan.uniform(model.named_parameters(), "shard_regather", world_size=8)
         """
         given = parameters if isinstance(parameters, str | Decision) else decision
-        chosen = Decision(given)  # the error lists the decisions
+        chosen = Decision.named(given or "")  # the error lists the decisions
         pairs = None if isinstance(parameters, str | Decision) else _pairs(parameters)
         if pairs is None:
             raise TypeError(f"Plan.uniform needs named parameters, not {parameters!r}. {_UNIFORM}")
@@ -259,7 +208,7 @@ class Plan:
             raise TypeError(f"world_size={world_size!r} is not a number of ranks. {_UNIFORM}")
         ranks = ranks_of_a_host if chosen.within_host else world_size
         if ranks is None:
-            raise ValueError(f"{chosen.value!r} needs ranks_of_a_host, how many ranks a host has")
+            raise ValueError(f"{chosen.name!r} needs ranks_of_a_host, how many ranks a host has")
         rows = tuple(
             ParameterPlan(
                 name=name,
@@ -302,9 +251,9 @@ class Plan:
             raise ValueError(
                 f"parameter {name!r} of shape {row.shape} has no {slices} slices along {along}"
             )
-        if kept_slices and (of_input or not row.decision.again):
+        if kept_slices and (of_input or not row.decision.regathers):
             raise ValueError(
-                f"parameter {name!r} is {row.decision.value}"
+                f"parameter {name!r} is {row.decision.name}"
                 + (" and sliced by the rows of its input" if of_input else "")
                 + ": some slices are kept and others not only of a weight in slices that is "
                 "gathered again; leave out kept_slices"
@@ -384,61 +333,26 @@ class Plan:
         return tuple(planned)
 
     def to_dict(self) -> dict[str, Any]:
-        data = dataclasses.asdict(self)
-        data["format"] = FORMAT
-        for row in data["parameters"]:
-            row["decision"] = row["decision"].value
-        return data
+        data: dict[str, Any] = msgspec.to_builtins(self)
+        return {"format": FORMAT, **data}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Plan:
-        """The plan that :meth:`to_dict` wrote.
+        """The plan that :meth:`to_dict` wrote, in this format or in format 2.
 
         Raises:
-            ValueError: if the data is not a plan of this format.
+            ValueError: if the data is not such a plan. The message names the field.
         """
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        if found not in (2, FORMAT):
             raise ValueError(
                 f"not a plan of format {FORMAT} (found {found!r}); make it again with this version"
             )
+        fields = {name: value for name, value in data.items() if name != "format"}
         try:
-            rows = tuple(
-                ParameterPlan(
-                    name=row["name"],
-                    shape=tuple(row["shape"]),
-                    dtype=row["dtype"],
-                    decision=Decision(row["decision"]),
-                    saved_bytes=row["saved_bytes"],
-                    reason=row["reason"],
-                    slices=row.get("slices", 1),  # older plans have none
-                    along=row.get("along", 0),
-                    like=row.get("like"),
-                    kept_slices=row.get("kept_slices", 0),
-                )
-                for row in data["parameters"]
-            )
-            prediction = data["prediction"]
-            return cls(
-                parameters=rows,
-                world_size=data["world_size"],
-                memory_limit_bytes=data["memory_limit_bytes"],
-                bucket_bytes=data["bucket_bytes"],
-                in_flight_bytes=data["in_flight_bytes"],
-                prediction=Prediction(**prediction) if prediction else None,
-                order={
-                    graph: tuple(
-                        Collective(tuple(c["names"]), c["gathers"], c.get("leg", 0))
-                        for c in collectives
-                    )
-                    for graph, collectives in data["order"].items()
-                },
-                ranks_of_a_host=data.get("ranks_of_a_host"),
-                recompute=tuple(data.get("recompute", ())),  # older plans have none
-                also_save=tuple(data.get("also_save", ())),
-            )
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"the plan is damaged: {error!r}; make it again") from error
+            return decoded(cls, of_format_2(fields) if found == 2 else fields)
+        except ValueError as error:
+            raise ValueError(f"the plan is damaged: {error}; make it again") from error
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""

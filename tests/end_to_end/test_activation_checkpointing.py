@@ -119,9 +119,9 @@ class ReentrantBrokenInside(BrokenInside):
         (Reentrant, "shard_keep"),
         (Nested, "replicate"),
         (OfSequences, 0.3),
-        (Selective, "shard_again"),
+        (Selective, "shard_regather"),
         (BrokenInside, "replicate"),
-        (ReentrantBrokenInside, "shard_again"),
+        (ReentrantBrokenInside, "shard_regather"),
     ],
     ids=lambda one: getattr(one, "__name__", str(one)),
 )
@@ -132,12 +132,12 @@ def test_trains_like_one_process(two_ranks, make, plan):
 
 
 def shard_now(model):
-    plan = Plan.uniform(model.named_parameters(), "shard_again", world_size=2)
+    plan = Plan.uniform(model.named_parameters(), "shard_regather", world_size=2)
     osdp_compile.shard(model, plan)
 
 
 def test_a_model_that_was_sharded_before(two_ranks):
-    trains_like_reference(two_ranks, OfSequences, "shard_again", prepare=shard_now)
+    trains_like_reference(two_ranks, OfSequences, "shard_regather", prepare=shard_now)
 
 
 def words(step, micro, rank):
@@ -181,7 +181,7 @@ def gpt2():
     return model
 
 
-@pytest.mark.parametrize(("make", "plan"), [(llama, "shard_again"), *more((gpt2, "shard_keep"))])
+@pytest.mark.parametrize(("make", "plan"), [(llama, "shard_regather"), *more((gpt2, "shard_keep"))])
 def test_hugging_faces_models_train_like_one_process(two_ranks, make, plan):
     pytest.importorskip("transformers")
     recipe = Recipe(step=next_word, batch=words, optimizer=adamw)
@@ -203,7 +203,7 @@ def gathers_and_products(make, plan):
     return gathered, [len(re.findall(r"= (?:mm|addmm)\(", graph)) for graph in graphs]
 
 
-@pytest.mark.parametrize("plan", ["shard_again", "shard_keep"])
+@pytest.mark.parametrize("plan", ["shard_regather", "shard_keep"])
 def test_the_backward_computes_again_what_is_checkpointed_and_gathers_each_weight_once(plan):
     checkpointed, products = gathers_and_products(Model, plan)
     _, plain_products = gathers_and_products(Plain, plan)

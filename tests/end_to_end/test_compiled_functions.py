@@ -117,7 +117,7 @@ def train_compiled(rank, world_size, compile_it, plan):
     ],
 )
 def test_a_compiled(two_ranks, compile_it):
-    for difference, placed in two_ranks.run(train_compiled, compile_it, "shard_again"):
+    for difference, placed in two_ranks.run(train_compiled, compile_it, "shard_regather"):
         assert difference < 1e-6
         assert set(placed.values()) == {"shard"}
 
@@ -153,7 +153,9 @@ def generator_and_discriminator(rank, world_size):
     references = copy.deepcopy(models)
     compiled = [
         torch.compile(
-            model, backend="osdp", options=plan_options(model, "shard_again", Recipe(), world_size)
+            model,
+            backend="osdp",
+            options=plan_options(model, "shard_regather", Recipe(), world_size),
         )
         for model in models
     ]
@@ -187,7 +189,7 @@ def on_half_of_the_ranks(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "data"))["data"]
     model = TwoLayers()
     reference = copy.deepcopy(model)
-    options = {**plan_options(model, "shard_again", Recipe(), 2), "mesh": mesh}
+    options = {**plan_options(model, "shard_regather", Recipe(), 2), "mesh": mesh}
     compiled = torch.compile(model, backend="osdp", options=options)
     optimizer, reference_optimizer = sgd(model.parameters()), sgd(reference.parameters())
     for step in range(2):
@@ -213,7 +215,7 @@ def test_a_mesh_that_is_not_the_whole_world(four_ranks):
 def part_of_a_model(rank, world_size):
     """Only the inner layer is compiled; the outer one stays with the user (and with DDP, say)."""
     inner, outer = TwoLayers(), nn.Linear(4, 4)
-    options = plan_options(inner, "shard_again", Recipe(), world_size)
+    options = plan_options(inner, "shard_regather", Recipe(), world_size)
     compiled = torch.compile(inner, backend="osdp", options=options)
     outer(compiled(normal_batch(0, 0, rank))).square().mean().backward()
     return placements(inner), placements(outer)

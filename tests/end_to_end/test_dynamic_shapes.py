@@ -115,7 +115,7 @@ def train(rank, world_size, plan, batch, dynamic):
     [
         (None, "shard_keep", 2),
         ("all", "sliced", 1),
-        *more(("all", "shard_again", 1), ("marked", "replicate", 1)),
+        *more(("all", "shard_regather", 1), ("marked", "replicate", 1)),
     ],
 )
 def test_lengths_that_change_compile_at_most_twice(two_ranks, dynamic, plan, graphs):
@@ -128,7 +128,7 @@ def test_lengths_that_change_compile_at_most_twice(two_ranks, dynamic, plan, gra
 
 @pytest.mark.parametrize(
     ("dynamic", "plan"),
-    [("all", "shard_again"), (None, 0.2)],
+    [("all", "shard_regather"), (None, 0.2)],
     ids=["dynamic=True", "automatic, a limit"],
 )
 def test_lengths_that_differ_between_ranks(two_ranks, dynamic, plan):
@@ -142,7 +142,7 @@ def test_lengths_that_differ_between_ranks(two_ranks, dynamic, plan):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_rows_of_any_number_are_multiplied_at_once_and_it_is_said(caplog, dynamic):
     model = Language()
-    plan = Plan.uniform(model.named_parameters(), "shard_again", world_size=2)
+    plan = Plan.uniform(model.named_parameters(), "shard_regather", world_size=2)
     plan = plan.split("head.weight", 3, along=OF_INPUT)
     with torch._dynamo.config.patch(assume_static_by_default=not dynamic):
         texts = trace_graphs(

@@ -197,7 +197,7 @@ def test_ranks_with_different_models_all_get_the_first_difference(two_ranks, mak
 
 def call_with_plan(rank, world_size, change):
     model = two_layers()
-    plan = Plan.uniform(model.named_parameters(), "shard_again", world_size=world_size)
+    plan = Plan.uniform(model.named_parameters(), "shard_regather", world_size=world_size)
     return call(model, normal_batch(0, 0, rank), plan=change(plan)), placements(model)
 
 
@@ -237,7 +237,7 @@ def test_a_plan_for_another_model_is_refused(two_ranks, change, said):
 def options_by_rank(rank, world_size, name):
     """Each rank gives another value for an option."""
     model = two_layers()
-    decision = "shard_again" if rank == 0 else "replicate"
+    decision = "shard_regather" if rank == 0 else "replicate"
     plan = Plan.uniform(model.named_parameters(), decision, world_size=world_size)
     given = {
         "plan": plan,
@@ -281,7 +281,7 @@ def nan_on_one_rank(rank, world_size):
     """One rank has a NaN in a batch: what every rank is told, and the next gradients' norm."""
     model = two_layers()
     optimizer = adamw(model.parameters())
-    plan = Plan.uniform(model.named_parameters(), "shard_again", world_size=world_size)
+    plan = Plan.uniform(model.named_parameters(), "shard_regather", world_size=world_size)
     options = {"plan": plan, "hardware": generic()}
     compiled = torch.compile(model, backend="osdp", options=options)
     batch = normal_batch(0, 0, rank)
@@ -478,7 +478,7 @@ def options_that_come_late(rank, world_size):
     model = two_layers()
     assert call(model, normal_batch(0, 0, rank), memory_limit="1GiB") is None
     peak_bytes = osdp_compile.plan_of(model).prediction.peak_bytes
-    other = Plan.uniform(model.named_parameters(), "shard_again", world_size=world_size)
+    other = Plan.uniform(model.named_parameters(), "shard_regather", world_size=world_size)
     said = {}
     for name, value in (
         ("memory_limit", peak_bytes - 1),

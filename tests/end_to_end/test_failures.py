@@ -93,7 +93,7 @@ def told():
 
 @pytest.mark.parametrize(
     ("decision", "when"),
-    [("shard_again", "forward"), ("shard_again", "backward"), ("replicate", "backward")],
+    [("shard_regather", "forward"), ("shard_regather", "backward"), ("replicate", "backward")],
 )
 def test_a_rank_that_dies_is_an_error_on_the_others(inductor_cache, decision, when):
     with Ranks(2, inductor_cache) as ranks:
@@ -105,5 +105,5 @@ def test_a_rank_that_dies_is_an_error_on_the_others(inductor_cache, decision, wh
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_a_rank_that_hangs_is_an_error_on_the_others(inductor_cache, when):
     with Ranks(2, inductor_cache) as ranks:
-        said, _ = ranks.run(train_until, "shard_again", hang, when)
+        said, _ = ranks.run(train_until, "shard_regather", hang, when)
         assert "Timed out" in said or "imeout" in said, said

@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 
-from osdp_compile import Decision, plan_of, shard
+from osdp_compile import plan_of, shard
 from osdp_compile.tracking.session import session_for
+from passes.types.decision import DECISIONS, FLAT_DECISIONS
 from passes.types.hardware import Hardware, LinkRate
-from passes.types.plan import FLAT_DECISIONS
 from tests.end_to_end.test_stress import many_small_layers
 from tests.training import SLOW, mixed_plan, placements, whole
 
@@ -125,7 +125,7 @@ def _spoil_copies(model: nn.Module, rank: int) -> None:
 
 @pytest.mark.timeout(600)
 def test_leg_by_leg_and_within_hosts_equals_one_process(four_ranks):
-    results = four_ranks.run(train, QUICK, list(Decision), SMALLER + 2)
+    results = four_ranks.run(train, QUICK, list(DECISIONS), SMALLER + 2)
     for found in results:
         assert found.apart < 1e-12
         assert min(found.later.values()) > 0 and found.later == results[0].later
@@ -136,7 +136,7 @@ def test_leg_by_leg_and_within_hosts_equals_one_process(four_ranks):
 
 @pytest.mark.timeout(600)
 def test_a_model_laid_out_within_hosts_before_it_has_memory(four_ranks):
-    for found in four_ranks.run(train, QUICK, list(Decision), 2, from_meta=True):
+    for found in four_ranks.run(train, QUICK, list(DECISIONS), 2, from_meta=True):
         assert found.apart < 1e-12
         assert set(found.placed.values()) == {"shard", "replicate", "shard within host"}
 

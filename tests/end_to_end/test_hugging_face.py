@@ -99,4 +99,4 @@ def test_trains_like_one_process(two_ranks, name):
     recipe = Recipe(
         step=own_loss, batch=functools.partial(batch_for, name), optimizer=adamw, steps=5
     )
-    trains_like_reference(two_ranks, functools.partial(made, name), "shard_again", recipe)
+    trains_like_reference(two_ranks, functools.partial(made, name), "shard_regather", recipe)

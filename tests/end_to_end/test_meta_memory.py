@@ -25,7 +25,7 @@ def built_and_loaded(rank, world_size, path):
     with PeakMemory() as building:
         with torch.device("meta"):
             model = layers()
-        plan = Plan.uniform(model.named_parameters(), "shard_again", world_size=world_size)
+        plan = Plan.uniform(model.named_parameters(), "shard_regather", world_size=world_size)
         osdp_compile.shard(model, plan)
         model.to_empty(device="cpu")
         torch.manual_seed(0)

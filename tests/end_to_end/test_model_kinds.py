@@ -32,7 +32,7 @@ def with_batch_norm():
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
 
 
-@pytest.mark.parametrize("plan", [0.5, *more("shard_keep", "shard_again")])
+@pytest.mark.parametrize("plan", [0.5, *more("shard_keep", "shard_regather")])
 def test_batch_norm_keeps_each_ranks_own_statistics(two_ranks, plan):
     # The reference has buffers for each rank, as DDP(broadcast_buffers=False).
     outcome = trains_like_reference(two_ranks, with_batch_norm, plan)
@@ -49,7 +49,7 @@ def without_dropped():
 
 
 def test_dropout_of_nothing_changes_nothing(two_ranks):
-    trains_like_reference(two_ranks, without_dropped, "shard_again")
+    trains_like_reference(two_ranks, without_dropped, "shard_regather")
 
 
 def dropped_half():
@@ -63,7 +63,7 @@ def eager_numbers(model, batch):
         return model(batch).square().mean()
 
 
-@pytest.mark.parametrize("plan", ["shard_again", *more("shard_keep")])
+@pytest.mark.parametrize("plan", ["shard_regather", *more("shard_keep")])
 def test_dropout_is_the_same_in_forward_and_backward(two_ranks, plan):
     trains_like_reference(two_ranks, dropped_half, plan, Recipe(step=eager_numbers))
 
@@ -71,7 +71,7 @@ def test_dropout_is_the_same_in_forward_and_backward(two_ranks, plan):
 def drop_on_each_rank(rank, world_size):
     torch.manual_seed(rank)
     model = with_dropout(0.5)
-    options = plan_options(model, "shard_again", Recipe(), world_size)
+    options = plan_options(model, "shard_regather", Recipe(), world_size)
     compiled = torch.compile(model, backend="osdp", options=options)
     same_for_all = torch.ones(64, 8)
     outputs = [compiled(same_for_all).detach() for _ in range(2)]
@@ -128,7 +128,7 @@ def train_and_evaluate(rank, world_size, plan):
     return differences, placed
 
 
-@pytest.mark.parametrize("plan", ["shard_again", *more("shard_keep", "replicate")])
+@pytest.mark.parametrize("plan", ["shard_regather", *more("shard_keep", "replicate")])
 def test_evaluation_before_between_and_after_training(two_ranks, plan):
     for differences, placed in two_ranks.run(train_and_evaluate, plan):
         assert max(differences) < 1e-5, differences
@@ -147,7 +147,7 @@ def last_batch_smaller_on_one_rank(step, micro, rank):
 
 _SMALLER = [(0.5, smaller_last_batch), ("shard_keep", last_batch_smaller_on_one_rank)]
 _BATCHES = (smaller_last_batch, last_batch_smaller_on_one_rank)
-_SMALLER += others(product(("shard_keep", "shard_again", 0.5), _BATCHES), _SMALLER)
+_SMALLER += others(product(("shard_keep", "shard_regather", 0.5), _BATCHES), _SMALLER)
 
 
 @pytest.mark.parametrize(("plan", "batch"), _SMALLER)
@@ -171,7 +171,7 @@ class Attention(nn.Module):
 
 
 def test_attention_layers_of_torch(two_ranks):
-    outcome = trains_like_reference(two_ranks, Attention, "shard_again")
+    outcome = trains_like_reference(two_ranks, Attention, "shard_regather")
     assert set(outcome.placements.values()) == {"shard"}
 
 
@@ -196,7 +196,7 @@ def step_with_rnn(model, batch):
 
 def test_recurrent_layers_where_dynamo_is_told_to_trace_them(two_ranks):
     recipe = Recipe(step=step_with_rnn)
-    outcome = trains_like_reference(two_ranks, Recurrent, "shard_again", recipe)
+    outcome = trains_like_reference(two_ranks, Recurrent, "shard_regather", recipe)
     assert set(outcome.placements.values()) == {"shard"}
 
 
@@ -206,7 +206,7 @@ def step_in_bfloat16(model, batch):
     return output.float().square().mean()
 
 
-@pytest.mark.parametrize("plan", ["shard_keep", *more("shard_again")])
+@pytest.mark.parametrize("plan", ["shard_keep", *more("shard_regather")])
 def test_autocast(two_ranks, plan):
     # Compiled code keeps sums in float32 that eager mode rounds to bfloat16's 8 bits.
     outcome = trains_like_reference(
@@ -229,10 +229,10 @@ class Broken(nn.Module):
         return self.after(x) + self.before.bias[:4]
 
 
-@pytest.mark.parametrize("plan", [0.5, *more("replicate", "shard_keep", "shard_again")])
+@pytest.mark.parametrize("plan", [0.5, *more("replicate", "shard_keep", "shard_regather")])
 def test_a_graph_break_in_the_middle(two_ranks, plan):
     outcome = trains_like_reference(two_ranks, Broken, plan)
-    if plan in ("shard_keep", "shard_again"):
+    if plan in ("shard_keep", "shard_regather"):
         assert set(outcome.placements.values()) == {"shard"}
 
 
@@ -243,7 +243,7 @@ def broken_in_sequence():
 
 
 def test_the_same_code_for_modules_of_different_shapes(two_ranks):
-    trains_like_reference(two_ranks, broken_in_sequence, "shard_again")
+    trains_like_reference(two_ranks, broken_in_sequence, "shard_regather")
 
 
 class NotTraced(nn.Module):
@@ -263,10 +263,10 @@ class NotTraced(nn.Module):
         return self.last(self.in_eager_mode(self.first(x)))
 
 
-@pytest.mark.parametrize("plan", ["shard_again", *more("replicate")])
+@pytest.mark.parametrize("plan", ["shard_regather", *more("replicate")])
 def test_a_layer_that_runs_in_eager_mode(two_ranks, plan):
     outcome = trains_like_reference(two_ranks, NotTraced, plan)
-    assert set(outcome.placements.values()) == {"shard" if plan == "shard_again" else plan}
+    assert set(outcome.placements.values()) == {"shard" if plan == "shard_regather" else plan}
 
 
 def unfreeze_in_the_middle(rank, world_size, plan):
@@ -291,7 +291,7 @@ def unfreeze_in_the_middle(rank, world_size, plan):
     )
 
 
-@pytest.mark.parametrize("plan", ["shard_again", *more("replicate")])
+@pytest.mark.parametrize("plan", ["shard_regather", *more("replicate")])
 def test_a_layer_unfrozen_in_the_middle_of_training(two_ranks, plan):
     assert max(two_ranks.run(unfreeze_in_the_middle, plan)) < 1e-6
 
@@ -310,7 +310,7 @@ def train_from_different_weights(rank, world_size, plan):
     return first, after, loss.item(), mean_over_ranks(loss)
 
 
-@pytest.mark.parametrize("plan", ["replicate", "shard_again"])
+@pytest.mark.parametrize("plan", ["replicate", "shard_regather"])
 def test_ranks_that_start_differently_all_get_rank_zeros_weights_and_buffers(two_ranks, plan):
     results = two_ranks.run(train_from_different_weights, plan)
     (wanted, *_), (others, *_) = results
@@ -324,7 +324,7 @@ def test_ranks_that_start_differently_all_get_rank_zeros_weights_and_buffers(two
 def round_trip(rank, world_size):
     model = two_layers()
     names = list(model.state_dict())
-    options = plan_options(model, "shard_again", Recipe(), world_size)
+    options = plan_options(model, "shard_regather", Recipe(), world_size)
     compiled = torch.compile(model, backend="osdp", options=options)
     optimizer = sgd(model.parameters())
     batch = normal_batch(0, 0, rank)
@@ -356,7 +356,7 @@ def test_state_dict_keeps_its_names_and_loads_into_plain_and_sharded_models(two_
 
 def attributes_of_a_sharded_model(rank, world_size):
     model = two_layers()
-    options = plan_options(model, "shard_again", Recipe(), world_size)
+    options = plan_options(model, "shard_regather", Recipe(), world_size)
     compiled = torch.compile(model, backend="osdp", options=options)
     compiled(normal_batch(0, 0, rank)).sum().backward()
     eager = model(normal_batch(0, 0, rank)).detach()
@@ -377,7 +377,7 @@ def test_a_sharded_model_reads_like_a_plain_one_in_eager_mode(two_ranks):
 def eager_collectives(rank, world_size):
     """How many collectives ran outside compiled graphs: in a compiled step, in an eager forward."""
     model = two_layers()
-    options = plan_options(model, "shard_again", Recipe(), world_size)
+    options = plan_options(model, "shard_regather", Recipe(), world_size)
     compiled = torch.compile(model, backend="osdp", options=options)
     compiled(normal_batch(0, 0, rank)).sum().backward()
     counts = []
@@ -400,7 +400,7 @@ def penalised(rank, world_size):
     torch.manual_seed(0)
     model = two_layers()
     reference = copy.deepcopy(model)
-    options = plan_options(model, "shard_again", Recipe(), world_size)
+    options = plan_options(model, "shard_regather", Recipe(), world_size)
     compiled = torch.compile(model, backend="osdp", options=options)
     penalty = sum(parameter.square().sum() for parameter in model.parameters())
     (compiled(normal_batch(0, 0, rank)).square().mean() + penalty).backward()
@@ -433,4 +433,4 @@ class Cayley(nn.Module):
 
 
 def test_operators_that_give_no_value(two_ranks):
-    trains_like_reference(two_ranks, Cayley, "shard_again")
+    trains_like_reference(two_ranks, Cayley, "shard_regather")

@@ -18,7 +18,7 @@ from torch import nn
 from examples.gpt import GPT, GPTConfig
 from osdp_compile import PeakMemory, Plan, report
 from osdp_compile.errors import RanksDiffer
-from passes.types.plan import FLAT_DECISIONS
+from passes.types.decision import FLAT_DECISIONS
 from tests.osdp_compile.runtime.test_p2p import order_in_code
 from tests.ranks import Ranks
 from tests.training import SLOW, Recipe, mixed_plan, trains_like_reference
@@ -46,7 +46,7 @@ def uneven():
     return nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
-@pytest.mark.parametrize("plan", ["shard_again", "shard_keep", 0.3])
+@pytest.mark.parametrize("plan", ["shard_regather", "shard_keep", 0.3])
 def test_trains_like_one_process(native_ranks, plan):
     trains_like_reference(native_ranks, uneven, plan, Recipe(max_norm=1.0))
 
@@ -78,7 +78,7 @@ def peaks(rank, world_size, kind, one_in_flight):
         if kind == "limit":
             options["memory_limit"] = LIMIT_BYTES
         else:
-            plan = Plan.uniform(model.named_parameters(), "shard_again", world_size=world_size)
+            plan = Plan.uniform(model.named_parameters(), "shard_regather", world_size=world_size)
             if kind == "mixed":
                 decisions = list(FLAT_DECISIONS)
                 plan = mixed_plan(model, decisions, bucket_bytes=1 << 14, world_size=world_size)
@@ -112,17 +112,17 @@ def least_peaks(ranks, kind, one_in_flight):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", ["shard_again", "mixed", "limit"])
+@pytest.mark.parametrize("kind", ["shard_regather", "mixed", "limit"])
 def test_the_measured_peak_is_the_predicted_one(native_ranks, kind):
     for measured_bytes, predicted_bytes, copied_bytes in least_peaks(native_ranks, kind, True):
         assert BELOW * predicted_bytes <= measured_bytes <= ABOVE * predicted_bytes
         assert measured_bytes <= LIMIT_BYTES or kind != "limit"
-        assert copied_bytes >= LARGEST_BYTES or kind != "shard_again", "no copy is at the peak"
+        assert copied_bytes >= LARGEST_BYTES or kind != "shard_regather", "no copy is at the peak"
 
 
 @pytest.mark.timeout(600)
 def test_the_measured_peak_is_not_above_the_predicted_one_with_several_in_flight(native_ranks):
-    found = least_peaks(native_ranks, "shard_again", False)
+    found = least_peaks(native_ranks, "shard_regather", False)
     for measured_bytes, predicted_bytes, copied_bytes in found:
         assert copied_bytes > LARGEST_BYTES, "one collective is in flight"
         assert measured_bytes <= ABOVE * predicted_bytes

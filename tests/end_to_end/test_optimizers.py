@@ -42,16 +42,16 @@ def three_layers():
 
 #: Every decision beside every other, by hand.
 MIXED = {
-    "0.weight": "shard_again",
+    "0.weight": "shard_regather",
     "0.bias": "replicate",
     "2.weight": "shard_keep",
-    "2.bias": "shard_again",
+    "2.bias": "shard_regather",
     "4.weight": "replicate",
     "4.bias": "shard_keep",
 }
 PLANS = pytest.mark.parametrize(
     "plan",
-    ["shard_again", MIXED, *more("replicate", "shard_keep")],
+    ["shard_regather", MIXED, *more("replicate", "shard_keep")],
     ids=lambda p: str(p)[:11],
 )
 
@@ -203,8 +203,8 @@ def uneven():
     )
 
 
-_ADAFACTOR = [("shard_again", False), ({"3": "shard_keep"}, True)]
-_PLANS = ("shard_again", "replicate", {"3": "shard_keep"})
+_ADAFACTOR = [("shard_regather", False), ({"3": "shard_keep"}, True)]
+_PLANS = ("shard_regather", "replicate", {"3": "shard_keep"})
 _ADAFACTOR += others(product(_PLANS, (False, True)), _ADAFACTOR)
 
 
@@ -224,7 +224,7 @@ def adafactor_goes_on(rank, world_size):
     reference = copy.deepcopy(model)
     options = {"lr": 0.05, "weight_decay": 0.1, "maximize": True}
     ours, theirs = (torch.optim.Adafactor(m.parameters(), **options) for m in (model, reference))
-    plan = {name: "shard_again" for name, _ in model.named_parameters()}
+    plan = {name: "shard_regather" for name, _ in model.named_parameters()}
     compiled = model
     for step in range(4):
         if step == 2:
@@ -264,7 +264,7 @@ def muon_steps(rank, world_size):
     sizes = ((8, 8), (8, 9), (9, 4))
     model = nn.Sequential(*(nn.Linear(*size, bias=False) for size in sizes))
     reference = copy.deepcopy(model)
-    plan = {"0.weight": "shard_again", "1.weight": "shard_keep", "2.weight": "replicate"}
+    plan = {"0.weight": "shard_regather", "1.weight": "shard_keep", "2.weight": "replicate"}
     options = plan_options(model, plan, Recipe(), world_size)
     torch.compile(model, backend="osdp", options=options)(normal_batch(0, 0, rank)).sum().backward()
     pairs = list(zip(model.parameters(), reference.parameters(), strict=True))

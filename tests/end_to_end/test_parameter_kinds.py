@@ -30,13 +30,13 @@ class Odd(nn.Module):
         return self.third(torch.relu(self.second(torch.relu(self.first(x)))))
 
 
-@pytest.mark.parametrize("plan", ["shard_keep", *more("shard_again")])
+@pytest.mark.parametrize("plan", ["shard_keep", *more("shard_regather")])
 def test_a_first_dimension_the_world_does_not_divide(two_ranks, plan):
     outcome = trains_like_reference(two_ranks, Odd, plan, Recipe(optimizer=adamw))
     assert set(outcome.placements.values()) == {"shard"}
 
 
-@pytest.mark.parametrize("plan", ["shard_keep", "shard_again"])
+@pytest.mark.parametrize("plan", ["shard_keep", "shard_regather"])
 def test_a_rank_that_gets_no_row_at_all(four_ranks, plan):
     outcome = trains_like_reference(four_ranks, Odd, plan, Recipe(optimizer=adamw))
     assert outcome.placements["second.weight"] == outcome.placements["second.bias"] == "shard"
@@ -60,7 +60,7 @@ class Tiny(nn.Module):
         return self.layer(x) * self.scale + self.shift
 
 
-@pytest.mark.parametrize("plan", ["shard_again", 0.5], ids=["shard_again", "planned"])
+@pytest.mark.parametrize("plan", ["shard_regather", 0.5], ids=["shard_regather", "planned"])
 def test_scalars_and_tiny_parameters_are_replicated(two_ranks, plan):
     outcome = trains_like_reference(two_ranks, Tiny, plan)
     small = ("scale", "shift", "row", "nothing")
@@ -87,12 +87,12 @@ def words(step, micro, rank):
     return torch.randint(9, (4,), generator=generator)
 
 
-@pytest.mark.parametrize("plan", ["shard_again", 0.5, *more("shard_keep", "replicate")])
+@pytest.mark.parametrize("plan", ["shard_regather", 0.5, *more("shard_keep", "replicate")])
 def test_tied_weights_are_one_parameter(two_ranks, plan):
     outcome = trains_like_reference(two_ranks, Tied, plan, Recipe(batch=words))
     assert list(outcome.placements) == ["token.weight", "middle.weight", "middle.bias"]
     assert outcome.state_names == [*outcome.placements, "head.weight"]
-    if plan in ("shard_keep", "shard_again"):
+    if plan in ("shard_keep", "shard_regather"):
         assert set(outcome.placements.values()) == {"shard"}
 
 
@@ -109,7 +109,7 @@ class Frozen(nn.Module):
         return self.above(torch.relu(self.trained(self.below(x))))
 
 
-@pytest.mark.parametrize("plan", ["shard_again", *more("shard_keep")])
+@pytest.mark.parametrize("plan", ["shard_regather", *more("shard_keep")])
 def test_frozen_parameters_are_sharded_and_stay_as_they_are(two_ranks, plan):
     outcome = trains_like_reference(two_ranks, Frozen, plan, Recipe(optimizer=adamw))
     assert set(outcome.placements.values()) == {"shard"}
@@ -134,7 +134,7 @@ class Unused(nn.Module):
         return self.used(x) - center
 
 
-@pytest.mark.parametrize("plan", ["shard_again", *more("shard_keep")])
+@pytest.mark.parametrize("plan", ["shard_regather", *more("shard_keep")])
 def test_parameters_that_get_no_gradient_are_left_alone(two_ranks, plan):
     # AdamW's weight decay would move them if they had a gradient of zeros.
     outcome = trains_like_reference(two_ranks, Unused, plan, Recipe(optimizer=adamw))
@@ -158,7 +158,7 @@ class TwoTypes(nn.Module):
         return self.last(self.narrow(self.first(x).to(torch.bfloat16)).float())
 
 
-@pytest.mark.parametrize("plan", ["shard_keep", *more("shard_again")])
+@pytest.mark.parametrize("plan", ["shard_keep", *more("shard_regather")])
 def test_parameters_of_several_types(two_ranks, plan):
     # bfloat16 has 8 bits: one rounding of a weight of 0.25 is 1e-3.
     outcome = trains_like_reference(two_ranks, TwoTypes, plan, tolerance=4e-3)
@@ -177,7 +177,7 @@ def double_loss(model, batch):
 
 def test_double_precision_is_kept(two_ranks):
     outcome = trains_like_reference(
-        two_ranks, double_model, "shard_again", Recipe(step=double_loss), tolerance=1e-13
+        two_ranks, double_model, "shard_regather", Recipe(step=double_loss), tolerance=1e-13
     )
     assert set(outcome.placements.values()) == {"shard"}
 
@@ -211,8 +211,12 @@ class CalledTwice(nn.Module):
         return self.again(x)
 
 
-_SEVERAL = [(SeveralPlaces, "shard_again"), (CalledTwice, "shard_keep"), (CalledTwice, "replicate")]
-_PLANS = ("replicate", "shard_keep", "shard_again")
+_SEVERAL = [
+    (SeveralPlaces, "shard_regather"),
+    (CalledTwice, "shard_keep"),
+    (CalledTwice, "replicate"),
+]
+_PLANS = ("replicate", "shard_keep", "shard_regather")
 _SEVERAL += others(product((SeveralPlaces, CalledTwice), _PLANS), _SEVERAL)
 
 
@@ -239,7 +243,7 @@ class Containers(nn.Module):
 
 
 def test_parameters_in_containers_and_behind_parametrizations(two_ranks):
-    outcome = trains_like_reference(two_ranks, Containers, "shard_again")
+    outcome = trains_like_reference(two_ranks, Containers, "shard_regather")
     assert set(outcome.placements.values()) == {"shard"}
     assert "normed.parametrizations.weight.original1" in outcome.placements
 
@@ -257,7 +261,7 @@ class NotContiguous(nn.Module):
 
 
 def test_parameters_that_are_not_contiguous(two_ranks):
-    outcome = trains_like_reference(two_ranks, NotContiguous, "shard_again")
+    outcome = trains_like_reference(two_ranks, NotContiguous, "shard_regather")
     assert set(outcome.placements.values()) == {"shard"}
 
 
@@ -289,7 +293,7 @@ def tied_to_what_is_compiled(rank, world_size):
     torch.manual_seed(0)
     model = Around()
     reference = copy.deepcopy(model)
-    plan = Plan.uniform(model.named_parameters(), "shard_again", world_size=world_size)
+    plan = Plan.uniform(model.named_parameters(), "shard_regather", world_size=world_size)
     options = {"plan": plan, "hardware": SLOW}
     compiled = torch.compile(model.inside, backend="osdp", options=options)
     optimizers = [sgd(one.parameters()) for one in (model, reference)]
@@ -311,7 +315,7 @@ def test_a_weight_that_is_tied_to_one_outside_of_what_is_compiled(two_ranks):
 
 def test_a_plan_for_a_part_is_refused_where_all_of_the_model_is_planned():
     model = Around()
-    plan = Plan.uniform(model.inside.named_parameters(), "shard_again", world_size=8)
+    plan = Plan.uniform(model.inside.named_parameters(), "shard_regather", world_size=8)
     with fake_world(8):
         options = {"plan": plan, "hardware": SLOW}
         compiled = torch.compile(model.inside, backend="osdp", options=options)

@@ -11,7 +11,8 @@ from torch import nn
 
 import osdp_compile
 from osdp_compile.planning.traced_step import predicted, trace
-from passes.types.plan import Decision, Plan
+from passes.types.decision import Decision
+from passes.types.plan import Plan
 from tests.training import SLOW, normal_batch
 
 
@@ -49,7 +50,7 @@ def first_step(rank, world_size, decision):
     return all(after[name] is before[name] for name in before)
 
 
-@pytest.mark.parametrize("decision", ["replicate", "shard_again"])
+@pytest.mark.parametrize("decision", ["replicate", "shard_regather"])
 def test_parameters_are_new_objects_only_where_something_is_sharded(two_ranks, decision):
     assert two_ranks.run(first_step, decision) == [True, True]
 

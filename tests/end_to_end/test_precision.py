@@ -74,7 +74,7 @@ def plan_for(kind: str, model: nn.Module, world_size: int) -> Plan:
     if kind != "sliced":
         return Plan.uniform(model.named_parameters(), kind, world_size=world_size)
     plan = Plan.uniform(
-        model.named_parameters(), "shard_again", world_size=world_size, bucket_bytes=1 << 12
+        model.named_parameters(), "shard_regather", world_size=world_size, bucket_bytes=1 << 12
     )
     plan = plan.split("blocks.0.up.weight", 3, kept_slices=1)
     return plan.split("blocks.1.down.weight", 2, along=1)
@@ -112,7 +112,7 @@ def beside_fsdp(rank, world_size, kinds, reduce_dtype, folder):
 
 @pytest.mark.parametrize(
     ("reduce_dtype", "kinds"),
-    [(None, ["shard_again"]), (FP32, ["shard_again", "replicate", "sliced"])],
+    [(None, ["shard_regather"]), (FP32, ["shard_regather", "replicate", "sliced"])],
     ids=["reduced in bf16", "reduced in fp32"],
 )
 def test_losses_are_those_of_fsdp_with_its_policy(two_ranks, tmp_path, reduce_dtype, kinds):
@@ -121,7 +121,7 @@ def test_losses_are_those_of_fsdp_with_its_policy(two_ranks, tmp_path, reduce_dt
         assert theirs[-1] < theirs[0] - 0.1
         for ours in found.values():
             assert ours == pytest.approx(theirs, abs=0.02)
-    sent = sent_types(tmp_path / "shard_again")
+    sent = sent_types(tmp_path / "shard_regather")
     assert sent["gather"] == {"bf16"}
     assert sent["reduce"] == {"f32" if reduce_dtype else "bf16"}
 
@@ -143,7 +143,7 @@ def scaled(rank, world_size):
     In the second step the loss of one rank overflows.
     """
     model = made()
-    options = {"plan": plan_for("shard_again", model, world_size), "hardware": SLOW}
+    options = {"plan": plan_for("shard_regather", model, world_size), "hardware": SLOW}
     options["param_dtype"] = "float16"
     compiled = torch.compile(model, backend="osdp", options=options)
     optimizer = adamw(model.parameters())

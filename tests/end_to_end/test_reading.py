@@ -175,7 +175,7 @@ def read_on_one_rank(rank, world_size, decision):
             model.encode(normal_batch(0, 0, rank))
 
 
-@pytest.mark.parametrize("decision", ["shard_again", "replicate"])
+@pytest.mark.parametrize("decision", ["shard_regather", "replicate"])
 def test_one_rank_alone_reads_the_parameter_itself(two_ranks, decision):
     two_ranks.run(read_on_one_rank, decision, timeout_seconds=150)
 
@@ -257,6 +257,6 @@ def run_eagerly(rank, world_size, decision):
     return differ
 
 
-@pytest.mark.parametrize("decision", ["shard_again", "replicate"])
+@pytest.mark.parametrize("decision", ["shard_regather", "replicate"])
 def test_eager_code_computes_with_whole_tensors(two_ranks, decision):
     assert two_ranks.run(run_eagerly, decision, timeout_seconds=150) == [[], []]

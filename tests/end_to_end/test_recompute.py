@@ -17,7 +17,7 @@ from osdp_compile.planning.traced_step import trace
 from osdp_compile.trace import fake_world, trace_graphs
 from passes.graph.step_module import graphs_of
 from passes.recompute.recompute_activations import PartitionBoundary, keys_of, recompute
-from passes.types.plan import FLAT_DECISIONS
+from passes.types.decision import FLAT_DECISIONS
 from passes.types.units import parse_bytes
 from tests.training import SLOW, Recipe, Reference, adamw, train_osdp
 
@@ -89,7 +89,7 @@ def compiled_with(model, args, **given):
     [
         (gpt, "shard_keep"),
         (convolutions, "replicate"),
-        (layers, "shard_again"),
+        (layers, "shard_regather"),
         (llama, "shard_keep"),
     ],
 )
@@ -113,7 +113,7 @@ def test_what_is_saved_has_the_same_keys_in_the_graph_that_is_planned_on_and_in_
 
 def test_a_plan_that_recomputes_what_is_not_saved_is_refused():
     model, args = layers()
-    plan = Plan.uniform(model.named_parameters(), "shard_again", world_size=2)
+    plan = Plan.uniform(model.named_parameters(), "shard_regather", world_size=2)
     with pytest.raises(RuntimeError, match=r"PlanMismatch: .* '9:gelu:0'"):
         compiled_with(model, args, plan=plan.replace(recompute=("9:gelu:0",)))
     assert plan_of(model) is None

@@ -88,13 +88,13 @@ def deep():
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("plan", ["replicate", "shard_keep", "shard_again"])
+@pytest.mark.parametrize("plan", ["replicate", "shard_keep", "shard_regather"])
 def test_a_step_with_tied_and_tiny_parameters(osdp_graphs, plan, world_size):
     osdp_graphs(*words(), world_size=world_size, plan=plan, after=STEP)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("plan", ["shard_keep", "shard_again"])
+@pytest.mark.parametrize("plan", ["shard_keep", "shard_regather"])
 def test_a_step_with_a_large_layer(osdp_graphs, plan, world_size):
     osdp_graphs(*wide(), world_size=world_size, plan=plan, after=STEP)
 
@@ -102,7 +102,7 @@ def test_a_step_with_a_large_layer(osdp_graphs, plan, world_size):
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_a_step_in_slices(osdp_graphs, world_size):
     model, batch = wide()
-    plan = Plan.uniform(model.named_parameters(), "shard_again", world_size=world_size)
+    plan = Plan.uniform(model.named_parameters(), "shard_regather", world_size=world_size)
     plan = plan.split("up.weight", 2).split("across.weight", 2, along=1, like="up.weight")
     after = ["forward/split", "backward/split", "backward/reorder"]
     texts = osdp_graphs(model, batch, world_size=world_size, plan=plan, after=after)
@@ -115,7 +115,7 @@ def test_a_step_in_slices(osdp_graphs, world_size):
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_a_step_in_slices_of_which_some_are_kept(osdp_graphs, world_size):
     model, batch = wide()
-    plan = Plan.uniform(model.named_parameters(), "shard_again", world_size=world_size)
+    plan = Plan.uniform(model.named_parameters(), "shard_regather", world_size=world_size)
     plan = plan.split("up.weight", 2, kept_slices=1)
     plan = plan.split("across.weight", 2, along=1, like="up.weight", kept_slices=1)
     texts = osdp_graphs(model, batch, world_size=world_size, plan=plan, after=["backward/split"])
@@ -134,7 +134,7 @@ def test_every_pass_on_the_way(osdp_graphs, world_size):
         }.items()
         for name in names
     ]
-    texts = osdp_graphs(*words(), world_size=world_size, plan="shard_again", after=after)
+    texts = osdp_graphs(*words(), world_size=world_size, plan="shard_regather", after=after)
     # Without levels, that pass leaves all as it is; a forward has no gradients to hoist.
     idle = ["forward/hoist", "forward/levels", "backward/levels", "forward/split", "backward/split"]
     assert sorted(texts) == sorted([*after, *idle])
@@ -142,7 +142,7 @@ def test_every_pass_on_the_way(osdp_graphs, world_size):
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("plan", ["replicate", "shard_again"])
+@pytest.mark.parametrize("plan", ["replicate", "shard_regather"])
 def test_a_step_on_hosts_of_four_ranks(osdp_graphs, plan, world_size):
     model = wide() if plan == "replicate" else words()
     levels = {"host": world_size // 4, "gpu": 4}
@@ -151,14 +151,14 @@ def test_a_step_on_hosts_of_four_ranks(osdp_graphs, plan, world_size):
     backward = texts["backward/reorder"]
     assert "leg 2" in backward and "<host group>" in backward
     # The words' scale is one number: it goes all at once.
-    assert ("<data-parallel group>" in backward) == (plan == "shard_again")
+    assert ("<data-parallel group>" in backward) == (plan == "shard_regather")
 
 
 def test_a_step_sharded_within_hosts_of_eight(osdp_graphs):
     levels = {"host": 128, "gpu": 8}
     after = ["forward/reorder", "backward/reorder"]
     texts = osdp_graphs(
-        *wide(), world_size=1024, plan="shard_host_again", levels=levels, after=after
+        *wide(), world_size=1024, plan="shard_host_regather", levels=levels, after=after
     )
     forward, backward = (texts[name] for name in after)
     assert "<data-parallel group>" not in forward + backward
@@ -179,7 +179,7 @@ def test_the_planners_own_mix_under_a_limit(osdp_graphs, world_size):
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize(
     ("plan", "levels"),
-    [("shard_again", False), ("shard_again", True), ("shard_host_again", True)],
+    [("shard_regather", False), ("shard_regather", True), ("shard_host_regather", True)],
     ids=["flat", "levels", "within hosts"],
 )
 def test_the_text_is_the_same_on_every_rank(world_size, plan, levels):
@@ -216,7 +216,7 @@ def test_the_text_is_the_same_in_every_process():
 ONE_TEST = """
 def test_{name}(osdp_graphs):
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.{activation}())
-    osdp_graphs(model, torch.zeros(2, 8), world_size=8, plan="shard_again", after=["{after}"])
+    osdp_graphs(model, torch.zeros(2, 8), world_size=8, plan="shard_regather", after=["{after}"])
 """
 
 

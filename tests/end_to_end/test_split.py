@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from osdp_compile import PeakMemory, Plan, plan_of
-from passes.types.plan import OF_INPUT, Decision
+from passes.types.decision import Decision
+from passes.types.plan import OF_INPUT
 from tests.training import (
     SLOW,
     Recipe,
@@ -77,7 +78,7 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 def test_slices_that_are_kept_or_some_of_them_train_like_a_whole_model(two_ranks):
     """All kinds of operators in slices, on two to four ranks: ``test_split_operators.py``."""
-    plan = Plan.uniform(Wordy().named_parameters(), "shard_again", world_size=2)
+    plan = Plan.uniform(Wordy().named_parameters(), "shard_regather", world_size=2)
     words, *others = plan.parameters
     kept = dataclasses.replace(words, decision=Decision.SHARD_KEEP)
     plan = plan.replace(parameters=(kept, *others)).split("words.weight", 2, along=1)
@@ -148,7 +149,7 @@ def guessed(rank, world_size, slices):
     """Losses, bytes at the peak of the steps, and those that were predicted."""
     torch.manual_seed(0)
     model = Guessing()
-    plan = Plan.uniform(model.named_parameters(), "shard_again", world_size=world_size)
+    plan = Plan.uniform(model.named_parameters(), "shard_regather", world_size=world_size)
     if slices > 1:
         plan = plan.split("head.weight", slices, along=OF_INPUT)
         plan = plan.replace(recompute=("head:mm:0",))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from passes.types.plan import FLAT_DECISIONS
+from passes.types.decision import FLAT_DECISIONS
 from tests.training import SLOW, mixed_plan
 
 STEPS, ROWS = 200, 3

@@ -90,7 +90,7 @@ def train_three_ways(rank, world_size, config, plan, optimizer):
     alone, ddp = copy.deepcopy(model), copy.deepcopy(model)
     options = plan_options(model, plan, recipe, world_size)
     osdp = train_osdp(model, options, recipe, rank)
-    decisions = {row.name: row.decision.value for row in plan_in_force(model).parameters}
+    decisions = {row.name: row.decision.name for row in plan_in_force(model).parameters}
     return (
         decisions,
         osdp,
@@ -123,7 +123,7 @@ def equals_one_process(ranks, config, plan, optimizer) -> set[str]:
 # With the other optimizer each is trained on four ranks, below.
 @pytest.mark.parametrize(
     ("plan", "optimizer"),
-    [("shard_keep", adamw), *more(("replicate", sgd), ("shard_again", sgd))],
+    [("shard_keep", adamw), *more(("replicate", sgd), ("shard_regather", sgd))],
 )
 def test_one_decision_for_all_parameters_equals_one_process(two_ranks, plan, optimizer):
     assert equals_one_process(two_ranks, TWO_LAYERS, plan, optimizer) == {plan}
@@ -136,7 +136,7 @@ def test_the_planners_own_mix_equals_one_process(two_ranks):
 
 @pytest.mark.parametrize(
     ("plan", "optimizer"),
-    [("shard_again", sgd), *more(("shard_keep", sgd), ("replicate", adamw))],
+    [("shard_regather", sgd), *more(("shard_keep", sgd), ("replicate", adamw))],
 )
 def test_four_ranks_equal_one_process(four_ranks, plan, optimizer):
     assert equals_one_process(four_ranks, ONE_LAYER, plan, optimizer) == {plan}

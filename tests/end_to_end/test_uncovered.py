@@ -63,7 +63,7 @@ def _step(call, optimizer, rank, step=0):
 
 
 def _compiled(model, world_size):
-    options = plan_options(model, "shard_again", Recipe(), world_size)
+    options = plan_options(model, "shard_regather", Recipe(), world_size)
     return torch.compile(model, backend="osdp", options=options)
 
 
@@ -140,7 +140,7 @@ def test_a_frame_that_dynamo_skips_is_refused_and_one_that_it_breaks_trains_righ
     first, second = two_ranks.run(skipped_frame)
     assert first == second
     if first is None:
-        trains_like_reference(two_ranks, LanguageModel, "shard_again")
+        trains_like_reference(two_ranks, LanguageModel, "shard_regather")
     else:
         _names("embed.weight", first)
 

@@ -244,7 +244,7 @@ def test_one_of_several_ranks_without_a_process_group_is_refused(nothing_said_ye
     wanted = r"WORLD_SIZE=2 .*init_process_group\(\) before"
     with pytest.raises(OsdpError, match=wanted):
         torch.compile(model, backend="osdp")(torch.ones(1, 2))
-    plan = Plan.uniform(model.named_parameters(), "shard_again", world_size=2)
+    plan = Plan.uniform(model.named_parameters(), "shard_regather", world_size=2)
     with pytest.raises(OsdpError, match=wanted):
         osdp_compile.shard(model, plan)
 
@@ -296,7 +296,7 @@ def test_a_plan_that_is_given_is_not_searched_for():
 
 
 def test_slices_are_said_once():
-    plan = Plan.uniform(nn.Linear(2, 2).named_parameters(), "shard_again", world_size=2)
+    plan = Plan.uniform(nn.Linear(2, 2).named_parameters(), "shard_regather", world_size=2)
     with pytest.raises(ValueError, match="says what runs in slices"):
         Options.parse({"plan": plan, "slices": 1})
     assert Options.parse({"slices": 1}).slices == {}

@@ -15,7 +15,7 @@ import osdp_compile
 from examples.gpt import GPT, GPTConfig
 from osdp_compile import OsdpError, Plan, PlanMismatch, RanksDiffer
 from osdp_compile.trace import fake_world
-from passes.types.plan import FLAT_DECISIONS, Decision
+from passes.types.decision import FLAT_DECISIONS, Decision
 from tests.training import (
     SLOW,
     Recipe,
@@ -208,11 +208,11 @@ WRITES = {
 def write_both(rank, world_size, hosts=1):
     """The writes that leave a sharded model, or the generator, other than a plain one."""
     differ = []
-    mesh, kinds = None, [Decision.SHARD_AGAIN]
+    mesh, kinds = None, [Decision.SHARD_REGATHER]
     if hosts > 1:
         shape = hosts, world_size // hosts
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("host", "gpu"))
-        kinds += [Decision.SHARD_HOST_AGAIN, Decision.SHARD_HOST_KEEP]
+        kinds += [Decision.SHARD_HOST_REGATHER, Decision.SHARD_HOST_KEEP]
     for name, write in WRITES.items():
         sharded, plain = on_meta(Kinds), Kinds()
         plan = mixed_plan(sharded, kinds, bucket_bytes=1 << 10, world_size=world_size)
@@ -371,7 +371,7 @@ def first_error(model, **options) -> Exception:
 
 def test_what_cannot_be_is_refused_and_named(tmp_path):
     meta = on_meta(gpt)
-    plan = Plan.uniform(meta.named_parameters(), "shard_again", world_size=8)
+    plan = Plan.uniform(meta.named_parameters(), "shard_regather", world_size=8)
     plan.save(tmp_path / "plan.json")
     with fake_world(8):
         with pytest.raises(PlanMismatch, match="the plan is for 4 ranks, this run has 8"):
@@ -381,7 +381,7 @@ def test_what_cannot_be_is_refused_and_named(tmp_path):
         with pytest.raises(ValueError, match="option 'plan'"):
             osdp_compile.shard(meta, 3)
         within = Plan.uniform(
-            meta.named_parameters(), "shard_host_again", world_size=8, ranks_of_a_host=4
+            meta.named_parameters(), "shard_host_regather", world_size=8, ranks_of_a_host=4
         )
         with pytest.raises(PlanMismatch, match="hosts of 4 ranks, this run has no mesh of two"):
             osdp_compile.shard(meta, within)
@@ -416,14 +416,14 @@ def test_what_cannot_be_is_refused_and_named(tmp_path):
 
 def test_without_a_process_group_nothing_is_sharded():
     model = gpt()
-    plan = Plan.uniform(model.named_parameters(), "shard_again", world_size=8)
+    plan = Plan.uniform(model.named_parameters(), "shard_regather", world_size=8)
     assert osdp_compile.shard(model, plan) is model
     assert set(placements(model).values()) == {"plain"} and osdp_compile.plan_of(model) is None
 
 
 def meta_on_one_rank(rank, world_size):
     model = Tied() if rank == 0 else on_meta()
-    plan = Plan.uniform(model.named_parameters(), "shard_again", world_size=world_size)
+    plan = Plan.uniform(model.named_parameters(), "shard_regather", world_size=world_size)
     return refused(model, plan)
 
 

@@ -15,8 +15,9 @@ from passes.annotate.annotate_costs import Cost
 from passes.graph.fx_utils import set_value
 from passes.graph.metadata import COST, STATIC
 from passes.types.context import Context, MeshDim, Parameter
+from passes.types.decision import Decision
 from passes.types.hardware import Hardware, LinkRate
-from passes.types.plan import Decision, ParameterPlan, Plan
+from passes.types.plan import ParameterPlan, Plan
 
 #: A process group that does not exist: no pass may look it up.
 GROUP = "no-such-group"
@@ -133,7 +134,7 @@ def plan_of(
 
 def context(
     parameters: Sequence[Parameter] = (),
-    decisions: Mapping[str, Decision] | Decision = Decision.SHARD_AGAIN,
+    decisions: Mapping[str, Decision] | Decision = Decision.SHARD_REGATHER,
     *,
     world_size: int = 2,
     rank: int = 0,

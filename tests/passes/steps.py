@@ -23,7 +23,8 @@ from passes.overlap.hierarchical_collectives import levels
 from passes.overlap.reorder_collectives import reorder
 from passes.shard.lower_markers import shard
 from passes.types.context import Context
-from passes.types.plan import FLAT_DECISIONS, Decision, shardable
+from passes.types.decision import DECISIONS, FLAT_DECISIONS, Decision
+from passes.types.plan import shardable
 from tests.passes import graphs
 from tests.passes.ranks_interpreter import run_ranks
 
@@ -40,7 +41,7 @@ class Weight:
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
-    decision: Decision = Decision.SHARD_AGAIN
+    decision: Decision = Decision.SHARD_REGATHER
     trained: bool = True
     returned: bool = False
     transposed: bool = False
@@ -136,7 +137,7 @@ class Step:
             if not weight.trained:
                 continue
             sharded, marks = weight.decision.sharded, ctx.cut(weight.decision).marks
-            if self.again and sharded and not weight.decision.keeps:
+            if self.again and sharded and not weight.decision.keep:
                 name = self.names()[index]
                 whole = call(UNSHARD, local, name, list(weight.shape), sharded, *marks)
             amount = call(aten.mean.default, state)
@@ -234,7 +235,7 @@ def weights(draw: st.DrawFn, world_size: int, hosts: int = 1) -> Weight:
     shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
     allowed = list(FLAT_DECISIONS) if shardable(shape, world_size) else [Decision.REPLICATE]
     if hosts > 1 and shardable(shape, world_size // hosts):
-        allowed += [decision for decision in Decision if decision.within_host]
+        allowed += [decision for decision in DECISIONS if decision.within_host]
     return Weight(
         shape,
         draw(_DTYPES),

@@ -56,7 +56,7 @@ def test_every_large_operator_is_run_once_and_its_time_is_the_nodes_price(step):
     hardware = with_kernel_seconds(captured, ctx, CPU, seconds=10.0, most_bytes=1 << 30)
     assert set(hardware.kernel_seconds) == set(kernels(captured))
     assert {key.split(".")[1] for key in hardware.kernel_seconds} >= {"convolution", "addmm", "mm"}
-    plan = Plan.uniform(Model().named_parameters(), "shard_again", world_size=4)
+    plan = Plan.uniform(Model().named_parameters(), "shard_regather", world_size=4)
     lowered = predict(captured, plan, ctx.replace(hardware=hardware), default_passes())
     priced = kernels(lowered)
     assert set(priced) == set(hardware.kernel_seconds)
@@ -137,7 +137,7 @@ def test_the_optimizers_step_is_measured(step):
 
 def test_a_plan_made_by_hand_gets_an_order_and_a_prediction(step):
     captured, ctx = step
-    plan = Plan.uniform(Model().named_parameters(), "shard_again", world_size=4)
+    plan = Plan.uniform(Model().named_parameters(), "shard_regather", world_size=4)
     completed = complete(plan, captured, ctx, default_passes())
     assert completed.parameters == plan.parameters
     served = {name for collective in completed.order["backward"] for name in collective.names}

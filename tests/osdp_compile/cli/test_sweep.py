@@ -15,9 +15,9 @@ from osdp_compile.cli.main import main
 from osdp_compile.planning.sweep import Bound, Grid, sweep
 from osdp_compile.planning.traced_step import trace
 from osdp_compile.reports.sweep_table import limit_text
+from passes.types.decision import Decision
 from passes.types.hardware import Hardware, LinkRate
 from passes.types.hardware_presets import preset
-from passes.types.plan import Decision
 
 WIDTH, WIDER = 128, 512
 MODULE = f"""
@@ -119,7 +119,7 @@ def test_utilisation_is_the_models_flops_over_what_the_step_would_allow(traced):
     assert point.samples_per_second(point.best) == pytest.approx(
         4 * 8 / point.best.said.step_seconds
     )
-    fsdp = traced(8, None).uniform(Decision.SHARD_AGAIN, {"ranks": 4}, network(1e9)).prediction
+    fsdp = traced(8, None).uniform(Decision.SHARD_REGATHER, {"ranks": 4}, network(1e9)).prediction
     assert point.fsdp.said == fsdp
 
 

@@ -24,7 +24,7 @@ def slope_with_graph(model, batch):
 def penalise_twice(rank, world_size):
     """Train with a penalty on the gradient's size; the errors of two steps."""
     model = two_layers()
-    options = plan_options(model, "shard_again", Recipe(), world_size)
+    options = plan_options(model, "shard_regather", Recipe(), world_size)
     compiled = torch.compile(model, backend="osdp", options=options)
     batch = normal_batch(0, 0, rank).requires_grad_()
     errors = []
@@ -44,4 +44,4 @@ def test_a_gradient_penalty_is_refused_with_what_to_do(two_ranks):
 
 
 def test_a_graph_that_nobody_goes_through_is_no_reason_to_refuse(two_ranks):
-    trains_like_reference(two_ranks, two_layers, "shard_again", Recipe(step=slope_with_graph))
+    trains_like_reference(two_ranks, two_layers, "shard_regather", Recipe(step=slope_with_graph))

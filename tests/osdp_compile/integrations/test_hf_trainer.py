@@ -85,7 +85,7 @@ def by_ddp(folder: Path, begun: str | None = None, **changed: Any) -> SimpleName
 
 
 def by_osdp(
-    folder: Path, kind: Decision = Decision.SHARD_AGAIN, begun: str | None = None, **changed: Any
+    folder: Path, kind: Decision = Decision.SHARD_REGATHER, begun: str | None = None, **changed: Any
 ) -> SimpleNamespace:
     from osdp_compile.integrations.hf_trainer import OsdpTrainer
 
@@ -153,7 +153,7 @@ def begins_a_sharded_model_again(rank: int, world_size: int, folder: Path) -> No
     with as_torchrun(rank, world_size):
         model, data = made("GPT-2"), rows()
         args = arguments(folder)
-        options = {"plan": plan_of(model, Decision.SHARD_AGAIN), "hardware": SLOW}
+        options = {"plan": plan_of(model, Decision.SHARD_REGATHER), "hardware": SLOW}
         trainer = OsdpTrainer(
             model, args, train_dataset=data, eval_dataset=data, osdp_options=options
         )
@@ -177,7 +177,7 @@ def accelerate_alone(rank: int, world_size: int) -> None:
         if with_osdp:
             optimizer, loader = accelerator.prepare(optimizer, loader)
             model = accelerator.prepare_model(model, evaluation_mode=True)
-            options = {"plan": plan_of(model, Decision.SHARD_AGAIN), "hardware": SLOW}
+            options = {"plan": plan_of(model, Decision.SHARD_REGATHER), "hardware": SLOW}
             model = torch.compile(model, backend="osdp", options=options)
         else:
             model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

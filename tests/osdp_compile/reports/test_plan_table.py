@@ -13,9 +13,10 @@ import pytest
 from rich.console import Console
 
 from osdp_compile.reports.plan_table import log_plan, plan_table, plan_text, prediction_lines
-from passes.types.plan import Collective, Decision, ParameterPlan, Plan, Prediction
+from passes.types.decision import Decision
+from passes.types.plan import Collective, ParameterPlan, Plan, Prediction
 
-AGAIN, KEEP, WHOLE = Decision.SHARD_AGAIN, Decision.SHARD_KEEP, Decision.REPLICATE
+AGAIN, KEEP, WHOLE = Decision.SHARD_REGATHER, Decision.SHARD_KEEP, Decision.REPLICATE
 MIB = 1 << 20
 
 
@@ -180,7 +181,7 @@ import logging, sys
 from osdp_compile.reports.plan_table import log_plan
 from passes.types.plan import Decision, ParameterPlan, Plan
 
-plan = Plan((ParameterPlan("w", (4, 4), "float32", Decision.SHARD_AGAIN),), world_size=2)
+plan = Plan((ParameterPlan("w", (4, 4), "float32", Decision.SHARD_REGATHER),), world_size=2)
 log = logging.getLogger("osdp_compile")
 {configure}
 log_plan(plan, log)

@@ -75,7 +75,7 @@ def order_in_code(rank, world_size):
     """The collectives in the scheduled graphs, and in the code that Inductor made of them."""
     config = GPTConfig(vocab=61, layers=2, width=64, heads=2, context=12)
     model = GPT(config)
-    decisions = [Decision.SHARD_AGAIN, Decision.REPLICATE, Decision.SHARD_KEEP]
+    decisions = [Decision.SHARD_REGATHER, Decision.REPLICATE, Decision.SHARD_KEEP]
     plan = mixed_plan(model, decisions, bucket_bytes=4096, world_size=world_size)
     tokens = torch.zeros(2, 12, dtype=torch.long)
     with tempfile.TemporaryDirectory() as folder:

@@ -18,12 +18,13 @@ from passes.graph.metadata import GRADIENT_OF, PARAMETER
 from passes.graph.verifier import check
 from passes.pipeline import Stage, default_passes, run
 from passes.types.context import Context, Phase
-from passes.types.plan import FLAT_DECISIONS, Decision, Plan, shardable
+from passes.types.decision import FLAT_DECISIONS, Decision
+from passes.types.plan import Plan, shardable
 from tests.passes.captures import capture_step
 from tests.passes.graphs import local_rows, plan_of
 from tests.passes.ranks_interpreter import run_ranks
 
-KEEP, AGAIN, REPLICATE = Decision.SHARD_KEEP, Decision.SHARD_AGAIN, Decision.REPLICATE
+KEEP, AGAIN, REPLICATE = Decision.SHARD_KEEP, Decision.SHARD_REGATHER, Decision.REPLICATE
 
 
 class Tied(nn.Module):

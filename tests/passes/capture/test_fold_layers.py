@@ -18,8 +18,9 @@ from passes.plan.evaluator import PlanEvaluator
 from passes.plan.planner import Infeasible, make_plan
 from passes.plan.predict import LoweredStep, predict
 from passes.types.context import Context
+from passes.types.decision import Decision
 from passes.types.hardware import Hardware, LinkRate
-from passes.types.plan import Decision, Plan
+from passes.types.plan import Plan
 from tests.passes.captures import capture_step
 from tests.passes.graphs import hardware, plan_of
 
@@ -90,7 +91,9 @@ def by_layers(by_layer: list[str], ctx: Context) -> Plan:
     decisions = {}
     for one in ctx.parameters:
         number = re.search(r"\d+", one.name)
-        decisions[one.name] = Decision(by_layer[int(number.group())] if number else "shard_again")
+        decisions[one.name] = Decision.named(
+            by_layer[int(number.group())] if number else "shard_regather"
+        )
     return plan_of(ctx.parameters, decisions, ctx.world_size, bucket_bytes=bucket_bytes_for(ctx))
 
 
@@ -100,12 +103,12 @@ def both(plan: Plan, ctx: Context) -> tuple[LoweredStep, LoweredStep]:
     return predict(captured()[0], plan, ctx, PASSES), predict(folded(), plan, ctx, PASSES)
 
 
-KINDS = ["replicate", "shard_keep", "shard_again"]
+KINDS = ["replicate", "shard_keep", "shard_regather"]
 #: One decision for the first layers and one for the others.
 MIXES = [
     *((kind, kind) for kind in KINDS),
-    ("replicate", "shard_again"),
-    ("shard_again", "shard_keep"),
+    ("replicate", "shard_regather"),
+    ("shard_regather", "shard_keep"),
 ]
 
 
@@ -176,7 +179,7 @@ def test_a_folded_step_that_recomputes_is_like_the_whole(mix, number):
 def test_a_limit_that_only_recomputing_keeps_is_kept_by_the_whole_step():
     step, ctx = captured()
     ctx = ctx.replace(hardware=network(NETWORKS["even"]))
-    everything_again = decided(("shard_again", "shard_again"), ctx)
+    everything_again = decided(("shard_regather", "shard_regather"), ctx)
     saving, _ = both(everything_again, ctx.replace(limit_bytes=0))
     limit_bytes = int(0.85 * saving.prediction.peak_bytes)
     limited = ctx.replace(limit_bytes=limit_bytes)
@@ -207,7 +210,7 @@ def test_what_is_not_alike_is_not_folded(inner, skips):
 
 def test_a_layer_that_is_like_neither_neighbour_is_refused():
     _, ctx = captured()
-    plan = by_layers(["shard_again"] * 6 + ["replicate"] + ["shard_again"] * 7, ctx)
+    plan = by_layers(["shard_regather"] * 6 + ["replicate"] + ["shard_regather"] * 7, ctx)
     with pytest.raises(ValueError, match="layer 6 of a folded step has other decisions"):
         predict(folded(), plan, ctx, PASSES)
 

@@ -15,7 +15,8 @@ from passes.plan.planner import complete
 from passes.plan.predict import predict
 from passes.recompute.recompute_activations import keys_of
 from passes.types.context import Context
-from passes.types.plan import FLAT_DECISIONS, Collective, Decision, Plan
+from passes.types.decision import FLAT_DECISIONS, Decision
+from passes.types.plan import Collective, Plan
 from tests.passes.capture.test_captured_step import Training, decided
 from tests.passes.captures import capture_step, context_of
 
@@ -80,7 +81,7 @@ def test_a_prediction_is_that_of_the_step_without_breaks():
     batch = torch.randint(0, 11, (64, 5))
     cut, ctx = joined(Broken(), batch, 2)
     whole, _ = capture_step(Broken(breaks=False), batch, world_size=2)
-    plan = decided(ctx, Decision.SHARD_AGAIN)
+    plan = decided(ctx, Decision.SHARD_REGATHER)
     said = [
         predict(one, complete(plan, one, ctx, default_passes()), ctx, default_passes()).prediction
         for one in (cut, whole)

@@ -13,7 +13,8 @@ from passes.graph.fx_utils import ALL_GATHER, ALL_REDUCE, WAIT, is_collective
 from passes.graph.metadata import COLLECTIVE, PHASE
 from passes.pipeline import default_passes
 from passes.plan.predict import predict
-from passes.types.plan import FLAT_DECISIONS, Collective, Decision
+from passes.types.decision import FLAT_DECISIONS, Decision
+from passes.types.plan import Collective
 from tests.passes.captures import capture_step
 from tests.passes.graphs import GROUP, GraphBuilder, plan_of
 

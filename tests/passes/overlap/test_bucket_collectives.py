@@ -15,7 +15,8 @@ from passes.graph.metadata import COLLECTIVE, GRADIENT_OF
 from passes.graph.op_traits import effective_users
 from passes.overlap.bucket_collectives import bucket
 from passes.shard.lower_markers import shard
-from passes.types.plan import Collective, Decision
+from passes.types.decision import Decision
+from passes.types.plan import Collective
 from tests.passes.examples import examples
 from tests.passes.steps import SEVERAL, Step, Weight, assert_same_bits, steps
 

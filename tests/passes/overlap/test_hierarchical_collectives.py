@@ -19,8 +19,9 @@ from passes.overlap.reorder_collectives import order_of, reorder
 from passes.pipeline import default_passes
 from passes.plan.planner import make_plan
 from passes.shard.lower_markers import shard
+from passes.types.decision import Decision
 from passes.types.hardware import Hardware, LinkRate
-from passes.types.plan import Collective, Decision, Plan
+from passes.types.plan import Collective, Plan
 from tests.passes.captures import capture_step
 from tests.passes.examples import examples
 from tests.passes.graphs import GROUP, INNER, OUTER, hardware, two_levels, with_levels

@@ -10,7 +10,7 @@ from passes.graph.fx_utils import positions
 from passes.graph.verifier import check
 from passes.ops.markers import REDUCE_GRAD, UNSHARD
 from passes.overlap.hoist_gradients import hoist
-from passes.types.plan import Decision
+from passes.types.decision import Decision
 from tests.passes.graphs import GROUP, GraphBuilder, context, parameter
 
 aten = torch.ops.aten
@@ -36,7 +36,7 @@ class Backward(GraphBuilder):
         """The graph after the pass, and the place of each of its nodes."""
         gm = self.finish(*outputs)
         parameters = [parameter(name, SHAPE) for name in self.names]
-        gm = hoist(gm, context(parameters, Decision.SHARD_AGAIN))
+        gm = hoist(gm, context(parameters, Decision.SHARD_REGATHER))
         check(gm, "hoist")
         return gm, positions(gm.graph)
 
@@ -106,5 +106,5 @@ def test_a_graph_without_gradients_is_left_alone(outputs: int):
     y = builder.call(aten.mul.Tensor, x, 2.0)
     gm = builder.finish(*[y][:outputs])
     before = [node.name for node in gm.graph.nodes]
-    after = hoist(gm, context([parameter("w", SHAPE)], Decision.SHARD_AGAIN))
+    after = hoist(gm, context([parameter("w", SHAPE)], Decision.SHARD_REGATHER))
     assert [node.name for node in after.graph.nodes] == before

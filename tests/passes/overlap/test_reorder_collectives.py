@@ -19,7 +19,7 @@ from passes.overlap.reorder_collectives import reorder
 from passes.shard.lower_markers import shard
 from passes.simulate.exposure import Reason
 from passes.simulate.simulator import simulate
-from passes.types.plan import Decision
+from passes.types.decision import Decision
 from tests.passes.examples import examples
 from tests.passes.graphs import hardware
 from tests.passes.steps import LOWERING, Step, Weight, assert_same_bits, steps

@@ -10,7 +10,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from passes.plan.dynamic_program import UNITS, Choice, Table
-from passes.types.plan import Decision
+from passes.types.decision import Decision
 from tests.passes.graphs import context, parameter
 
 INSTANCES = 120
@@ -33,13 +33,15 @@ def choices(draw: random.Random, parameters: int) -> list[list[Choice]]:
             half, within = state // 2, gather / 10
             options += [
                 Choice(Decision.SHARD_HOST_KEEP, half + full, within, 2 * reduce, half * update),
-                Choice(Decision.SHARD_HOST_AGAIN, half, within, within + 2 * reduce, half * update),
+                Choice(
+                    Decision.SHARD_HOST_REGATHER, half, within, within + 2 * reduce, half * update
+                ),
             ]
         if draw.random() < 0.9:  # the others are too small to shard
             sharded = part * update
             options += [
                 Choice(Decision.SHARD_KEEP, part + full, gather, reduce, sharded),
-                Choice(Decision.SHARD_AGAIN, part, gather, gather + reduce, sharded),
+                Choice(Decision.SHARD_REGATHER, part, gather, gather + reduce, sharded),
             ]
         found.append(options)
     return found

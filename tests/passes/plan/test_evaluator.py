@@ -10,13 +10,13 @@ from torch import nn
 
 from passes.pipeline import default_passes
 from passes.plan.evaluator import Candidate, PlanEvaluator
-from passes.types.plan import Decision
+from passes.types.decision import Decision
 from tests.passes.captures import capture_step
 
 SIZES = [1 << exponent for exponent in range(6, 20)]
 
 
-@pytest.mark.parametrize("decision", [Decision.REPLICATE, Decision.SHARD_AGAIN])
+@pytest.mark.parametrize("decision", [Decision.REPLICATE, Decision.SHARD_REGATHER])
 def test_sizes_that_pack_alike_cost_the_same(decision: Decision) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 96), nn.Linear(96, 8))

@@ -14,8 +14,9 @@ from passes.pipeline import default_passes
 from passes.plan.orders import orders, with_fastest_order
 from passes.plan.predict import LoweredStep, predict
 from passes.types.context import Context
+from passes.types.decision import Decision
 from passes.types.hardware import LinkRate
-from passes.types.plan import Decision, Plan
+from passes.types.plan import Plan
 from tests.passes.captures import capture_step
 from tests.passes.graphs import hardware, plan_of
 
@@ -36,7 +37,7 @@ def captured() -> tuple[Captured, Context]:
 def lowered(ctx: Context) -> tuple[Plan, LoweredStep]:
     """Everything gathered again, in the order that ``reorder`` finds."""
     step = captured()[0]
-    plan = plan_of(ctx.parameters, Decision.SHARD_AGAIN, ctx.world_size)
+    plan = plan_of(ctx.parameters, Decision.SHARD_REGATHER, ctx.world_size)
     plan = plan.replace(bucket_bytes=bucket_bytes_for(ctx))
     plan = plan.replace(order=orders(predict(step, plan, ctx.replace(deciding=True), PASSES)))
     return plan, predict(step, plan, ctx, PASSES)

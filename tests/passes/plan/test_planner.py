@@ -19,8 +19,9 @@ from passes.pipeline import default_passes
 from passes.plan.planner import Infeasible, complete, make_plan
 from passes.plan.predict import predict
 from passes.types.context import Context
+from passes.types.decision import FLAT_DECISIONS, Decision
 from passes.types.hardware import Hardware, LinkRate
-from passes.types.plan import FLAT_DECISIONS, Decision, Plan, shardable
+from passes.types.plan import Plan, shardable
 from tests.chosen import more
 from tests.passes.captures import capture_step
 from tests.passes.graphs import context, hardware, parameter, plan_of
@@ -95,7 +96,7 @@ def uniform_peaks(step: Captured, ctx: Context) -> tuple[int, int]:
     """Peaks of the plans that shard all and replicate all."""
     least, most = [
         predict(step, plan_of(ctx.parameters, decision, ctx.world_size), ctx, PASSES)
-        for decision in (Decision.SHARD_AGAIN, Decision.REPLICATE)
+        for decision in (Decision.SHARD_REGATHER, Decision.REPLICATE)
     ]
     return least.prediction.peak_bytes, most.prediction.peak_bytes
 
@@ -208,7 +209,7 @@ def test_what_cannot_be_cut_is_replicated_and_says_so():
     least, most = uniform_decided(step, ctx)
     plan = make_plan(step, ctx.replace(limit_bytes=(least + most) // 2), PASSES)
     for name in ("2.weight", "2.bias"):  # of one row
-        assert plan[name].decision is Decision.REPLICATE
+        assert plan[name].decision == Decision.REPLICATE
         assert "too small to shard" in plan[name].reason
 
 
@@ -281,7 +282,7 @@ def test_a_peak_that_hardly_falls_with_the_budget_does_not_end_the_search(monkey
     empty = fx.GraphModule({}, fx.Graph())
 
     def predicted(captured, plan, ctx, passes):
-        again = [row.decision for row in plan.parameters].count(Decision.SHARD_AGAIN)
+        again = [row.decision for row in plan.parameters].count(Decision.SHARD_REGATHER)
         peak_bytes = limit_bytes + (1 if again < least_again else -again)
         found = SimpleNamespace(peak_bytes=peak_bytes, step_seconds=1.0 + again, peak={})
         return SimpleNamespace(prediction=found, forward=empty, backward=empty, simulations=())
@@ -293,5 +294,5 @@ def test_a_peak_that_hardly_falls_with_the_budget_does_not_end_the_search(monkey
     ctx = context(parameters, limit_bytes=limit_bytes, hardware=network(NETWORKS["slow"]))
     ctx = ctx.replace(slices=())  # there is no graph to find any in
     plan = make_plan(Captured(many, many), ctx, PASSES)
-    again = [row.decision for row in plan.parameters].count(Decision.SHARD_AGAIN)
+    again = [row.decision for row in plan.parameters].count(Decision.SHARD_REGATHER)
     assert least_again <= again <= least_again + 2

@@ -24,8 +24,9 @@ from passes.plan.dynamic_program import Choice, choices_of
 from passes.plan.planner import Infeasible, make_plan
 from passes.shard.lower_markers import shard
 from passes.types.context import Context, Parameter
+from passes.types.decision import DECISIONS, Decision
 from passes.types.hardware import Hardware, LinkRate
-from passes.types.plan import Decision, Plan
+from passes.types.plan import Plan
 from tests.chosen import more
 from tests.passes.captures import capture_step
 from tests.passes.examples import examples
@@ -41,8 +42,8 @@ from tests.passes.graphs import (
 )
 from tests.passes.steps import LOWERING, Step, Weight, assert_close, steps
 
-HOST_KEEP, HOST_AGAIN = Decision.SHARD_HOST_KEEP, Decision.SHARD_HOST_AGAIN
-KEEP, AGAIN, REPLICATE = Decision.SHARD_KEEP, Decision.SHARD_AGAIN, Decision.REPLICATE
+HOST_KEEP, HOST_AGAIN = Decision.SHARD_HOST_KEEP, Decision.SHARD_HOST_REGATHER
+KEEP, AGAIN, REPLICATE = Decision.SHARD_KEEP, Decision.SHARD_REGATHER, Decision.REPLICATE
 
 MANY = 1 << 20
 #: Between hosts and within one as between all ranks: what goes leg by leg is not faster.
@@ -145,7 +146,7 @@ def test_each_collective_costs_what_its_dimension_takes_for_its_bytes():
 
 
 def test_what_is_cut_otherwise_shares_no_bucket():
-    weights = [Weight((8,), decision=one) for one in (*Decision, *Decision)]
+    weights = [Weight((8,), decision=one) for one in (*DECISIONS, *DECISIONS)]
     step = dataclasses.replace(MIXED, weights=tuple(weights), bucket_bytes=MANY, again=False)
     found = collectives(step, shard, bucket, levels)
     assert sorted(found) == [

@@ -25,11 +25,12 @@ from passes.plan.planner import Infeasible, make_plan
 from passes.plan.predict import predict
 from passes.recompute.recompute_activations import PartitionBoundary, keys_of
 from passes.types.context import Context
-from passes.types.plan import Decision, Plan
+from passes.types.decision import Decision
+from passes.types.plan import Plan
 from tests.passes.capture.test_captured_step import MIXED, Training, decided
 from tests.passes.captures import capture_step
 
-KEEP, AGAIN, REPLICATE = Decision.SHARD_KEEP, Decision.SHARD_AGAIN, Decision.REPLICATE
+KEEP, AGAIN, REPLICATE = Decision.SHARD_KEEP, Decision.SHARD_REGATHER, Decision.REPLICATE
 PASSES = default_passes()
 
 

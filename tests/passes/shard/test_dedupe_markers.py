@@ -10,7 +10,7 @@ from passes.graph.verifier import check
 from passes.ops.markers import REDUCE_GRAD, UNSHARD
 from passes.shard.dedupe_markers import dedupe
 from passes.shard.lower_markers import shard
-from passes.types.plan import Decision
+from passes.types.decision import Decision
 from tests.passes.graphs import GROUP, GraphBuilder, context, local_rows, local_shape, parameter
 from tests.passes.ranks_interpreter import run_ranks
 
@@ -73,7 +73,7 @@ def test_merging_changes_no_value(world_size: int, sharded: bool):
     def graphs(*passes: object) -> list[fx.GraphModule]:
         lowered = []
         for rank in range(world_size):
-            decision = Decision.SHARD_AGAIN if sharded else Decision.REPLICATE
+            decision = Decision.SHARD_REGATHER if sharded else Decision.REPLICATE
             parameters = [parameter(name, shape) for name, shape in SHAPES.items()]
             ctx = context(parameters, decision, world_size=world_size, rank=rank)
             gm = used_three_times(world_size, rank, sharded)

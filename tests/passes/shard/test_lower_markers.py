@@ -22,8 +22,8 @@ from passes.graph.metadata import COLLECTIVE, GRADIENT_OF
 from passes.ops.p2p import EXCHANGE, GATHER_PARTS
 from passes.ops.packing import PAD_ROWS, TRIM_ROWS
 from passes.shard.lower_markers import shard
+from passes.types.decision import Decision
 from passes.types.hardware import LinkRate
-from passes.types.plan import Decision
 from tests.passes.examples import examples
 from tests.passes.graphs import hardware
 from tests.passes.ranks_interpreter import run_ranks

@@ -9,7 +9,7 @@ from torch import fx
 from passes._torch import CheckpointPolicy
 from passes.ops.markers import UNSHARD
 from passes.shard.tag_recompute import tag
-from passes.types.plan import Decision
+from passes.types.decision import DECISIONS, Decision
 from tests.passes.graphs import GROUP, GraphBuilder, context, parameter
 
 aten = torch.ops.aten
@@ -33,8 +33,8 @@ class Weight(GraphBuilder):
     [
         (Decision.SHARD_KEEP, SAVE),
         (Decision.SHARD_HOST_KEEP, SAVE),
-        (Decision.SHARD_HOST_AGAIN, RECOMPUTE),
-        (Decision.SHARD_AGAIN, RECOMPUTE),
+        (Decision.SHARD_HOST_REGATHER, RECOMPUTE),
+        (Decision.SHARD_REGATHER, RECOMPUTE),
         (Decision.REPLICATE, RECOMPUTE),
     ],
 )
@@ -44,7 +44,7 @@ def test_only_a_weight_to_keep_is_saved(decision: Decision, policy: CheckpointPo
     assert b.whole.meta["recompute"] is policy
 
 
-@pytest.mark.parametrize("decision", list(Decision))
+@pytest.mark.parametrize("decision", list(DECISIONS))
 def test_views_and_casts_of_a_weight_are_made_again(decision: Decision):
     b = Weight()
     view = b.call(aten.permute.default, b.whole, [1, 0])

@@ -19,11 +19,12 @@ from passes.pipeline import Stage, default_passes, run
 from passes.plan.predict import predict
 from passes.recompute.recompute_activations import PartitionBoundary, keys_of
 from passes.types.context import Phase
-from passes.types.plan import OF_INPUT, Decision, Plan
+from passes.types.decision import Decision
+from passes.types.plan import OF_INPUT, Plan
 from tests.passes.capture.test_captured_step import Training, decided
 from tests.passes.captures import capture_step
 
-AGAIN = Decision.SHARD_AGAIN
+AGAIN = Decision.SHARD_REGATHER
 
 
 class Mlp(nn.Module):

@@ -134,10 +134,10 @@ def test_a_mesh_of_hosts_has_rates_along_both_dimensions():
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"ranks": 8}, "missing: between"),
-        ({"ranks": 0, "between": {}}, "no ranks"),
-        ({"ranks": 8, "between": {}, "cards": 8}, "unknown: cards"),
-        ("eight", "hosts='eight' is no description of hosts"),
+        ({"ranks": 8}, "hosts: .* missing .* `between`"),
+        ({"ranks": 0, "between": {}}, "hosts: Expected `int` >= 1 - at `\\$.ranks`"),
+        ({"ranks": 8, "between": {}, "cards": 8}, "hosts: unknown field `\\$.cards`"),
+        ("eight", "hosts: Expected `object`, got `str`"),
     ],
 )
 def test_a_profile_with_malformed_hosts_is_refused(wrong, said):

@@ -10,16 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from passes.types.plan import (
-    FLAT_DECISIONS,
-    OF_INPUT,
-    Collective,
-    Decision,
-    ParameterPlan,
-    Plan,
-    Prediction,
-    shardable,
-)
+from passes.types.decision import DECISIONS, FLAT_DECISIONS, Decision
+from passes.types.plan import OF_INPUT, Collective, ParameterPlan, Plan, Prediction, shardable
 
 
 def model():
@@ -34,10 +26,10 @@ def a_plan() -> Plan:
     """A plan with every field set."""
     return Plan(
         parameters=(
-            ParameterPlan("a", (4, 2), "float32", Decision.SHARD_AGAIN, 64, "memory"),
+            ParameterPlan("a", (4, 2), "float32", Decision.SHARD_REGATHER, 64, "memory"),
             ParameterPlan("b", (), "bfloat16", Decision.REPLICATE),
-            ParameterPlan("up", (8, 2), "float32", Decision.SHARD_AGAIN, 64, "", 2, 0, None, 1),
-            ParameterPlan("down", (2, 8), "float32", Decision.SHARD_AGAIN, 64, "", 2, 1, "up"),
+            ParameterPlan("up", (8, 2), "float32", Decision.SHARD_REGATHER, 64, "", 2, 0, None, 1),
+            ParameterPlan("down", (2, 8), "float32", Decision.SHARD_REGATHER, 64, "", 2, 1, "up"),
         ),
         world_size=2,
         memory_limit_bytes=1 << 30,
@@ -56,13 +48,13 @@ def a_plan() -> Plan:
 
 def test_which_decisions_shard_and_keep_and_stay_within_a_host():
     def those(which):
-        return {decision.value for decision in Decision if which(decision)}
+        return {decision.name for decision in DECISIONS if which(decision)}
 
-    within = {"shard_host_keep", "shard_host_again"}
-    assert those(lambda one: one.sharded) == {"shard_keep", "shard_again", *within}
-    assert those(lambda one: one.keeps) == {"shard_keep", "shard_host_keep"}
+    within = {"shard_host_keep", "shard_host_regather"}
+    assert those(lambda one: one.sharded) == {"shard_keep", "shard_regather", *within}
+    assert those(lambda one: one.keep) == {"shard_keep", "shard_host_keep"}
     assert those(lambda one: one.within_host) == within
-    assert {one.value for one in FLAT_DECISIONS} == those(lambda _: True) - within
+    assert {one.name for one in FLAT_DECISIONS} == those(lambda _: True) - within
 
 
 @pytest.mark.parametrize(
@@ -83,13 +75,13 @@ def test_what_can_be_cut_along_its_first_dimension(shape, world_size, can):
     assert shardable(shape, world_size) is can
 
 
-@pytest.mark.parametrize("decision", [*Decision, "shard_keep"])
+@pytest.mark.parametrize("decision", [*DECISIONS, "shard_keep"])
 def test_a_uniform_plan_shards_what_can_be_sharded(decision):
     plan = Plan.uniform(model().named_parameters(), decision, world_size=4, ranks_of_a_host=2)
     decisions = {row.name: row.decision for row in plan.parameters}
     cannot = {"2.weight", "2.bias"}  # one row each
     assert list(decisions) == [name for name, _ in model().named_parameters()]
-    assert {d for name, d in decisions.items() if name not in cannot} == {Decision(decision)}
+    assert {d for name, d in decisions.items() if name not in cannot} == {Decision.named(decision)}
     assert {decisions[name] for name in cannot} == {Decision.REPLICATE}
     assert plan["0.weight"].shape == (6, 8) and plan["0.weight"].dtype == "float32"
 
@@ -100,31 +92,33 @@ def test_a_uniform_plan_shards_what_can_be_sharded(decision):
         lambda: Plan.uniform("fsdp"),
         lambda: Plan.uniform(model().named_parameters()),
         lambda: Plan.uniform(model().named_parameters(), "fsdp", world_size=8),
-        lambda: Decision("fsdp"),
+        lambda: Decision.named("fsdp"),
     ],
 )
 def test_a_word_that_is_no_decision_lists_them(make):
     with pytest.raises(ValueError, match="is not a decision") as error:
         make()
-    for one in Decision:
-        assert repr(one.value) in str(error.value)
-    assert "'shard_again' (FSDP" in str(error.value)
+    for one in DECISIONS:
+        assert repr(one.name) in str(error.value)
+    assert "'shard_regather' (FSDP" in str(error.value)
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Plan.uniform("shard_again"),
-        lambda: Plan.uniform(model(), "shard_again", world_size=8),
-        lambda: Plan.uniform(model().parameters(), "shard_again", world_size=8),
-        lambda: Plan.uniform(3, "shard_again", world_size=8),
-        lambda: Plan.uniform(model().named_parameters(), "shard_again"),
+        lambda: Plan.uniform("shard_regather"),
+        lambda: Plan.uniform(model(), "shard_regather", world_size=8),
+        lambda: Plan.uniform(model().parameters(), "shard_regather", world_size=8),
+        lambda: Plan.uniform(3, "shard_regather", world_size=8),
+        lambda: Plan.uniform(model().named_parameters(), "shard_regather"),
     ],
 )
 def test_arguments_of_another_kind_are_shown_the_right_ones(make):
     with pytest.raises(TypeError) as error:
         make()
-    assert "Plan.uniform(model.named_parameters(), 'shard_again', world_size=8)" in str(error.value)
+    assert "Plan.uniform(model.named_parameters(), 'shard_regather', world_size=8)" in str(
+        error.value
+    )
 
 
 def test_within_a_host_more_can_be_sharded_than_over_all_ranks():
@@ -133,8 +127,8 @@ def test_within_a_host_more_can_be_sharded_than_over_all_ranks():
     def decision(wanted):
         return Plan.uniform(named, wanted, world_size=1024, ranks_of_a_host=8).decision("bias")
 
-    assert decision("shard_again") is Decision.REPLICATE
-    assert decision("shard_host_again") is Decision.SHARD_HOST_AGAIN
+    assert decision("shard_regather") == Decision.REPLICATE
+    assert decision("shard_host_regather") == Decision.SHARD_HOST_REGATHER
     with pytest.raises(ValueError, match="'shard_host_keep' needs ranks_of_a_host"):
         Plan.uniform(named, "shard_host_keep", world_size=1024)
 
@@ -158,6 +152,17 @@ def test_a_plan_saved_before_there_were_hosts_can_be_read():
     assert Plan.from_dict(saved) == a_plan().replace(ranks_of_a_host=None)
 
 
+def test_a_plan_of_format_2_is_read():
+    saved = a_plan().to_dict()
+    names = {"a": "shard_again", "b": "replicate", "up": "shard_again", "down": "shard_again"}
+    for row in saved["parameters"]:
+        row["decision"] = names[row["name"]]
+    assert Plan.from_dict({**saved, "format": 2}) == a_plan()
+    saved["parameters"][0]["decision"] = "shard_sometimes"
+    with pytest.raises(ValueError, match="shard_sometimes"):
+        Plan.from_dict({**saved, "format": 2})
+
+
 def test_an_unknown_decision_is_refused():
     with pytest.raises(ValueError, match="shard_sometimes"):
         Plan.uniform(model().named_parameters(), "shard_sometimes", world_size=2)
@@ -165,7 +170,7 @@ def test_an_unknown_decision_is_refused():
 
 def test_a_plan_is_asked_by_name():
     plan = a_plan()
-    assert plan.decision("a") is Decision.SHARD_AGAIN
+    assert plan.decision("a") == Decision.SHARD_REGATHER
     assert plan["b"] is plan.parameters[1]
     assert "a" in plan and "c" not in plan
     with pytest.raises(KeyError):
@@ -174,7 +179,7 @@ def test_a_plan_is_asked_by_name():
 
 def test_a_changed_copy_knows_its_own_names():
     plan = a_plan()
-    assert plan.decision("a") is Decision.SHARD_AGAIN  # names are looked up once and kept
+    assert plan.decision("a") == Decision.SHARD_REGATHER  # names are looked up once and kept
     changed = plan.replace(parameters=(ParameterPlan("c", (2,), "float32", Decision.REPLICATE),))
     assert "c" in changed and "a" not in changed
     assert "a" in plan and "c" not in plan
@@ -240,7 +245,7 @@ plans = st.builds(
             name=names,
             shape=st.lists(sizes, max_size=3).map(tuple),
             dtype=names,
-            decision=st.sampled_from(Decision),
+            decision=st.sampled_from(DECISIONS),
             saved_bytes=st.integers(),
             reason=st.text(st.characters(codec="utf-8")),
         ),
@@ -271,9 +276,9 @@ def test_any_plan_survives_json(plan):
     ("text", "said"),
     [
         ("{", "holds no plan"),
-        ("[]", "not a plan of format 2 .found 'list'"),
-        ("{}", "not a plan of format 2 .found None"),
-        ('{"format": 1}', "not a plan of format 2 .found 1"),
+        ("[]", "not a plan of format 3 .found 'list'"),
+        ("{}", "not a plan of format 3 .found None"),
+        ('{"format": 1}', "not a plan of format 3 .found 1"),
         ('{"format": 2}', "damaged.*parameters"),
         ('{"format": 2, "parameters": [{"name": "a"}]}', "damaged.*shape"),
     ],
@@ -291,8 +296,9 @@ def test_a_file_that_holds_no_plan_is_refused(tmp_path, text, said):
         lambda data: data.update(parameters=3),
         lambda data: data["prediction"].pop("peak"),
         lambda data: data["prediction"].update(more=1),
-        lambda data: data["parameters"][0].pop("reason"),
-        lambda data: data.pop("bucket_bytes"),
+        lambda data: data["parameters"][0].pop("decision"),
+        lambda data: data["parameters"][0]["decision"].update(scope="some"),
+        lambda data: data.pop("world_size"),
     ],
 )
 def test_a_damaged_plan_is_refused(damage):
@@ -318,7 +324,10 @@ def test_a_split_is_what_the_row_says_and_leaves_the_rest_open():
         (("down", 4, 1, "up"), "'down' cannot be sliced like 'up': that must be in 4 slices"),
         (("down", 2, 1, "a"), "'down' cannot be sliced like 'a'"),
         (("up", 2, 0, None, 3), "'up': 3 of 2 slices cannot be kept"),
-        (("up", 2, OF_INPUT, None, 1), "'up' is shard_again and sliced by the rows of its input"),
+        (
+            ("up", 2, OF_INPUT, None, 1),
+            "'up' is shard_regather and sliced by the rows of its input",
+        ),
         (("kept", 2, 0, None, 1), "'kept' is shard_keep: some slices are kept and others not"),
     ],
 )
