@@ -137,8 +137,12 @@ def test_every_pass_on_the_way(osdp_graphs, world_size):
     texts = osdp_graphs(*words(), world_size=world_size, plan="shard_regather", after=after)
     # Without levels, that pass leaves all as it is; a forward has no gradients to hoist.
     idle = ["forward/hoist", "forward/levels", "backward/levels", "forward/split", "backward/split"]
+    # Nothing is recomputed or saved by slices, and marks are no text.
+    step = ("recompute", "save_slices", "lend")
+    idle += [f"{graph}/{name}" for graph in ("forward", "backward") for name in step]
     assert sorted(texts) == sorted([*after, *idle])
     assert texts["forward/levels"] == texts["forward/bucket"]
+    assert texts["backward/recompute"] == texts["backward/lend"] == texts["backward/split"]
 
 
 @pytest.mark.parametrize("world_size", WORLDS)

@@ -43,7 +43,7 @@ def test_a_row_says_what_was_decided_and_why():
 def test_slices_and_how_many_of_them_are_kept():
     four = dataclasses.replace(row("up.weight"), slices=4)
     one_kept = dataclasses.replace(four, kept_slices=1)
-    said = ["shard, again, in 4 slices", "shard, again, in 4 slices, 1 of them kept"]
+    said = ["shard, regather, in 4 slices", "shard, regather, in 4 slices, 1 of them kept"]
     assert [cells(plan(one))[0][2] for one in (four, one_kept)] == said
     layers = [
         dataclasses.replace(one, name=f"{i}.up.weight") for i, one in enumerate((four, one_kept))
