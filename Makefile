@@ -1,9 +1,4 @@
-# make demo   train a small GPT with two ranks under a memory limit (about three minutes)
-# make test   lint, types and tests
-# make compat VERSIONS="2.11.0 2.15.0"   the core of the tests on versions of torch
-# make docs   the documentation as a site in build/site
-#
-# Each makes its own environment in .venv first; nothing need be installed by hand but
+# `make` lists the targets. Each makes its own environment in .venv first; nothing need be installed by hand but
 # Python 3.10 or later with its headers, and a C++ compiler (Inductor compiles with both).
 
 PYTHON ?= python3
@@ -22,10 +17,14 @@ DEMO_FLAGS ?=
 # Versions of torch for make compat; empty: all that are said to work.
 VERSIONS ?=
 
-.PHONY: demo test lint types compat docs clean
+.PHONY: help demo test test-all lint types compat docs clean
 .DELETE_ON_ERROR:
+.DEFAULT_GOAL = help
 
-demo: $(VENV)/installed
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+demo: $(VENV)/installed  ## train a small GPT with two ranks under a memory limit (three minutes)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 	  examples/train_gpt.py --memory-limit $(LIMIT) $(DEMO_FLAGS)
 
@@ -35,22 +34,25 @@ WORKERS ?= 3
 # glibc keeps freed memory: a page fault is dear on virtual machines, and a tenth of all time here.
 test: export MALLOC_TRIM_THRESHOLD_ ?= 2000000000
 test: export MALLOC_MMAP_THRESHOLD_ ?= 2000000000
-test: lint types
+test: lint types  ## lint, types and tests
 	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-compat:
+test-all: export OSDP_TEST_ALL = 1
+test-all: test  ## the same with all cases of each test
+
+compat:  ## the core of the tests on versions of torch (VERSIONS="2.11.0 2.15.0")
 	$(PYTHON) tools/compat.py $(VERSIONS)
 
 # The pages of docs/ as a site in build/site; a broken link is an error.
-docs: $(VENV)/installed
+docs: $(VENV)/installed  ## the documentation as a site in build/site
 	$(PIP_INSTALL) --editable ".[docs]"
 	$(VENV)/bin/mkdocs build --strict
 
-lint: $(VENV)/installed-dev
+lint: $(VENV)/installed-dev  ## ruff and the order of imports
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/lint-imports
 
-types: $(VENV)/installed-dev
+types: $(VENV)/installed-dev  ## mypy
 	$(VENV)/bin/mypy
 
 $(VENV)/installed: pyproject.toml tools/check_prerequisites.py tools/environment.py
@@ -65,5 +67,5 @@ $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP_INSTALL) --editable ".[dev]"
 	touch $@
 
-clean:
+clean:  ## remove the environments
 	rm -rf $(VENV) .compat

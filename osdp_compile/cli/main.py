@@ -1,8 +1,9 @@
-"""The command line: ``osdp calibrate``, ``osdp plan`` and ``osdp sweep``.
+"""The command line: ``osdp calibrate``, ``osdp plan``, ``osdp sweep`` and ``osdp doctor``.
 
 torchrun --nproc-per-node 8 -m osdp_compile calibrate --out profile.json
 osdp plan train:model_and_batch --world-size 64 --hardware h100-sxm --memory-limit 80GB
 osdp sweep train:model_and_batch --world-sizes 8,64,512 --hardware h100-sxm --bandwidths 0.5x,1x,2x
+osdp doctor
 
 A command imports torch when it runs: help and argument errors do not need it.
 """
@@ -28,6 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_calibrate(commands.add_parser("calibrate", help="measure this machine and its network"))
     add_plan(commands.add_parser("plan", help="plan a model for a cluster that need not be here"))
     add_sweep(commands.add_parser("sweep", help="plan over ranks, bandwidths, memory and lengths"))
+    doctor = commands.add_parser("doctor", help="show what this machine has, and what will fail")
+    doctor.description = "Versions, process groups, compiler, devices, profiles; exit status 1 if "
+    doctor.description += "something that training needs does not work."
     given = parser.parse_args(arguments)
     command = importlib.import_module(f"osdp_compile.cli.{given.command}")
     return int(command.run(given))

@@ -165,11 +165,11 @@ def first_call_of_sharded(
         whole: list[torch.Tensor] = []
         of_hosts: list[torch.Tensor] = []  # sharded within each host, equal on all hosts
         for entry in entries:
-            decision = context.plan.decision(entry.name)
+            cut = context.cut(context.plan.decision(entry.name))
             local = cast(DTensor, entry.parameter).to_local().detach()
-            if decision.within_host:
+            if cut.between:
                 of_hosts.append(local)
-            elif not decision.sharded:
+            elif cut.ranks == 1:
                 whole.append(local)
         synchronize([*whole, *buffers_of([("", root)])], mesh.get_group())
         if of_hosts:

@@ -16,7 +16,6 @@ from rich.text import Text
 
 from osdp_compile.log_lines import ensure_visible
 from passes.ops.slicing import parameter_of
-from passes.types.decision import Decision
 from passes.types.plan import ParameterPlan, Plan
 from passes.types.units import format_bytes, format_limit, format_seconds
 
@@ -50,16 +49,9 @@ def plan_table(plan: Plan) -> Table:
     return table
 
 
-#: Texts of decisions that are not their value with commas for underscores.
-_DECIDED = {
-    Decision.SHARD_HOST_KEEP: "shard within host, keep",
-    Decision.SHARD_HOST_REGATHER: "shard within host, regather",
-}
-
-
 def _decided(row: ParameterPlan) -> str:
     """The text of a decision, with its slices."""
-    decided = _DECIDED.get(row.decision, row.decision.name.replace("_", ", "))
+    decided = row.decision.text
     if row.slices == 1:
         return decided
     kept = f", {row.kept_slices} of them kept" if row.kept_slices else ""

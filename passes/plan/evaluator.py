@@ -20,7 +20,7 @@ from passes.plan.dynamic_program import choices_of, together
 from passes.plan.orders import orders
 from passes.plan.predict import LoweredStep, predict
 from passes.types.context import Context
-from passes.types.decision import Decision
+from passes.types.decision import Decision, Scope
 from passes.types.hardware import generic
 from passes.types.plan import ParameterPlan, Plan, Prediction, Split
 
@@ -247,7 +247,8 @@ class PlanEvaluator:
             for index, one in enumerate(self.ctx.parameters):
                 if one.name in keeping:
                     whole = keeping[one.name] == slices
-                    decisions[index] = _sharded(decisions[index].within_host, keeps=whole)
+                    scope = decisions[index].scope if decisions[index].sharded else Scope.ALL
+                    decisions[index] = Decision(scope, keep=whole)
             split = tuple(one._replace(kept_slices=keeping[one.name] % slices) for one in split)
         again = [name for name in slice_group.recompute if name not in key.recompute]
         return key._replace(
@@ -353,13 +354,6 @@ def _collect() -> None:
     """Free the graphs of the last evaluation, if automatic garbage collection is off."""
     if not gc.isenabled():
         gc.collect(0)
-
-
-def _sharded(within_host: bool, keeps: bool) -> Decision:
-    """The decision to shard, over all ranks or within hosts, and to keep gathered or regather."""
-    if within_host:
-        return Decision.SHARD_HOST_KEEP if keeps else Decision.SHARD_HOST_REGATHER
-    return Decision.SHARD_KEEP if keeps else Decision.SHARD_REGATHER
 
 
 def _tied(captured: Captured | Folded, ctx: Context) -> list[list[int]]:

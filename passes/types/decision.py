@@ -82,6 +82,14 @@ class Decision:
         """The name, as in the table above."""
         return _NAMES[self]
 
+    @property
+    def text(self) -> str:
+        """The decision in words, for tables: ``shard within host, regather``."""
+        if not self.sharded:
+            return "replicate"
+        where = "shard within host" if self.within_host else "shard"
+        return f"{where}, {'keep' if self.keep else 'regather'}"
+
     def __str__(self) -> str:
         return self.name
 
