@@ -7,8 +7,8 @@ mesh, the version of torch. The hash does not show a changed link rate: a few me
 rate, and a difference starts a new measurement. The first training of a model adds the times of
 its operators.
 
-The folder is ``$OSDP_CACHE_DIR``, else ``$XDG_CACHE_HOME/osdp_compile``, else
-``~/.cache/osdp_compile``. With ``OSDP_CACHE_DIR=""`` nothing is read or written.
+The folder is ``$OSDP_CACHE_DIR``, else the user's cache folder for ``osdp_compile`` (Linux:
+``$XDG_CACHE_HOME`` or ``~/.cache``; other systems: see platformdirs). With ``OSDP_CACHE_DIR=""`` nothing is read or written.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import platformdirs
 import torch
 import torch.distributed as dist
 
@@ -110,13 +111,7 @@ def cache_folder() -> Path | None:
     asked = os.environ.get("OSDP_CACHE_DIR")
     if asked is not None:
         return Path(asked) if asked else None
-    shared = os.environ.get("XDG_CACHE_HOME")
-    if shared:
-        return Path(shared) / "osdp_compile"
-    try:
-        return Path.home() / ".cache" / "osdp_compile"
-    except RuntimeError:  # a user without a home
-        return None
+    return platformdirs.user_cache_path("osdp_compile", appauthor=False)
 
 
 def _complete(given: Hardware, group: dist.ProcessGroup, device: torch.device) -> Hardware:
