@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from osdp_compile.engine.no_sync import no_sync
     from osdp_compile.errors import InfeasibleLimit, OsdpError, PlanMismatch, RanksDiffer
     from osdp_compile.full_parameters import full_parameters
+    from osdp_compile.options import Options
     from osdp_compile.planning.offline import plan
     from osdp_compile.reports.peak_memory import PeakMemory
     from osdp_compile.reports.step_report import Report, report
@@ -24,12 +25,13 @@ if TYPE_CHECKING:
     from osdp_compile.tracking.session import plan_of
     from passes.types.decision import Decision
     from passes.types.hardware import Hardware
-from passes.types.plan import ParameterPlan, Plan, Prediction
+    from passes.types.plan import ParameterPlan, Plan, Prediction
 
 __all__ = [
     "Decision",
     "Hardware",
     "InfeasibleLimit",
+    "Options",
     "OsdpError",
     "ParameterPlan",
     "PeakMemory",
@@ -51,6 +53,7 @@ _MODULES = {
     "Decision": "passes.types.decision",
     "Hardware": "passes.types.hardware",
     "InfeasibleLimit": "osdp_compile.errors",
+    "Options": "osdp_compile.options",
     "OsdpError": "osdp_compile.errors",
     "ParameterPlan": "passes.types.plan",
     "PeakMemory": "osdp_compile.reports.peak_memory",

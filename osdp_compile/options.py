@@ -7,9 +7,9 @@ import difflib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeGuard, cast, get_args
+from typing import Any, Literal, TypedDict, TypeGuard, cast, get_args
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -57,8 +57,33 @@ ALLOWED: dict[str, str] = {
 }
 
 
+class Options(TypedDict, total=False):
+    """The options, for editors and type checkers: a ``dict`` with these keys.
+
+    Example::
+
+        options = Options(memory_limit="8GiB", param_dtype=torch.bfloat16)
+        model = torch.compile(model, backend="osdp", options=options)
+
+    :data:`ALLOWED` says what each one takes, and its default.
+    """
+
+    memory_limit: int | str | None
+    mesh: DeviceMesh | None
+    optimizer: int | str | None
+    plan: Plan | str | Path | None
+    hardware: Hardware | str | Path | None
+    slices: Literal[1] | Mapping[str, int | tuple[int, int]] | None
+    search: Search | None
+    param_dtype: torch.dtype | str | None
+    reduce_dtype: torch.dtype | str | None
+    accumulate: Accumulate | None
+    debug: bool | str | Path | None
+    passes: Sequence[Pass] | None
+
+
 @dataclasses.dataclass(frozen=True)
-class Options:
+class CheckedOptions:
     """Checked options; None: not given.
 
     ``memory_limit_bytes``: of one rank, for all memory of a training step.
@@ -108,7 +133,7 @@ class Options:
         return [f"option {name}: {value}" for name, value in said.items()]
 
     @classmethod
-    def parse(cls, options: dict[str, Any] | None) -> Options:
+    def parse(cls, options: Mapping[str, Any] | None) -> CheckedOptions:
         """Check the user's options.
 
         Raises:
@@ -145,7 +170,7 @@ class Options:
         read = cls(**values)
         return read if read.plan is None else read.with_plan(read.plan)
 
-    def with_plan(self, plan: Plan) -> Options:
+    def with_plan(self, plan: Plan) -> CheckedOptions:
         """These options with a plan; without a memory limit they take the plan's."""
         limit_bytes = self.memory_limit_bytes
         if limit_bytes is None:

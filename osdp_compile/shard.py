@@ -35,7 +35,7 @@ from osdp_compile.model.shard_in_place import (
     synchronize,
 )
 from osdp_compile.optim.rebind import OptimizerIndex
-from osdp_compile.options import Options
+from osdp_compile.options import CheckedOptions
 from osdp_compile.runtime.collectives import backend_of
 from osdp_compile.runtime.eager_markers import register_group
 from osdp_compile.runtime.meshes import flat_mesh, groups_along, level, own_mesh
@@ -82,7 +82,7 @@ def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) 
         PlanMismatch: on every rank, naming the first difference between the plan and the model.
         OsdpError: on every rank, if a parameter cannot be sharded or is sharded already.
     """
-    options = Options.parse({"plan": plan, "mesh": mesh})
+    options = CheckedOptions.parse({"plan": plan, "mesh": mesh})
     if options.plan is None:
         raise ValueError("plan=None: give an osdp_compile.Plan, or the path of one saved")
     alone = why_alone(options)

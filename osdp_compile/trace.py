@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from osdp_compile import _torch
 from osdp_compile.engine.backend import compile_graph
 from osdp_compile.errors import OsdpError
-from osdp_compile.options import Options
+from osdp_compile.options import CheckedOptions
 from passes.graph.printer import graph_text
 from passes.pipeline import Pass, Stage
 from passes.types.context import Context
@@ -93,7 +93,7 @@ def trace_graphs(
         return make_boxed_func(gm.forward)
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        return compile_graph(gm, inputs, Options.parse(given), uncompiled, observe)
+        return compile_graph(gm, inputs, CheckedOptions.parse(given), uncompiled, observe)
 
     torch.compiler.reset()
     with fake_world(world_size, rank):

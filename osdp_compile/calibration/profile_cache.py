@@ -8,7 +8,8 @@ rate, and a difference starts a new measurement. The first training of a model a
 its operators.
 
 The folder is ``$OSDP_CACHE_DIR``, else the user's cache folder for ``osdp_compile`` (Linux:
-``$XDG_CACHE_HOME`` or ``~/.cache``; other systems: see platformdirs). With ``OSDP_CACHE_DIR=""`` nothing is read or written.
+``$XDG_CACHE_HOME`` or ``~/.cache``; other systems: see platformdirs). With ``OSDP_CACHE_DIR=""``
+nothing is read or written.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from osdp_compile import progress
 from osdp_compile.cli.arguments import SEQUENCE_LENGTH
 from osdp_compile.errors import OsdpError
 from osdp_compile.integrations.hf_models import causal_lm
-from osdp_compile.options import Options
+from osdp_compile.options import CheckedOptions
 from osdp_compile.planning.traced_step import TracedStep, trace
 from passes.types.hardware import Hardware
 
@@ -65,7 +65,7 @@ def given_model(given: argparse.Namespace, batches: bool, lengths: bool) -> Give
             length and the user gave one.
     """
     optimizer = int(given.optimizer) if given.optimizer.isdigit() else given.optimizer
-    checked = Options.parse(
+    checked = CheckedOptions.parse(
         {
             "hardware": given.hardware,
             "optimizer": optimizer,

@@ -16,7 +16,7 @@ from osdp_compile.cli.model_arguments import (
     working,
 )
 from osdp_compile.figures import new_figure
-from osdp_compile.options import Options
+from osdp_compile.options import CheckedOptions
 from osdp_compile.planning.batch_search import Tried, best_batch
 from osdp_compile.planning.frontier import Frontier, frontier
 from osdp_compile.planning.offline import mesh_sizes
@@ -45,7 +45,7 @@ def _run(given: argparse.Namespace, console: Console) -> None:
     batches, length = given.batch_sizes is not None, given.sequence_length
     checked = given_model(given, batches or given.batch_size is not None, length is not None)
     hardware = checked.hardware
-    slices = Options.parse({} if given.slices is None else {"slices": given.slices}).slices
+    slices = CheckedOptions.parse({} if given.slices is None else {"slices": given.slices}).slices
 
     def traced(batch: int | None, length: int | None) -> TracedStep:
         step = checked.traced(batch, length)

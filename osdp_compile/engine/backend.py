@@ -27,7 +27,7 @@ from osdp_compile.log_lines import ensure_visible
 from osdp_compile.model.find_modules import plain_parameters
 from osdp_compile.model.mixed_precision import cast_while_traced, end_casting, is_cast
 from osdp_compile.model.wrapped import check_not_wrapped
-from osdp_compile.options import Options, check_mode
+from osdp_compile.options import CheckedOptions, check_mode
 from osdp_compile.planning.frames import collected, is_collecting
 from osdp_compile.planning.planner_inputs import step_roots
 from osdp_compile.runtime.current_call import interrupted_call
@@ -60,7 +60,7 @@ def osdp(
     """
     try:
         check_mode(mode)
-        parsed = Options.parse(options)
+        parsed = CheckedOptions.parse(options)
     except ValueError as error:
         raise_briefly(error)
     try:
@@ -74,7 +74,7 @@ def osdp(
 def compile_graph(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
-    options: Options,
+    options: CheckedOptions,
     compile_inner: Compiler | None = None,
     observe: Observer | None = None,
 ) -> Any:
@@ -123,7 +123,7 @@ def _modules(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[nn.Module]:
         return []
 
 
-def why_alone(options: Options) -> str | None:
+def why_alone(options: CheckedOptions) -> str | None:
     """Why there is only one rank to train on; None if there are several.
 
     Raises:
@@ -143,7 +143,7 @@ def why_alone(options: Options) -> str | None:
     return "a world of one rank" if size == 1 else None
 
 
-def warn_of_limit(options: Options, alone: str) -> None:
+def warn_of_limit(options: CheckedOptions, alone: str) -> None:
     """Warn, once for each limit, that no plan keeps it."""
     limit = options.memory_limit_bytes
     if limit is not None and (alone, limit) not in _warned:

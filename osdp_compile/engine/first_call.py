@@ -35,7 +35,7 @@ from osdp_compile.model.shard_in_place import (
 )
 from osdp_compile.optim.checks import check_works_on_rows
 from osdp_compile.optim.rebind import OptimizerIndex
-from osdp_compile.options import Options
+from osdp_compile.options import CheckedOptions
 from osdp_compile.planning.frames import captured_frames, unseen_bytes_of
 from osdp_compile.planning.planner_inputs import (
     accumulated_bytes_of,
@@ -89,7 +89,7 @@ class _Step:
     frames: bool = False
 
 
-def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Session:
+def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: CheckedOptions) -> Session:
     """Plan the model that owns the graph's parameters, and shard it in place.
 
     The model stays unchanged until a plan fits.
@@ -135,7 +135,7 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> S
 def first_call_of_sharded(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
-    options: Options,
+    options: CheckedOptions,
     root: nn.Module,
     laid_out: PendingModel,
 ) -> None:
@@ -186,7 +186,7 @@ def first_call_of_sharded(
 
 
 @progress.of_first_call
-def _session(step: _Step, options: Options, to_train: bool = True) -> Session:
+def _session(step: _Step, options: CheckedOptions, to_train: bool = True) -> Session:
     """Agree on the options, measure, decide on a plan, shard the model. Collective."""
     passes = tuple(options.passes or default_passes())
     validate(passes)
@@ -326,7 +326,7 @@ def _name_of_given_plan(step: _Step) -> str:
     return f"plan given in options, which is for all of {models},"
 
 
-def _warn_of_whole(ctx: Context, options: Options) -> None:
+def _warn_of_whole(ctx: Context, options: CheckedOptions) -> None:
     """Warn if the whole model, before it is sharded, is above the limit."""
     limit_bytes = options.memory_limit_bytes
     whole_bytes = sum(one.full_bytes for one in ctx.parameters)
@@ -370,7 +370,9 @@ def _log(session: Session) -> None:
         )
 
 
-def _spare_bytes(entries: Sequence[ModelParameter], held_bytes: int, options: Options) -> int:
+def _spare_bytes(
+    entries: Sequence[ModelParameter], held_bytes: int, options: CheckedOptions
+) -> int:
     """Bytes for measurements beside the whole model, below the peak of training.
 
     Without a limit that peak is not known yet: the estimate is the size of the model, as gradients

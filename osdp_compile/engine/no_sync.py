@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from osdp_compile.errors import OsdpError
 from osdp_compile.model import gradient_leaves
 from osdp_compile.model.shard_in_place import add_gradient
-from osdp_compile.options import Options
+from osdp_compile.options import CheckedOptions
 from osdp_compile.tracking.session import Session, find, session_for
 
 #: Models inside the context that were not called yet.
@@ -78,7 +78,7 @@ def begin_if_waiting(session: Session) -> None:
             _begin(session, root)
 
 
-def check_if_waiting(parameters: Iterable[nn.Parameter], options: Options) -> None:
+def check_if_waiting(parameters: Iterable[nn.Parameter], options: CheckedOptions) -> None:
     """Check the options of a first call inside the context.
 
     Raises:
@@ -90,7 +90,7 @@ def check_if_waiting(parameters: Iterable[nn.Parameter], options: Options) -> No
             _check_room(options)
 
 
-def _check_room(options: Options) -> None:
+def _check_room(options: CheckedOptions) -> None:
     if options.memory_limit_bytes is not None and options.accumulate is not True:
         raise OsdpError(
             "no_sync keeps whole gradients on every rank, and memory_limit leaves no room for "

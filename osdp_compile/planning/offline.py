@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from osdp_compile.options import Accumulate, Options, Search
+from osdp_compile.options import Accumulate, CheckedOptions, Search
 from osdp_compile.planning.planner_inputs import slices_of
 from osdp_compile.planning.traced_step import trace
 from passes.pipeline import Pass
@@ -72,7 +72,7 @@ def plan(
         InfeasibleLimit: if no plan fits; the message names the lowest feasible limit.
         OsdpError: if the model cannot be sharded, or has nothing to train.
     """
-    checked = Options.parse(
+    checked = CheckedOptions.parse(
         {
             "hardware": hardware,
             "memory_limit": memory_limit,

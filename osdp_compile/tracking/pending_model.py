@@ -27,7 +27,7 @@ from osdp_compile.model.shard_in_place import (
     raise_replaced,
     read_through_markers,
 )
-from osdp_compile.options import Options
+from osdp_compile.options import CheckedOptions
 from passes.types.context import Context
 from passes.types.plan import Plan
 
@@ -50,7 +50,7 @@ class PendingModel:
     def plan(self) -> Plan:
         return self.context.plan
 
-    def options(self, options: Options) -> Options:
+    def options(self, options: CheckedOptions) -> CheckedOptions:
         """The backend's options, completed by the arguments of ``shard``.
 
         Raises:

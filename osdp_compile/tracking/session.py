@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from osdp_compile.errors import OsdpError
 from osdp_compile.model.shard_in_place import Reading
-from osdp_compile.options import Options
+from osdp_compile.options import CheckedOptions
 from osdp_compile.tracking.memory_watch import Watch
 from osdp_compile.tracking.pending_model import waiting
 from osdp_compile.tracking.step_timer import Observed
@@ -39,7 +39,7 @@ class Session:
     plan: Plan
     mesh: DeviceMesh
     context: Context
-    options: Options
+    options: CheckedOptions
     passes: tuple[Pass, ...]
     reading: Reading
     frames: bool = False
@@ -60,7 +60,7 @@ def base_parts(session: Session) -> dict[str, int]:
     return {**parts, "inputs": ctx.base_bytes - sum(parts.values())}
 
 
-def check_kept(session: Session, options: Options) -> None:
+def check_kept(session: Session, options: CheckedOptions) -> None:
     """Refuse options of a later ``torch.compile`` that contradict the plan in force.
 
     Options that are not given keep their first values.

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from examples.gpt import GPT, GPTConfig
 from osdp_compile import plan_of
 from osdp_compile.engine.backend import compile_graph
-from osdp_compile.options import Options
+from osdp_compile.options import CheckedOptions
 from osdp_compile.trace import fake_world
 from passes.overlap.reorder_collectives import order_of
 from passes.simulate.simulator import simulate
@@ -57,7 +57,7 @@ def planned_and_lowered(world_size, limit, hosts=1):
             shape = (hosts, world_size // hosts)
             given["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("host", "gpu"))
             given["hardware"] = TWO_LEVELS
-        options = Options.parse(given)
+        options = CheckedOptions.parse(given)
         return compile_graph(gm, inputs, options, uncompiled, observe)
 
     model = GPT(CONFIG)
@@ -89,7 +89,7 @@ def test_the_graphs_that_are_lowered_are_those_that_were_planned_on(world_size, 
 
 
 def uncompiled_under_16_mib(gm, inputs):
-    options = Options.parse({"hardware": SLOW, "memory_limit": "16MiB"})
+    options = CheckedOptions.parse({"hardware": SLOW, "memory_limit": "16MiB"})
     return compile_graph(gm, inputs, options, lambda gm, _, **__: make_boxed_func(gm.forward))
 
 

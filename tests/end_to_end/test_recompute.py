@@ -12,7 +12,7 @@ from torch import nn
 from examples.gpt import GPT, GPTConfig
 from osdp_compile import PeakMemory, Plan, plan_of, report
 from osdp_compile.engine.backend import compile_graph
-from osdp_compile.options import Options
+from osdp_compile.options import CheckedOptions
 from osdp_compile.planning.traced_step import trace
 from osdp_compile.trace import fake_world, trace_graphs
 from passes.graph.step_module import graphs_of
@@ -74,7 +74,7 @@ def compiled_with(model, args, **given):
     """One step in a world that is not there, without Inductor."""
 
     def backend(gm, inputs):
-        options = Options.parse({"hardware": SLOW, **given})
+        options = CheckedOptions.parse({"hardware": SLOW, **given})
         return compile_graph(gm, inputs, options, lambda gm, _, **__: make_boxed_func(gm.forward))
 
     torch.compiler.reset()

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import osdp_compile
 from osdp_compile import OsdpError, Plan
-from osdp_compile.options import Options
+from osdp_compile.options import _READERS, ALLOWED, CheckedOptions, Options
 from passes.pipeline import default_passes
 from passes.types.hardware import generic
 from passes.types.hardware_presets import preset
@@ -81,7 +81,7 @@ def test_a_malformed_value_reaches_the_user_as_a_value_error(option, value, said
 
 @pytest.mark.parametrize("value", ["8B", "3KiB", "1MiB", "1048576", 1 << 16, "8589934592"])
 def test_a_small_limit_is_taken_if_it_has_a_unit_or_is_no_slip(value):
-    assert Options.parse({"memory_limit": value}).memory_limit_bytes == parse_bytes(value)
+    assert CheckedOptions.parse({"memory_limit": value}).memory_limit_bytes == parse_bytes(value)
 
 
 @pytest.mark.parametrize(
@@ -123,18 +123,18 @@ def test_a_file_that_holds_no_hardware_profile_is_refused(tmp_path, text):
 
 
 def test_the_name_of_a_preset_is_a_profile(tmp_path, monkeypatch):
-    assert Options.parse({"hardware": "h100-sxm"}).hardware == preset("h100-sxm")
+    assert CheckedOptions.parse({"hardware": "h100-sxm"}).hardware == preset("h100-sxm")
     monkeypatch.chdir(tmp_path)
     generic().save("h200")
-    assert Options.parse({"hardware": "h200"}).hardware == preset("h200")
-    assert Options.parse({"hardware": "./h200"}).hardware == generic()
+    assert CheckedOptions.parse({"hardware": "h200"}).hardware == preset("h200")
+    assert CheckedOptions.parse({"hardware": "./h200"}).hardware == generic()
 
 
 def test_well_formed_options_are_read(tmp_path):
     plan = Plan.uniform([("weight", torch.empty(4, 2))], "shard_keep", world_size=2)
     plan.save(tmp_path / "plan.json")
     generic().save(tmp_path / "hardware.json")
-    options = Options.parse(
+    options = CheckedOptions.parse(
         {
             "memory_limit": "1.5 GiB",
             "optimizer": "AdamW",
@@ -152,17 +152,20 @@ def test_well_formed_options_are_read(tmp_path):
     assert options.debug == tmp_path
     assert options.passes == tuple(default_passes())
     assert options.mesh is None
-    assert Options.parse(None) == Options() == Options.parse({})
+    assert CheckedOptions.parse(None) == CheckedOptions() == CheckedOptions.parse({})
 
 
 def test_a_plan_keeps_the_limit_it_was_made_for(tmp_path):
     plan = Plan.uniform([("weight", torch.empty(4, 2))], "shard_keep", world_size=2)
     limited = plan.replace(memory_limit_bytes=1 << 20)
     limited.save(tmp_path / "plan.json")
-    assert Options.parse({"plan": plan}).memory_limit_bytes is None
-    assert Options.parse({"plan": tmp_path / "plan.json"}).memory_limit_bytes == 1 << 20
-    assert Options.parse({"plan": limited, "memory_limit": "2 MiB"}).memory_limit_bytes == 2 << 20
-    assert Options().with_plan(limited).memory_limit_bytes == 1 << 20
+    assert CheckedOptions.parse({"plan": plan}).memory_limit_bytes is None
+    assert CheckedOptions.parse({"plan": tmp_path / "plan.json"}).memory_limit_bytes == 1 << 20
+    assert (
+        CheckedOptions.parse({"plan": limited, "memory_limit": "2 MiB"}).memory_limit_bytes
+        == 2 << 20
+    )
+    assert CheckedOptions().with_plan(limited).memory_limit_bytes == 1 << 20
 
 
 @pytest.mark.parametrize(
@@ -170,8 +173,8 @@ def test_a_plan_keeps_the_limit_it_was_made_for(tmp_path):
 )
 def test_the_environment_turns_debugging_on_everywhere(monkeypatch, said, debug):
     monkeypatch.setenv("OSDP_DEBUG", said)
-    assert Options.parse({}).debug == debug
-    assert Options.parse({"debug": "elsewhere"}).debug == Path("elsewhere")
+    assert CheckedOptions.parse({}).debug == debug
+    assert CheckedOptions.parse({"debug": "elsewhere"}).debug == Path("elsewhere")
 
 
 @pytest.fixture
@@ -196,7 +199,7 @@ def world_of_one(tmp_path):
 def test_a_mesh_of_three_dimensions_is_refused_with_advice(world_of_one, names, said):
     mesh = init_device_mesh("cpu", (1,) * len(names), mesh_dim_names=names)
     if said is None:
-        assert Options.parse({"mesh": mesh}).mesh is mesh
+        assert CheckedOptions.parse({"mesh": mesh}).mesh is mesh
         return
     with pytest.raises(ValueError, match=said):
         call_with(mesh=mesh)
@@ -290,17 +293,26 @@ def test_the_backend_is_found_by_name_without_importing_the_package():
 
 def test_a_plan_that_is_given_is_not_searched_for():
     with pytest.raises(ValueError, match="none is searched for"):
-        Options.parse({"plan": Plan((), world_size=2), "search": "thorough"})
-    assert Options.parse({"search": "thorough"}).search == "thorough"
-    assert Options.parse({"plan": Plan((), world_size=2), "search": "quick"}).plan is not None
+        CheckedOptions.parse({"plan": Plan((), world_size=2), "search": "thorough"})
+    assert CheckedOptions.parse({"search": "thorough"}).search == "thorough"
+    assert (
+        CheckedOptions.parse({"plan": Plan((), world_size=2), "search": "quick"}).plan is not None
+    )
 
 
 def test_slices_are_said_once():
     plan = Plan.uniform(nn.Linear(2, 2).named_parameters(), "shard_regather", world_size=2)
     with pytest.raises(ValueError, match="says what runs in slices"):
-        Options.parse({"plan": plan, "slices": 1})
-    assert Options.parse({"slices": 1}).slices == {}
-    assert Options.parse({"slices": {"*.weight": 2}}).slices == {"*.weight": 2}
-    kept = Options.parse({"slices": {"up": (4, 1), "down": [2, 0]}}).slices
+        CheckedOptions.parse({"plan": plan, "slices": 1})
+    assert CheckedOptions.parse({"slices": 1}).slices == {}
+    assert CheckedOptions.parse({"slices": {"*.weight": 2}}).slices == {"*.weight": 2}
+    kept = CheckedOptions.parse({"slices": {"up": (4, 1), "down": [2, 0]}}).slices
     assert kept == {"up": (4, 1), "down": 2}
-    assert Options.parse({}).slices is None
+    assert CheckedOptions.parse({}).slices is None
+
+
+def test_the_typed_form_has_every_option_and_is_a_dict():
+    assert set(Options.__annotations__) == set(ALLOWED) == set(_READERS)
+    given = Options(memory_limit="8GiB", search="thorough")
+    assert given == {"memory_limit": "8GiB", "search": "thorough"}
+    assert CheckedOptions.parse(given).memory_limit_bytes == 8 << 30

@@ -15,7 +15,7 @@ from torch import nn
 
 from osdp_compile import _torch
 from osdp_compile.engine import backend
-from osdp_compile.options import Options
+from osdp_compile.options import CheckedOptions
 from osdp_compile.torch_versions import TESTED, newer_than_tested, release
 from osdp_compile.trace import fake_world
 from passes.graph.metadata import DATAFLOW, MEMORY, PACKABLE
@@ -54,7 +54,7 @@ def test_inductors_cache_key_holds_nothing_of_the_passes():
         return make_boxed_func(gm.forward)
 
     def compiled(gm, inputs):
-        return backend.compile_graph(gm, inputs, Options.parse({"hardware": SLOW}), inner)
+        return backend.compile_graph(gm, inputs, CheckedOptions.parse({"hardware": SLOW}), inner)
 
     torch.compiler.reset()
     with fake_world(2):

@@ -14,7 +14,7 @@ from torch import nn
 from examples.gpt import GPT, GPTConfig
 from osdp_compile import OsdpError, PeakMemory, Report, plan_of, report
 from osdp_compile.engine.backend import compile_graph
-from osdp_compile.options import Options
+from osdp_compile.options import CheckedOptions
 from osdp_compile.trace import fake_world
 from osdp_compile.tracking.session import session_for
 from passes.simulate.chrome_trace import StepTimeline
@@ -118,7 +118,7 @@ def test_what_two_ranks_train_is_reported(outcomes, folder):
 
 def backend(gm, inputs):
     """Without Inductor, on ranks that do not exist."""
-    options = Options.parse({"hardware": SLOW, "memory_limit": "16MiB"})
+    options = CheckedOptions.parse({"hardware": SLOW, "memory_limit": "16MiB"})
     return compile_graph(gm, inputs, options, lambda gm, _, **__: make_boxed_func(gm.forward))
 
 
