@@ -32,13 +32,15 @@ demo: $(VENV)/installed  ## train a small GPT with two ranks under a memory limi
 WORKERS ?= 3
 
 # glibc keeps freed memory: a page fault is dear on virtual machines, and a tenth of all time here.
-test: export MALLOC_TRIM_THRESHOLD_ ?= 2000000000
-test: export MALLOC_MMAP_THRESHOLD_ ?= 2000000000
-test: lint types  ## lint, types and tests
-	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+test test-all: export MALLOC_TRIM_THRESHOLD_ ?= 2000000000
+test test-all: export MALLOC_MMAP_THRESHOLD_ ?= 2000000000
+PYTEST = $(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
+  --no-loadscope-reorder
+test: lint types  ## lint, types, and the tests that take minutes together
+	$(PYTEST) -m "not thorough"
 
-test-all: export OSDP_TEST_ALL = 1
-test-all: test  ## the same with all cases of each test
+test-all: lint types  ## lint, types and all tests, as CI runs them
+	$(PYTEST)
 
 compat:  ## the core of the tests on versions of torch (VERSIONS="2.11.0 2.15.0")
 	$(PYTHON) tools/compat.py $(VERSIONS)
