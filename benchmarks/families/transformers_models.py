@@ -316,7 +316,13 @@ def build(
 
 
 def _trial(model_type: str, class_name: str, batch: Batch, prepare: Any = None) -> Trial:
-    return Trial(build(model_type, class_name, prepare), batch, _own_loss)
+    model = build(model_type, class_name, prepare)
+    return Trial(model, batch, _own_loss, unused=model_type not in _BACKWARDS_OF_THEIR_OWN)
+
+
+#: Their reversible layers call backward inside a backward, where DDP's search for unused parameters
+#: counts them twice.
+_BACKWARDS_OF_THEIR_OWN = ("reformer",)
 
 
 def _checkpointing(model: Any) -> None:

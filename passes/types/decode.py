@@ -22,7 +22,7 @@ def decoded(cls: type[_T], data: Any) -> _T:
         raise ValueError(str(error)) from error
     unknown = _unknown(data, msgspec.to_builtins(made), "$")
     if unknown is not None:
-        raise ValueError(f"unknown field `{unknown}`")
+        raise ValueError(f"unknown field {unknown}")
     return made
 
 

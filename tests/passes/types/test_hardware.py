@@ -91,7 +91,7 @@ def test_what_is_no_profile_is_refused(data):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"more": 1}, "unknown field `\\$.more`"),
+        ({"more": 1}, "unknown field \\$.more"),
         ({"memory_bytes_per_second": 0}, "`float` > 0.0 - at `\\$.memory_bytes_per_second`"),
         ({"launch_seconds": "1"}, "`float`, got `str` - at `\\$.launch_seconds`"),
         ({"flops_per_second": {"float32": 1e10}}, "no 'default'"),

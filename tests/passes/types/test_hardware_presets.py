@@ -136,7 +136,7 @@ def test_a_mesh_of_hosts_has_rates_along_both_dimensions():
     [
         ({"ranks": 8}, "hosts: .* missing .* `between`"),
         ({"ranks": 0, "between": {}}, "hosts: Expected `int` >= 1 - at `\\$.ranks`"),
-        ({"ranks": 8, "between": {}, "cards": 8}, "hosts: unknown field `\\$.cards`"),
+        ({"ranks": 8, "between": {}, "cards": 8}, "hosts: unknown field \\$.cards"),
         ("eight", "hosts: Expected `object`, got `str`"),
     ],
 )
