@@ -126,6 +126,7 @@ def test_lengths_that_change_compile_at_most_twice(two_ranks, dynamic, plan, gra
         assert lowered == graphs
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("dynamic", "plan"),
     [("all", "shard_regather"), (None, 0.2)],
@@ -139,6 +140,7 @@ def test_lengths_that_differ_between_ranks(two_ranks, dynamic, plan):
     assert [lowered for *_, lowered, _ in results] == ([1, 1] if dynamic else [2, 2])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_rows_of_any_number_are_multiplied_at_once_and_it_is_said(caplog, dynamic):
     model = Language()

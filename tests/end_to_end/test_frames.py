@@ -221,6 +221,7 @@ def train_by_blocks(rank, world_size, plan):
     return max(map(abs, differences)), placements(model), [row.name for row in planned.parameters]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "plan", ["replicate", "shard_regather", {"blocks.1.up.weight": "shard_keep"}]
 )
@@ -284,6 +285,7 @@ def peak_under_a_limit(rank, world_size, share):
     return memory.peak_bytes, plan.prediction.peak_bytes, limit_bytes
 
 
+@pytest.mark.thorough
 def test_a_broken_step_keeps_its_limit(two_ranks):
     for peak_bytes, predicted_bytes, limit_bytes in two_ranks.run(peak_under_a_limit, 1.1):
         assert predicted_bytes <= limit_bytes

@@ -32,6 +32,7 @@ def with_batch_norm():
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("plan", [0.5, *more("shard_keep", "shard_regather")])
 def test_batch_norm_keeps_each_ranks_own_statistics(two_ranks, plan):
     # The reference has buffers for each rank, as DDP(broadcast_buffers=False).
@@ -150,6 +151,7 @@ _BATCHES = (smaller_last_batch, last_batch_smaller_on_one_rank)
 _SMALLER += others(product(("shard_keep", "shard_regather", 0.5), _BATCHES), _SMALLER)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("plan", "batch"), _SMALLER)
 def test_a_smaller_last_batch(two_ranks, plan, batch):
     recipe = Recipe(batch=batch, steps=4)
@@ -170,6 +172,7 @@ class Attention(nn.Module):
         return self.attention(x, x, x, need_weights=False)[0]
 
 
+@pytest.mark.thorough
 def test_attention_layers_of_torch(two_ranks):
     outcome = trains_like_reference(two_ranks, Attention, "shard_regather")
     assert set(outcome.placements.values()) == {"shard"}
@@ -194,6 +197,7 @@ def step_with_rnn(model, batch):
         return model(batch).square().mean()
 
 
+@pytest.mark.thorough
 def test_recurrent_layers_where_dynamo_is_told_to_trace_them(two_ranks):
     recipe = Recipe(step=step_with_rnn)
     outcome = trains_like_reference(two_ranks, Recurrent, "shard_regather", recipe)

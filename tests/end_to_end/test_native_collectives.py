@@ -51,6 +51,7 @@ def test_trains_like_one_process(native_ranks, plan):
     trains_like_reference(native_ranks, uneven, plan, Recipe(max_norm=1.0))
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_the_generated_code_keeps_the_order(native_ranks):
     in_graphs, in_code = native_ranks.run(order_in_code)[0]
@@ -111,6 +112,7 @@ def least_peaks(ranks, kind, one_in_flight):
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["shard_regather", "mixed", "limit"])
 def test_the_measured_peak_is_the_predicted_one(native_ranks, kind):
@@ -120,6 +122,7 @@ def test_the_measured_peak_is_the_predicted_one(native_ranks, kind):
         assert copied_bytes >= LARGEST_BYTES or kind != "shard_regather", "no copy is at the peak"
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_the_measured_peak_is_not_above_the_predicted_one_with_several_in_flight(native_ranks):
     found = least_peaks(native_ranks, "shard_regather", False)

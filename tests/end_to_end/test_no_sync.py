@@ -92,6 +92,7 @@ def reduces(folder) -> bool:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "insides"),
     [("mixed", [MICROS]), ("replicate", [MICROS]), ("sliced", [MICROS - 1])],
@@ -119,6 +120,7 @@ def in_lower_precision(rank, world_size, folder):
     return ours[:first], theirs[:first]
 
 
+@pytest.mark.thorough
 def test_in_lower_precision_they_add_up_in_the_type_in_which_they_travel(two_ranks, tmp_path):
     for ours, theirs in two_ranks.run(in_lower_precision, str(tmp_path)):
         # Of tied weights the two gradients of a backward are added in bfloat16 where it reduces.
@@ -195,6 +197,7 @@ def peak_and_limit(rank, world_size):
     return memory.peak_bytes, limit_bytes, whole_bytes, osdp_compile.plan_of(model).shards
 
 
+@pytest.mark.thorough
 def test_the_measured_peak_is_under_the_limit(two_ranks):
     for peak_bytes, limit_bytes, whole_bytes, shards in two_ranks.run(peak_and_limit):
         assert shards

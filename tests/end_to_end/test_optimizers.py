@@ -56,6 +56,7 @@ PLANS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.thorough
 @PLANS
 def test_gradients_clipped_by_the_norm_of_the_whole(two_ranks, plan):
     recipe = Recipe(max_norm=0.05, optimizer=adamw)
@@ -105,6 +106,7 @@ def warmed_up(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", [halved_each_step, warmed_up])
 def test_a_learning_rate_schedule(two_ranks, schedule):
     recipe = Recipe(schedule=schedule, optimizer=adamw, steps=4)
@@ -115,6 +117,7 @@ def optimizer_of_kind(kind, parameters, **options):
     return getattr(torch.optim, kind)(parameters, **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -159,6 +162,7 @@ def capturable_optimizer(kind, parameters, **options):
     return optimizer
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("foreach", [True, *more(False)])
 @pytest.mark.parametrize(
     ("kind", "options"),
@@ -184,6 +188,7 @@ def compiled_optimizer(kind, parameters, **options):
     return optimizer
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("foreach", [False, True], ids=["looped", "foreach"])
 def test_a_compiled_optimizer(two_ranks, foreach):
     options = {"lr": 1e-2, "eps": 1e-5, "foreach": foreach}
@@ -360,6 +365,7 @@ def built_when(rank, world_size, plan, make_optimizer, when, steps_before):
     return difference, state_difference, placements(model)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make_optimizer", [adamw, *more(sgd)])
 @pytest.mark.parametrize(
     ("when", "steps_before"),
@@ -428,6 +434,7 @@ def refused(rank, world_size, when):
     return any(not torch.equal(one, b) for one, b in zip(after, before, strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_optimizer_that_would_fail_or_do_nothing_is_refused(two_ranks, when):
     assert all(two_ranks.run(refused, when))

@@ -110,6 +110,7 @@ def beside_fsdp(rank, world_size, kinds, reduce_dtype, folder):
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("reduce_dtype", "kinds"),
     [(None, ["shard_regather"]), (FP32, ["shard_regather", "replicate", "sliced"])],
@@ -169,6 +170,7 @@ def scaled(rank, world_size):
     return scales, changed
 
 
+@pytest.mark.thorough
 def test_all_ranks_skip_a_step_in_which_one_overflows(two_ranks):
     for scales, changed in two_ranks.run(scaled):
         assert scales == [256.0, 128.0, 128.0]

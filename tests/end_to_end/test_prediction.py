@@ -68,6 +68,7 @@ def planned_and_lowered(world_size, limit, hosts=1):
     return plan_of(model), lowered
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("world_size", "limit", "hosts"),
     [
@@ -93,6 +94,7 @@ def uncompiled_under_16_mib(gm, inputs):
     return compile_graph(gm, inputs, options, lambda gm, _, **__: make_boxed_func(gm.forward))
 
 
+@pytest.mark.thorough
 def test_the_batch_of_the_first_call_is_freed():
     """What is made at the first call lives as long as the model."""
     torch.compiler.reset()
@@ -107,6 +109,7 @@ def test_the_batch_of_the_first_call_is_freed():
     torch.compiler.reset()
 
 
+@pytest.mark.thorough
 def test_a_larger_batch_that_will_not_keep_the_limit_is_said(caplog):
     def step(model, rows):
         tokens = torch.zeros(rows, CONFIG.context, dtype=torch.long)

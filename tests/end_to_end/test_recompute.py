@@ -84,6 +84,7 @@ def compiled_with(model, args, **given):
     torch.compiler.reset()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("make", "decision"),
     [

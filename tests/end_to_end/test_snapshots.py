@@ -170,6 +170,7 @@ def test_a_step_sharded_within_hosts_of_eight(osdp_graphs):
     assert "8, <gpu group>)" in backward and "'sum', <host group>)" in backward
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_the_planners_own_mix_under_a_limit(osdp_graphs, world_size):
     # A slow network and fast memory: sharding does not pay for small parameters.
@@ -196,6 +197,7 @@ def test_the_text_is_the_same_on_every_rank(world_size, plan, levels):
     assert texts[0] == texts[1] == texts[2]
 
 
+@pytest.mark.thorough
 def test_the_text_is_the_same_in_every_process():
     code = (
         "import json; from osdp_compile.trace import trace_graphs\n"
@@ -224,6 +226,7 @@ def test_{name}(osdp_graphs):
 """
 
 
+@pytest.mark.thorough
 def test_the_fixture_fails_until_written_and_on_every_change(pytester):
     def run(tests, *flags):
         written = [

@@ -103,6 +103,7 @@ def _with_option(rank, world_size, slices):
     return {row.name: row.slices for row in rows if row.slices > 1}, apart
 
 
+@pytest.mark.thorough
 def test_an_mlp_in_slices_by_an_option_trains_like_a_whole_one(two_ranks):
     """All that a name is sliced with; the planner decides on the rest."""
     for slices, apart in two_ranks.run(_with_option, {"?p.weight": 2, "up.weight": 4}):
@@ -166,6 +167,7 @@ def guessed(rank, world_size, slices):
     return trained.losses, memory.peak_bytes, predicted.peak_bytes
 
 
+@pytest.mark.thorough
 def test_logits_by_tokens_are_never_there_whole_with_the_same_losses(two_ranks):
     whole, split = (two_ranks.run(guessed, slices) for slices in (1, 8))
     logits_bytes = 4 * WORDS * TOKENS

@@ -45,6 +45,7 @@ def torchrun(folder: Path, cache: Path, ranks: int, script: str, *arguments: str
     return done.stdout + done.stderr
 
 
+@pytest.mark.thorough
 def test_a_pass_of_your_own(tmp_path, inductor_cache):
     lines = (EXAMPLES / "custom_pass.py").read_text().splitlines()
     assert len(lines) < 40
@@ -59,6 +60,7 @@ def test_a_pass_of_your_own(tmp_path, inductor_cache):
     assert sent and all(": bf16[" in line for line in sent)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [2, *more(1)])
 def test_training_a_gpt(tmp_path, inductor_cache, ranks):
     small = ["--layers", "1", "--width", "64", "--steps", "3"]
@@ -105,6 +107,7 @@ def losses(printed: str) -> dict[int, float]:
     return {int(one[1]): float(one[3]) for one in words}
 
 
+@pytest.mark.thorough
 def test_training_that_is_killed_goes_on(tmp_path, inductor_cache):
     """At random moments, also while it saves: nothing is lost but steps after a checkpoint."""
     steps = 8 * (KILLS + 1)

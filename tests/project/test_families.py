@@ -46,6 +46,7 @@ def runs(**changed: Record) -> dict[str, Record]:
     return {way: changed.get(way, record(way)) for way in ("ddp", "osdp", "limit")}
 
 
+@pytest.mark.thorough
 def test_a_family_trains_in_every_way_and_works(inductor_cache):
     with Ranks(2, inductor_cache) as ranks:  # without the models of other tests, as in the sweep
         found = {

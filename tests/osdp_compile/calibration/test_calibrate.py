@@ -155,6 +155,7 @@ def measure_over(
     return found, clock.now, wire.carried_bytes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["all_gather", "all_reduce"])
 @pytest.mark.parametrize(
     ("latency_seconds", "seconds_per_byte"),

@@ -201,6 +201,7 @@ def refused_and_planned(rank, world_size, folder):
     return kernels, refused.value.least_bytes, plan_of(model).prediction.peak_bytes
 
 
+@pytest.mark.thorough
 def test_the_limit_that_an_error_names_works_in_the_next_run(two_ranks, tmp_path):
     """By the same profile: what was measured is kept although nothing was planned."""
     for kernels, least_bytes, peak_bytes in two_ranks.run(refused_and_planned, str(tmp_path)):

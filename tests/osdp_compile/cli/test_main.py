@@ -66,6 +66,7 @@ def test_the_package_has_its_names_when_they_are_asked_for():
         osdp_compile.nothing  # noqa: B018
 
 
+@pytest.mark.thorough
 def test_two_ranks_write_one_profile_and_print_one_table(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "osdp_compile", "calibrate"]

@@ -40,6 +40,7 @@ def failed(folder: Path, limit: str, ranks: int) -> str:
     return ran.stderr
 
 
+@pytest.mark.thorough
 def test_rank_zero_says_it_first_once_and_torchrun_says_it_last(tmp_path):
     printed = failed(tmp_path, "60kB", ranks=2).splitlines()
     # A busy machine takes long enough for lines of progress.

@@ -129,6 +129,7 @@ def trains_as_with_ddp(rank: int, world_size: int, folder: Path) -> None:
         assert_same(by_osdp(folder / "from ddp", begun=from_ddp), expected)
 
 
+@pytest.mark.thorough
 def test_a_trainer_trains_saves_and_goes_on_as_with_ddp(two_ranks, tmp_path):
     two_ranks.run(trains_as_with_ddp, tmp_path)
 
@@ -142,6 +143,7 @@ def trains_in_bf16(rank: int, world_size: int, folder: Path) -> None:
             assert_same(found, by_ddp(folder / "fp32", save_strategy="no"))
 
 
+@pytest.mark.thorough
 def test_a_trainer_with_autocast(two_ranks, tmp_path):
     two_ranks.run(trains_in_bf16, tmp_path)
 
@@ -162,6 +164,7 @@ def begins_a_sharded_model_again(rank: int, world_size: int, folder: Path) -> No
         assert_same(again, first)
 
 
+@pytest.mark.thorough
 def test_a_second_train_goes_on_from_a_checkpoint(two_ranks, tmp_path):
     two_ranks.run(begins_a_sharded_model_again, tmp_path)
 
@@ -197,6 +200,7 @@ def accelerate_alone(rank: int, world_size: int) -> None:
         torch.testing.assert_close(losses(with_osdp=True), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_accelerate_without_a_trainer(two_ranks):
     two_ranks.run(accelerate_alone)
 

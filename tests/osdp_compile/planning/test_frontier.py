@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -55,6 +56,7 @@ class Wide(nn.Module):
         return F.cross_entropy(self.layers[-1](x), targets)
 
 
+@pytest.mark.thorough
 def test_activations_are_recomputed_where_that_makes_room_for_overlap():
     """Without, the fastest plan fits there too; its collectives have less room."""
     step = trace(Wide(), (torch.randn(64, 512), torch.zeros(64, dtype=torch.long)))

@@ -46,6 +46,7 @@ def first_call_plan(model: nn.Module, args, world_size: int, **options) -> Plan:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("limit", [None, "400KiB"])
 def test_the_plan_is_that_of_the_first_call(limit):
     options = {} if limit is None else {"memory_limit": limit}
@@ -141,6 +142,7 @@ def test_a_mesh_of_two_levels_goes_leg_by_leg():
     assert not any(one.leg for order in flat.order.values() for one in order)
 
 
+@pytest.mark.thorough
 def test_a_limit_that_is_too_low_names_the_least_that_works():
     with pytest.raises(InfeasibleLimit, match="least possible") as refused:
         osdp_compile.plan(on_meta(), batch(), world_size=8, hardware=SLOW, memory_limit="100KiB")

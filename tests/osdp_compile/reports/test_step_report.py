@@ -74,6 +74,7 @@ def outcomes(two_ranks, folder):
     return two_ranks.run(trained, 5, str(folder))
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_the_measured_peak_is_the_predicted_one_and_under_the_limit(outcomes):
     for _, last, plan in outcomes:
@@ -143,6 +144,7 @@ def test_a_forward_alone_is_no_step():
         report(model)
 
 
+@pytest.mark.thorough
 def test_another_batch_is_reported_when_it_has_been_compiled():
     torch.compiler.reset()
     model = GPT(CONFIG)

@@ -92,6 +92,7 @@ def order_in_code(rank, world_size):
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_the_generated_code_keeps_the_order(two_ranks):
     in_graphs, in_code = two_ranks.run(order_in_code)[0]

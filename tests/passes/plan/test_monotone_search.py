@@ -55,6 +55,7 @@ def test_limits_that_people_give_are_rungs(gib, monkeypatch):
     assert all(low < high <= 1.04 * low for low, high in itertools.pairwise(rungs))
 
 
+@pytest.mark.thorough
 def test_more_memory_is_never_slower_and_no_plan_is_above_its_limit():
     step, ctx = captured("hourglass", "slow")
     passes = default_passes()

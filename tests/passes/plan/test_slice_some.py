@@ -42,6 +42,7 @@ def guessing() -> tuple[nn.Module, Tensor]:
     return Guessing(), torch.randint(0, 64, (8, 50))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("make", "along"),
     [(wide, {"up.weight": 0, "down.weight": 1}), (guessing, {"head.weight": OF_INPUT})],
@@ -110,6 +111,7 @@ def test_slices_and_decisions_are_changed_apart():
     assert peaks[0] < peaks[1] <= peaks[2] and peaks[0] < peaks[3]
 
 
+@pytest.mark.thorough
 def test_memory_is_filled_slice_by_slice():
     """Between all gathered again and all kept there are steps in time, each with its slices."""
     torch.manual_seed(0)
