@@ -22,6 +22,8 @@ from benchmarks.families.trial import Family, Trial, Wrap
 OVER_LEAST = 1.1
 #: A fixed profile: the same plan in every sweep, and no seconds to measure.
 HARDWARE = "cpu-gloo"
+#: Relative size of float32's rounding.
+ROUNDING = 1e-7
 #: Bytes that no model trains in.
 _TOO_FEW_BYTES = 1024
 #: Parts compiled one by one each name their own least limit.
@@ -71,6 +73,8 @@ def _train(family: Family, way: str, rank: int, options: dict[str, Any]) -> dict
     with memory:
         torch.manual_seed(0)
         trial = family.make()
+        if way == "rounding":
+            _round_otherwise(trial.model)
         steps = list(trial.train(_wrap(trial, family, way, options), rank))
         plan = _decisions(trial)
         parameters = sum(p.numel() for p in trial.model.parameters())
@@ -83,8 +87,16 @@ def _train(family: Family, way: str, rank: int, options: dict[str, Any]) -> dict
     }
 
 
+def _round_otherwise(model: nn.Module) -> None:
+    """Change every weight by about its rounding error in float32, equally on all ranks."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + ROUNDING * torch.randn(parameter.shape, generator=generator))
+
+
 def _wrap(trial: Trial, family: Family, way: str, options: dict[str, Any]) -> Wrap:
-    if way == "ddp":
+    if way in ("ddp", "rounding"):
         trial.parts = ()
 
         def ddp(module: nn.Module) -> nn.Module:

@@ -13,12 +13,15 @@ from benchmarks.families.catalogue import find_family
 from benchmarks.families.rank import run, versions
 from benchmarks.families.records import Outcome, Record
 from benchmarks.families.trial import Family
+from benchmarks.families.verdict import differs_from_ddp
 from tests.ranks import RankFailed, Ranks
 
 #: How every family is trained.
 WAYS = ("ddp", "osdp", "limit")
 #: And how if one of the two others fails: whether torch can compile the model at all.
 TRIAGE = "inductor"
+#: And how if training differs from DDP's: DDP with weights that are rounded otherwise.
+ROUNDING = "rounding"
 RANKS = 2
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
@@ -46,11 +49,13 @@ class Sweep:
     def run(self, families: Sequence[Family], again: bool = False) -> Iterator[Record]:
         """Run what has no record yet (``again``: all), and yield each record once it is kept."""
         for family in families:
-            for way in (*self.ways, TRIAGE):
+            for way in (*self.ways, TRIAGE, ROUNDING):
                 known = {} if again else records.read(self.results)
                 if (family.name, way) in known:
                     continue
                 if way == TRIAGE and not self._failed(family):
+                    continue
+                if way == ROUNDING and not self._differs(family):
                     continue
                 record = self._run(family, way)
                 record.append_to(self.results)
@@ -62,6 +67,11 @@ class Sweep:
             kept[family.name, way].outcome == "ran" for way in WAYS if (family.name, way) in kept
         ]
         return not all(ran)
+
+    def _differs(self, family: Family) -> bool:
+        kept = records.read(self.results)
+        own = {way: record for (name, way), record in kept.items() if name == family.name}
+        return differs_from_ddp(family, own)
 
     def _run(self, family: Family, way: str) -> Record:
         begin = time.monotonic()

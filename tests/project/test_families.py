@@ -11,7 +11,7 @@ from benchmarks.families.catalogue import FAMILIES, find_family
 from benchmarks.families.rank import run
 from benchmarks.families.records import Record
 from benchmarks.families.runner import Sweep, _outcome_of
-from benchmarks.families.verdict import TOLERANCE, judge
+from benchmarks.families.verdict import TOLERANCE, differs_from_ddp, judge
 from tests.ranks import Ranks
 
 FAMILY = find_family("frozen layer")
@@ -93,6 +93,16 @@ def test_above_the_limit_with_a_warning_is_told_from_above_it_in_silence():
     assert verdict.kind == "fails"
     wrong = record("limit", peak_bytes=150, log=[said], norms=[1.0, 1.01])
     assert judge(FAMILY, runs(limit=wrong)).kind == "fails"
+
+
+def test_a_family_that_multiplies_rounding_is_held_to_how_far_ddp_is_from_itself():
+    differs = {"osdp": record("osdp", norms=[1.0, 1.02])}
+    assert differs_from_ddp(FAMILY, runs(**differs)) and not differs_from_ddp(FAMILY, runs())
+    close = {**runs(**differs), "rounding": record("rounding", norms=[1.0, 1.01])}
+    verdict = judge(FAMILY, close)
+    assert verdict.kind == "works" and "1e-07 is 1e-02 from DDP" in verdict.reason
+    far = {**runs(**differs), "rounding": record("rounding", norms=[1.0, 1.001])}
+    assert judge(FAMILY, far).kind == "fails"
 
 
 def test_only_an_expected_message_of_this_package_counts_as_refused():
