@@ -27,7 +27,7 @@ class Scope(str, enum.Enum):
 _PLACES = {scope: place for place, scope in enumerate(Scope)}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Decision:
     """The decision for one parameter, beside its slices (:class:`passes.types.plan.ParameterPlan`).
 
@@ -92,6 +92,9 @@ class Decision:
 
     def __str__(self) -> str:
         return self.name
+
+    def __repr__(self) -> str:
+        return f"Decision.{self.name.upper()}"
 
     def __hash__(self) -> int:  # the planner hashes tuples of hundreds
         return 2 * _PLACES[self.scope] + self.keep
