@@ -4,9 +4,9 @@ Three kinds take turns, by the seed, and from 300 on there is a fourth:
 
 * ``flat``: a mesh of one dimension; three to six parameters, or up to eight where some have too
   few numbers to be cut;
-* ``levels``: a mesh of hosts and the ranks of each, with rates along both; two to four parameters;
+* ``hosts``: a mesh of hosts and the ranks of each, with rates along both; two to four parameters;
 * ``recompute``: two to four parameters and more activations than those take; the limit is below
-  what fits without recomputing, where recomputing helps. A part of them on a mesh of two levels;
+  what fits without recomputing, where recomputing helps. A part of them on a two-dimensional mesh;
 * ``slices``: one layer far wider than the others, whose operators may run in slices, some kept.
 """
 
@@ -33,7 +33,7 @@ from passes.types.decision import DECISIONS, Decision
 from passes.types.hardware import Hardware, LinkRate
 from passes.types.plan import ParameterPlan, Plan, shardable
 
-KINDS = ("flat", "levels", "recompute", "slices")
+KINDS = ("flat", "hosts", "recompute", "slices")
 #: The first seed of the fourth kind.
 SLICED_FROM = 300
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
@@ -80,7 +80,7 @@ def instance(seed: int) -> Instance:
 
 
 def _ranks(draw: random.Random, kind: str) -> dict[str, int]:
-    two = kind == "levels" or (kind == "recompute" and draw.random() < 0.25)
+    two = kind == "hosts" or (kind == "recompute" and draw.random() < 0.25)
     if not two:
         return {"ranks": draw.choice([2, 4, 8, 64])}
     return {"host": draw.choice([2, 4]), "rank": draw.choice([2, 4, 8])}
@@ -108,7 +108,7 @@ def _step(draw: random.Random, kind: str, ranks: dict[str, int]) -> TracedStep:
     rows = draw.choice([512, 2048, 8192] if kind == "recompute" else [8, 32, 128, 512])
     # With five choices each, three parameters have 125 plans, and four 625.
     most = draw.choice([3, 4, 4, 5, 5, 6] if flat else [2, 3] if len(ranks) == 2 else [3, 4])
-    if kind == "levels":
+    if kind == "hosts":
         most = draw.choice([2, 3, 3, 4])
     uncut = draw.choice([0, 2]) if flat else 0  # besides
     width = draw.choice([32, 64, 128])
@@ -149,7 +149,7 @@ def _wide_step(draw: random.Random) -> TracedStep:
 def _hardware(draw: random.Random, ranks: dict[str, int]) -> Hardware:
     """From a network that is nearly free to one that takes ten times as long as the computing.
 
-    Of two levels the inner one is up to a hundred times as fast, and never slower.
+    Of the two the inner one is up to a hundred times as fast, and never slower.
     """
     byte_seconds = 10 ** draw.uniform(-10, -7.5)
     latency = draw.uniform(-6, -4)

@@ -3,10 +3,11 @@
     python -m benchmarks.optimality                 # 330 instances; 150 took seven minutes
     python -m benchmarks.optimality --instances 20
 
-An instance is a random chain of layers, a random network, a number of ranks on one or two levels,
-and a memory limit between the least that is feasible and what is taken without one
-(``benchmarks/instances.py``). Every plan that can be written down for it, at the bucket sizes that
-the planner started from and ended at, is lowered and simulated; the fastest that fits is the best.
+An instance is a random chain of layers, a random network, a number of ranks on a mesh of one
+or two dimensions, and a memory limit between the least that is feasible and what is taken without
+one (``benchmarks/instances.py``). Every plan that can be written down for it, at the bucket sizes
+that the planner started from and ended at, is lowered and simulated; the fastest that fits is the
+best.
 """
 
 from __future__ import annotations

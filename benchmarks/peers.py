@@ -82,8 +82,8 @@ def osdp(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     return torch.compile(model, backend="osdp", options=options)  # type: ignore[return-value]
 
 
-def osdp_on_levels(model: nn.Module, options: dict[str, Any]) -> nn.Module:
-    """The same over a mesh of two levels: hosts, and the ranks of each."""
+def osdp_on_mesh(model: nn.Module, options: dict[str, Any]) -> nn.Module:
+    """The same over a two-dimensional mesh: hosts, and the ranks of each."""
     each = int(os.environ["LOCAL_WORLD_SIZE"])
     mesh = init_device_mesh(
         "cpu", (dist.get_world_size() // each, each), mesh_dim_names=("host", "rank")
@@ -103,5 +103,5 @@ WAYS: dict[str, Way] = {
     "SimpleFSDP + overlap": simple_fsdp_overlap,
     "SimpleFSDP keep + overlap": simple_fsdp_keep_overlap,
     "osdp": osdp,
-    "osdp on levels": osdp_on_levels,
+    "osdp on hosts": osdp_on_mesh,
 }

@@ -38,7 +38,7 @@ from osdp_compile.optim.rebind import OptimizerIndex
 from osdp_compile.options import CheckedOptions
 from osdp_compile.runtime.collectives import backend_of
 from osdp_compile.runtime.eager_markers import register_group
-from osdp_compile.runtime.meshes import flat_mesh, groups_along, level, own_mesh
+from osdp_compile.runtime.meshes import dim, flat_mesh, groups_along, own_mesh
 from osdp_compile.tracking.pending_model import PendingModel, wait_for_first_call
 from osdp_compile.tracking.session import plan_of
 from passes.types.context import Context
@@ -95,11 +95,11 @@ def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) 
     entries = on_every_rank(lambda: _shardable(root, flat), group)
     agree([*options.lines(), *fingerprint(None, entries)], group)
     along = groups_along(options.mesh)
-    levels = [level(name, one) for name, one in along.items()]
+    mesh_dims = [dim(name, one) for name, one in along.items()]
 
     def fitting() -> Plan:
         assert options.plan is not None
-        ranks_of_a_host = levels[1].size if levels else None
+        ranks_of_a_host = mesh_dims[1].size if mesh_dims else None
         check_fits(options.plan, entries, flat.size(), ranks_of_a_host=ranks_of_a_host)
         return options.plan
 
@@ -117,7 +117,7 @@ def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) 
         world_size=flat.size(),
         rank=flat.get_local_rank(),
         group_name=register_group(group),
-        levels=(levels[0], levels[1]) if levels else None,
+        mesh_dims=(mesh_dims[0], mesh_dims[1]) if mesh_dims else None,
     )
     for one in along.values():
         register_group(one)

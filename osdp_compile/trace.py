@@ -56,7 +56,7 @@ def trace_graphs(
     rank: int = 0,
     plan: Plan | Decision | str | None = None,
     options: Mapping[str, Any] | None = None,
-    levels: Mapping[str, int] | None = None,
+    mesh: Mapping[str, int] | None = None,
 ) -> dict[str, str]:
     """The canonical text of a training step's graphs after every pass.
 
@@ -66,7 +66,7 @@ def trace_graphs(
         plan: a Plan, or one decision for all parameters (``"shard_regather"``); None: the
             planner's plan under ``options["memory_limit"]`` for generic hardware.
         options: as for ``torch.compile(model, backend="osdp", options=...)``.
-        levels: ranks by dimension of a two-dimensional mesh, the outer first, such as
+        mesh: ranks by dimension of a two-dimensional mesh, the outer first, such as
             ``{"host": 2, "gpu": 4}``; without a profile the inner one is ten times as fast.
 
     Returns the texts in the order of the passes, by graph and pass: ``"forward/shard"``,
@@ -79,7 +79,7 @@ def trace_graphs(
             model.named_parameters(),
             plan,
             world_size=world_size,
-            ranks_of_a_host=None if levels is None else list(levels.values())[-1],
+            ranks_of_a_host=None if mesh is None else list(mesh.values())[-1],
         )
     if plan is not None:
         given["plan"] = plan
@@ -97,8 +97,8 @@ def trace_graphs(
 
     torch.compiler.reset()
     with fake_world(world_size, rank):
-        if levels is not None:
-            given["mesh"] = _mesh(model, levels, world_size)
+        if mesh is not None:
+            given["mesh"] = _mesh(model, mesh, world_size)
         returned = torch.compile(model, backend=backend)(*args, **(kwargs or {}))
         tensors = [t for t in _tensors(returned) if t.requires_grad]
         torch.autograd.backward([t.sum() for t in tensors])
@@ -106,16 +106,16 @@ def trace_graphs(
     return texts
 
 
-def _mesh(model: nn.Module, levels: Mapping[str, int], world_size: int) -> DeviceMesh:
+def _mesh(model: nn.Module, mesh: Mapping[str, int], world_size: int) -> DeviceMesh:
     """The mesh of all ranks.
 
     Raises:
-        ValueError: if the product of ``levels`` is not ``world_size``.
+        ValueError: if the product of ``mesh`` is not ``world_size``.
     """
-    if math.prod(levels.values()) != world_size:
-        raise ValueError(f"levels={dict(levels)} are not {world_size} ranks, as world_size says")
+    if math.prod(mesh.values()) != world_size:
+        raise ValueError(f"mesh={dict(mesh)} are not {world_size} ranks, as world_size says")
     device_type = next(model.parameters()).device.type
-    return init_device_mesh(device_type, tuple(levels.values()), mesh_dim_names=tuple(levels))
+    return init_device_mesh(device_type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

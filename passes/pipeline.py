@@ -23,7 +23,7 @@ from passes.annotate.annotate_costs import annotate
 from passes.graph.metadata import DATAFLOW, MEMORY
 from passes.graph.step_module import graphs_of
 from passes.overlap.bucket_collectives import bucket
-from passes.overlap.hierarchical_collectives import levels
+from passes.overlap.hierarchical_collectives import hierarchical
 from passes.overlap.hoist_gradients import hoist
 from passes.overlap.reorder_collectives import reorder
 from passes.recompute.recompute_activations import recompute
@@ -75,7 +75,7 @@ def default_passes() -> list[Pass]:
         Pass("hoist", hoist, needs=("one marker each",), leaves=("gradients first",)),
         Pass("shard", shard, needs=("one marker each",), leaves=("collectives",)),
         Pass("bucket", bucket, needs=("collectives",), leaves=("buckets",)),
-        Pass("levels", levels, needs=("collectives",), leaves=("legs",)),
+        Pass("hierarchical", hierarchical, needs=("collectives",), leaves=("stages",)),
         Pass("annotate", annotate, leaves=("costs",)),
         Pass("reorder", reorder, needs=("collectives", "costs"), leaves=("schedule",)),
     ]

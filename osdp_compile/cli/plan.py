@@ -84,7 +84,7 @@ def _run(given: argparse.Namespace, console: Console) -> None:
         found.save(given.out)
         console.print(f"Saved. To use it: options={{'plan': '{given.out}'}}", markup=False)
     with working("osdp plan", "pricing the alternatives"):
-        flat = step.context(ranks, hardware, None).levels is None
+        flat = step.context(ranks, hardware, None).mesh_dims is None
         others = {
             name: step.uniform(decision, ranks, hardware)
             for name, decision in ALTERNATIVES.items()

@@ -50,7 +50,7 @@ from osdp_compile.reports.plan_table import log_plan
 from osdp_compile.runtime.collectives import backend_of
 from osdp_compile.runtime.current_call import interrupted_call
 from osdp_compile.runtime.eager_markers import register_group
-from osdp_compile.runtime.meshes import flat_mesh, groups_along, level, levels_of, own_mesh
+from osdp_compile.runtime.meshes import dim, flat_mesh, groups_along, mesh_dims_of, own_mesh
 from osdp_compile.runtime.p2p import group_uses_p2p, staged_kinds
 from osdp_compile.tracking.other_models import OtherModels, other_models, planned_under_share
 from osdp_compile.tracking.pending_model import PendingModel, end_waiting
@@ -193,7 +193,7 @@ def _session(step: _Step, options: CheckedOptions, to_train: bool = True) -> Ses
     entries, mesh = step.entries, step.mesh
     device = entries[0].parameter.device
     group, along = mesh.get_group(), groups_along(options.mesh)
-    levels = [level(name, one) for name, one in along.items()]
+    mesh_dims = [dim(name, one) for name, one in along.items()]
     check_if_waiting([entry.parameter for entry in entries], options)
     uses_p2p = group_uses_p2p(group, device)
     lines = [*options.lines(), *fingerprint(step.gm, entries)]
@@ -236,7 +236,7 @@ def _session(step: _Step, options: CheckedOptions, to_train: bool = True) -> Ses
         staged=staged_kinds(group, device),
         param_dtype=options.precision.param_dtype,
         reduce_dtype=options.precision.reduce_dtype,
-        levels=levels_of(levels, hardware, uses_p2p),
+        mesh_dims=mesh_dims_of(mesh_dims, hardware, uses_p2p),
     )
 
     captured: list[Captured] = []  # on rank 0; with several frames on all ranks
@@ -293,7 +293,8 @@ def _session(step: _Step, options: CheckedOptions, to_train: bool = True) -> Ses
         first = captured[0] if captured else None
         hardware = with_step_seconds(first, context, group, device, spare_bytes)
     hardware = from_rank_zero(lambda: hardware, group)
-    context = context.replace(hardware=hardware, levels=levels_of(levels, hardware, uses_p2p))
+    two = mesh_dims_of(mesh_dims, hardware, uses_p2p)
+    context = context.replace(hardware=hardware, mesh_dims=two)
     if measures:  # keep it also if the limit is refused: the error's limit is of this profile
         keep(hardware, group, device, along)
     plan = from_rank_zero(decide, group)
@@ -362,9 +363,9 @@ def _log(session: Session) -> None:
         return
     log_plan(session.plan, log)
     along = groups_along(session.options.mesh)
-    if along and session.context.levels is None:
+    if along and session.context.mesh_dims is None:
         log.info(
-            "the hardware profile %r has no rates along %s: no collective goes leg by leg",
+            "the hardware profile %r has no rates along %s: no collective goes stage by stage",
             session.context.hardware.name,
             " and ".join(map(repr, along)),
         )

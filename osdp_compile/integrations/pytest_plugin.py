@@ -47,7 +47,7 @@ def osdp_graphs(request: pytest.FixtureRequest) -> Callable[..., dict[str, str]]
     """Compare a model's graphs after named passes with stored files.
 
     The fixture is a function ``(model, *args, world_size, after, plan=None, rank=0,
-    options=None, levels=None)``. ``after`` has names of graphs from
+    options=None, mesh=None)``. ``after`` has names of graphs from
     ``osdp_compile.trace.trace_graphs``. The function returns all texts.
     """
     try:
@@ -73,7 +73,7 @@ def osdp_graphs(request: pytest.FixtureRequest) -> Callable[..., dict[str, str]]
         plan: Any = None,
         rank: int = 0,
         options: dict[str, Any] | None = None,
-        levels: dict[str, int] | None = None,
+        mesh: dict[str, int] | None = None,
     ) -> dict[str, str]:
         with _unlogged_traces():
             texts = trace_graphs(
@@ -83,7 +83,7 @@ def osdp_graphs(request: pytest.FixtureRequest) -> Callable[..., dict[str, str]]
                 rank=rank,
                 plan=plan,
                 options=options,
-                levels=levels,
+                mesh=mesh,
             )
         for name in after:
             if name not in texts:

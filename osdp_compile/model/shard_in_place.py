@@ -295,7 +295,7 @@ def shard_in_place(
 ) -> list[nn.Parameter]:
     """Replace every parameter by a DTensor parameter with the plan's layout.
 
-    ``mesh``: over all ranks, with the two dimensions of ``ctx.levels`` if the plan shards within
+    ``mesh``: over all ranks, with the two dimensions of ``ctx.mesh_dims`` if the plan shards within
     hosts; its groups must be registered in eager_markers. ``ctx``: with the plan.
 
     Optimizers that hold the old parameters get the new ones, and their state gets the same layout.

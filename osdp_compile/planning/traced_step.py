@@ -28,7 +28,7 @@ from osdp_compile.planning.planner_inputs import (
     owned_parameters,
 )
 from osdp_compile.runtime.current_call import Call, interrupted_call
-from osdp_compile.runtime.meshes import levels_of
+from osdp_compile.runtime.meshes import mesh_dims_of
 from passes.capture.captured_step import Captured
 from passes.capture.fold_layers import Folded, fold
 from passes.overlap.bucket_collectives import bucket_bytes_for
@@ -94,7 +94,7 @@ class TracedStep:
         world_size = math.prod(ranks.values())
         hardware = hardware.over(ranks)
         uses_p2p = hardware.collectives["all_gather"].carried_out == "messages"
-        levels = [MeshDim(name, size, f"{_GROUP}_{name}") for name, size in ranks.items()]
+        mesh_dims = [MeshDim(name, size, f"{_GROUP}_{name}") for name, size in ranks.items()]
         return Context(
             plan=Plan((), world_size=world_size),
             hardware=hardware,
@@ -108,7 +108,7 @@ class TracedStep:
             limit_bytes=limit_bytes,
             uses_p2p=uses_p2p,
             slices=self.slices,
-            levels=levels_of(levels, hardware, uses_p2p),
+            mesh_dims=mesh_dims_of(mesh_dims, hardware, uses_p2p),
         )
 
     def plan(

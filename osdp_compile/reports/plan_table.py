@@ -79,14 +79,16 @@ def prediction_lines(plan: Plan) -> list[str]:
             f"{format_bytes(said.recomputed_bytes)}, {format_seconds(said.recomputed_seconds)}: "
             + ", ".join(map(_joined, _keys_grouped(plan.recompute)))
         )
-    legs = [
-        one.leg
+    stages = [
+        one.stage
         for order in plan.order.values()
         for one in order
         if not ((name := parameter_of(one.names[0])) in plan and plan.decision(name).within_host)
     ]
-    if 1 in legs:
-        lines.append(f"{legs.count(1)} of {legs.count(0)} collectives over all ranks go leg by leg")
+    if 1 in stages:
+        lines.append(
+            f"{stages.count(1)} of {stages.count(0)} collectives over all ranks go stage by stage"
+        )
     return lines
 
 

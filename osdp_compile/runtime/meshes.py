@@ -86,25 +86,25 @@ def check_mesh(mesh: DeviceMesh) -> None:
             )
 
 
-def level(name: str, group: dist.ProcessGroup) -> MeshDim:
+def dim(name: str, group: dist.ProcessGroup) -> MeshDim:
     """The passes' ``MeshDim`` of a mesh dimension."""
     return MeshDim(name, group.size(), group.group_name)
 
 
-def levels_of(
-    levels: Sequence[MeshDim], hardware: Hardware, uses_p2p: bool
+def mesh_dims_of(
+    mesh_dims: Sequence[MeshDim], hardware: Hardware, uses_p2p: bool
 ) -> tuple[MeshDim, MeshDim] | None:
     """The two mesh dimensions, if the profile has rates for all collectives along both; else None.
 
-    ``levels``: the dimensions, the outer first. None also for a mesh with one dimension, or with
+    ``mesh_dims``: the dimensions, the outer first. None also for a mesh with one dimension, or with
     one rank along a dimension. ``uses_p2p``: as in the passes' context.
     """
-    if len(levels) != 2 or any(one.size == 1 for one in levels):
+    if len(mesh_dims) != 2 or any(one.size == 1 for one in mesh_dims):
         return None
     needed = {"all_gather", "all_reduce", "all_to_all"}
     if not uses_p2p:
         needed.add("reduce_scatter")
-    if any(needed - set(hardware.dimensions.get(one.name, ())) for one in levels):
+    if any(needed - set(hardware.dimensions.get(one.name, ())) for one in mesh_dims):
         return None
-    outer, inner = levels
+    outer, inner = mesh_dims
     return outer, inner

@@ -98,9 +98,9 @@ def _argument(value: object, names: Mapping[fx.Node, str], ctx: Context) -> str:
         return "[" + ", ".join(_argument(item, names, ctx) for item in items) + "]"
     if isinstance(value, str) and value == ctx.group_name:
         return "<data-parallel group>"
-    for level in ctx.levels or ():
-        if isinstance(value, str) and value == level.group_name:
-            return f"<{level.name} group>"
+    for dim in ctx.mesh_dims or ():
+        if isinstance(value, str) and value == dim.group_name:
+            return f"<{dim.name} group>"
     if isinstance(value, torch.dtype):
         return _DTYPES.get(value, str(value))
     if isinstance(value, torch.device):

@@ -49,12 +49,12 @@ class Packable(NamedTuple):
     """A collective that may share a bucket with others of the same ``kind``.
 
     ``size_bytes``: bytes of the whole tensor.
-    ``is_first_leg``: it is flat, or the first stage of a hierarchical collective.
+    ``is_first_stage``: it is flat, or the first stage of a hierarchical collective.
     """
 
     kind: Hashable
     size_bytes: int
-    is_first_leg: bool
+    is_first_stage: bool
 
 
 def bucket_bytes_for(ctx: Context) -> int:
@@ -97,7 +97,7 @@ def _as_planned(starts: list[fx.Node], planned: Sequence[Collective]) -> list[li
     return [
         [start_of[Collective((name,), bucket.gathers)] for name in bucket.names]
         for bucket in planned
-        if len(bucket.names) > 1 and bucket.leg == 0
+        if len(bucket.names) > 1 and bucket.stage == 0
     ]
 
 
@@ -105,7 +105,7 @@ def _packable(start: fx.Node) -> Packable:
     purpose = start.meta[COLLECTIVE]
     kind = start.target, group_of(start), purpose.gathers, start.meta["val"].dtype
     # Later stages follow the packing of the first one.
-    return Packable(kind, collective_full_bytes(start), not purpose.leg)
+    return Packable(kind, collective_full_bytes(start), not purpose.stage)
 
 
 def packed(starts: Sequence[Packable], most_bytes: int) -> list[list[int]]:
@@ -116,8 +116,8 @@ def packed(starts: Sequence[Packable], most_bytes: int) -> list[list[int]]:
     open_buckets: dict[Hashable, list[int]] = {}
     filled: dict[Hashable, int] = {}
     done: list[list[int]] = []
-    for index, (kind, size_bytes, is_first_leg) in enumerate(starts):
-        if size_bytes >= most_bytes or not is_first_leg:
+    for index, (kind, size_bytes, is_first_stage) in enumerate(starts):
+        if size_bytes >= most_bytes or not is_first_stage:
             continue
         if kind in open_buckets and filled[kind] + size_bytes > most_bytes:
             done.append(open_buckets.pop(kind))
@@ -170,7 +170,7 @@ def _drop(graph: fx.Graph, result: fx.Node, by: fx.Node) -> None:
     if GRADIENT_OF in result.meta:
         by.meta[GRADIENT_OF] = result.meta[GRADIENT_OF]
     purpose: Collective | None = None
-    while purpose is None or purpose.leg:  # back to the start of the first stage
+    while purpose is None or purpose.stage:  # back to the start of the first stage
         source, purpose = result.all_input_nodes[0], result.meta.get(COLLECTIVE)
         graph.erase_node(result)
         result = source
@@ -236,7 +236,7 @@ def _result_of(start: fx.Node) -> fx.Node:
     (first, *_) = wait.users
     result = first if first.target in (MEAN_RANKS, UNPACK) else wait
     later = next((user for user in result.users if COLLECTIVE in user.meta), None)
-    return result if later is None or not later.meta[COLLECTIVE].leg else _result_of(later)
+    return result if later is None or not later.meta[COLLECTIVE].stage else _result_of(later)
 
 
 def _pieces(graph: fx.Graph, whole: fx.Node, numels: Sequence[int]) -> list[fx.Node]:

@@ -1,9 +1,9 @@
-"""Levels: replace a collective over a mesh of hosts by hierarchical stages, where that is faster.
+"""Hierarchical: replace a collective over a mesh of hosts by stages, where that is faster.
 
 Needs: collectives with their wait directly after the start (after ``bucket``, if that runs).
 Leaves: the same. A hierarchical collective is one collective per stage, along one dimension of the
-mesh (``ctx.levels``) and on the process group of that dimension. The stages have the same
-``meta["collective"]`` except for ``leg``, the index of the stage.
+mesh (``ctx.mesh_dims``) and on the process group of that dimension. The stages have the same
+``meta["collective"]`` except for ``stage``, the index of the stage.
 
 With N ranks = H hosts of G ranks, and k elements on each rank (``exchange``: an all-to-all; a
 reduce-scatter may take the place of an exchange with its mean or sum)::
@@ -60,14 +60,14 @@ from passes.types.plan import Collective
 _VIEW = torch.ops.aten.view.default
 
 
-def levels(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+def hierarchical(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Replace collectives by hierarchical stages. See the module's docstring."""
-    if ctx.levels is None:
+    if ctx.mesh_dims is None:
         return gm
     graph = gm.graph
     starts = [node for node in graph.nodes if COLLECTIVE in node.meta]
     planned = ctx.plan.order_for(ctx.phase.value, [node.meta[COLLECTIVE] for node in starts])
-    later = None if planned is None else {one.first for one in planned if one.leg}
+    later = None if planned is None else {one.first for one in planned if one.stage}
     for start in starts:
         if group_of(start) != ctx.group_name:  # the parameter is sharded within hosts
             continue
@@ -75,22 +75,22 @@ def levels(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         if not chosen:
             continue
         if start.meta[COLLECTIVE].gathers:
-            _gather_in_legs(start, *ctx.levels, ctx)
+            _gather_in_stages(start, *ctx.mesh_dims, ctx)
         elif start.target is ALL_REDUCE:
-            _all_reduce_in_legs(start, *ctx.levels, ctx)
+            _all_reduce_in_stages(start, *ctx.mesh_dims, ctx)
         else:
-            _scatter_in_legs(start, *ctx.levels, ctx)
+            _scatter_in_stages(start, *ctx.mesh_dims, ctx)
     remove_dead(graph)
     return gm
 
 
-def legs_of(kind: str, full_bytes: int, ctx: Context) -> list[tuple[str, MeshDim, int]]:
+def stages_of(kind: str, full_bytes: int, ctx: Context) -> list[tuple[str, MeshDim, int]]:
     """The stages of a hierarchical collective: (kind, mesh dimension, full bytes) of each.
 
     ``kind``, ``full_bytes``: of the flat collective, as in ``Hardware.collective_seconds``.
     """
-    assert ctx.levels is not None
-    outer, inner = ctx.levels
+    assert ctx.mesh_dims is not None
+    outer, inner = ctx.mesh_dims
     part_bytes = full_bytes // inner.size
     if kind == "all_gather":
         return [(kind, outer, part_bytes), (kind, inner, full_bytes)]
@@ -104,11 +104,11 @@ def legs_of(kind: str, full_bytes: int, ctx: Context) -> list[tuple[str, MeshDim
     return [(kind, inner, full_bytes), (kind, outer, part_bytes)]
 
 
-def legs_seconds(kind: str, full_bytes: int, ctx: Context) -> float:
+def stages_seconds(kind: str, full_bytes: int, ctx: Context) -> float:
     """Seconds of all stages in sequence, without copies."""
     return sum(
-        ctx.hardware.along(level.name).collective_seconds(leg, size_bytes, level.size)
-        for leg, level, size_bytes in legs_of(kind, full_bytes, ctx)
+        ctx.hardware.along(dim.name).collective_seconds(stage, size_bytes, dim.size)
+        for stage, dim, size_bytes in stages_of(kind, full_bytes, ctx)
     )
 
 
@@ -123,17 +123,17 @@ def _pays(start: fx.Node, ctx: Context) -> bool:
         *flat
     )
     compute_overhead_seconds = sum(
-        ctx.hardware.along(level.name).compute_overhead_seconds(leg, size_bytes, level.size)
-        for leg, level, size_bytes in legs_of(kind, full_bytes, ctx)
+        ctx.hardware.along(dim.name).compute_overhead_seconds(stage, size_bytes, dim.size)
+        for stage, dim, size_bytes in stages_of(kind, full_bytes, ctx)
     )
     copied = _copied_bytes(start, full_bytes, ctx) / ctx.hardware.memory_bytes_per_second
-    return legs_seconds(kind, full_bytes, ctx) + compute_overhead_seconds + copied < flat_seconds
+    return stages_seconds(kind, full_bytes, ctx) + compute_overhead_seconds + copied < flat_seconds
 
 
 def _copied_bytes(start: fx.Node, full_bytes: int, ctx: Context) -> int:
     """Bytes that the stages' copies read and write, in addition to the flat collective's copies."""
-    assert ctx.levels is not None
-    _, inner = ctx.levels
+    assert ctx.mesh_dims is not None
+    _, inner = ctx.mesh_dims
     if start.meta[COLLECTIVE].gathers:
         unpacked = all(user.target is UNPACK for user in _wait_of(start).users)
         return 0 if unpacked else 2 * full_bytes
@@ -159,7 +159,7 @@ def _table(start: fx.Node) -> fx.Node:
     return source
 
 
-def _gather_in_legs(start: fx.Node, outer: MeshDim, inner: MeshDim, ctx: Context) -> None:
+def _gather_in_stages(start: fx.Node, outer: MeshDim, inner: MeshDim, ctx: Context) -> None:
     graph, purpose, wait = start.graph, start.meta[COLLECTIVE], _wait_of(start)
     packed = _table(start)
     with graph.inserting_before(start):
@@ -167,7 +167,7 @@ def _gather_in_legs(start: fx.Node, outer: MeshDim, inner: MeshDim, ctx: Context
         first = start_collective(graph, start.target, args, purpose)
         part = call(graph, WAIT, (first,), "gathered")
         args = (part, inner.size, inner.group_name)
-        second = start_collective(graph, start.target, args, _leg(purpose, 1))
+        second = start_collective(graph, start.target, args, _stage(purpose, 1))
         whole = call(graph, WAIT, (second,), "gathered")
     if ctx.uses_p2p and root_of(packed).op != "placeholder":
         second.kwargs = {"sent": packed}
@@ -185,7 +185,7 @@ def _gather_in_legs(start: fx.Node, outer: MeshDim, inner: MeshDim, ctx: Context
     graph.erase_node(start)
 
 
-def _scatter_in_legs(start: fx.Node, outer: MeshDim, inner: MeshDim, ctx: Context) -> None:
+def _scatter_in_stages(start: fx.Node, outer: MeshDim, inner: MeshDim, ctx: Context) -> None:
     graph, purpose = start.graph, start.meta[COLLECTIVE]
     table = _table(start)
     packed = table.target is PACK_COLUMNS
@@ -193,13 +193,13 @@ def _scatter_in_legs(start: fx.Node, outer: MeshDim, inner: MeshDim, ctx: Contex
     with graph.inserting_before(start):
         args = (tensors, ctx.world_size, inner.size, *hosts)
         rows = call(graph, PACK_COLUMNS, args, "bucket")
-        for leg, level in enumerate((inner, outer)):
-            network = (level.size, level.group_name)
-            rows = reduce_rows(graph, start.target, rows, *network, _leg(purpose, leg))
+        for stage, dim in enumerate((inner, outer)):
+            network = (dim.size, dim.group_name)
+            rows = reduce_rows(graph, start.target, rows, *network, _stage(purpose, stage))
     _replace(start, rows)
 
 
-def _all_reduce_in_legs(start: fx.Node, outer: MeshDim, inner: MeshDim, ctx: Context) -> None:
+def _all_reduce_in_stages(start: fx.Node, outer: MeshDim, inner: MeshDim, ctx: Context) -> None:
     graph, purpose = start.graph, start.meta[COLLECTIVE]
     value = start.meta["val"]
     numel, padded = numel_of(value), numel_of(value) % inner.size != 0
@@ -211,9 +211,9 @@ def _all_reduce_in_legs(start: fx.Node, outer: MeshDim, inner: MeshDim, ctx: Con
             rows = call(graph, PACK_COLUMNS, ([rows], inner.size), "bucket")
         part = reduce_rows(graph, scatter, rows, *within, purpose, SUM_RANKS)
         args = (part, *start.args[1:-1], outer.group_name)
-        between = start_collective(graph, ALL_REDUCE, args, _leg(purpose, 1))
+        between = start_collective(graph, ALL_REDUCE, args, _stage(purpose, 1))
         part = call(graph, WAIT, (between,), "reduced")
-        join = start_collective(graph, gather, (part, *within), _leg(purpose, 2))
+        join = start_collective(graph, gather, (part, *within), _stage(purpose, 2))
         whole = call(graph, WAIT, (join,), "reduced")
         if padded or ctx.uses_p2p:
             sent = (part,) if ctx.uses_p2p else ()
@@ -223,8 +223,8 @@ def _all_reduce_in_legs(start: fx.Node, outer: MeshDim, inner: MeshDim, ctx: Con
     _replace(start, whole)
 
 
-def _leg(purpose: Collective, leg: int) -> Collective:
-    return dataclasses.replace(purpose, leg=leg)
+def _stage(purpose: Collective, stage: int) -> Collective:
+    return dataclasses.replace(purpose, stage=stage)
 
 
 def _replace(start: fx.Node, by: fx.Node) -> None:

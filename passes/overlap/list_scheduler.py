@@ -143,7 +143,7 @@ class ScheduleProblem:
             self.stall_free[node] = self.finish_seconds
             self.finish_seconds += took
         self.total_bytes = sum(task.bytes for task in tasks if task.follows is None)
-        self.has_legs = any(task.then is not None for task in tasks)
+        self.has_stages = any(task.then is not None for task in tasks)
 
 
 class Scheduler:
@@ -197,12 +197,12 @@ class Scheduler:
         Raises:
             InvalidGraph: the graph cannot follow the given sequence.
         """
-        problem, has_legs = self.problem, self.problem.has_legs
+        problem, has_stages = self.problem, self.problem.has_stages
         for place, node in enumerate(problem.compute):
             self.at = place
             for task in problem.used[place]:
                 self.finish(task)
-            if has_legs:
+            if has_stages:
                 self.advance()
             seconds = problem.seconds[place]
             self.keep_busy(seconds)
@@ -316,7 +316,7 @@ class Scheduler:
 
     def advance(self) -> None:
         """Wait for ended stages, which takes no time, and start the stages after them."""
-        if not self.problem.has_legs:
+        if not self.problem.has_stages:
             return
         for task in [*self.ahead, *self.flying]:
             if task.then is not None and task.start in self.network.ends:
@@ -331,14 +331,14 @@ class Scheduler:
 
     def finish(self, task: CollectiveTask) -> None:
         """Start a collective and wait for it now, stage by stage. Queues stay filled meanwhile."""
-        leg: CollectiveTask | None = task
-        while leg is not None:
-            self.start_now(leg)
+        stage: CollectiveTask | None = task
+        while stage is not None:
+            self.start_now(stage)
             self.advance()
-            left = self.network.free_seconds(leg.group) - self.network.now
-            self.keep_busy(left + (0.0 if leg.then is None else leg.then.seconds_left))
-            self.wait_for(leg)
-            leg = leg.then
+            left = self.network.free_seconds(stage.group) - self.network.now
+            self.keep_busy(left + (0.0 if stage.then is None else stage.then.seconds_left))
+            self.wait_for(stage)
+            stage = stage.then
 
     def has_room(self, task: CollectiveTask) -> bool:
         """Whether a collective can start within the headroom and the cap.
@@ -349,7 +349,7 @@ class Scheduler:
         beside: list[CollectiveTask] = []
         if task.follows is None and self.cap_bytes < self.problem.total_bytes:
             beside = [*(self.ahead if task.gathers else self.flying)]
-            beside += [leg for leg in self.later if leg.gathers == task.gathers]
+            beside += [stage for stage in self.later if stage.gathers == task.gathers]
         if self.headroom is not None:
             least, more = self.headroom.at(self.at), task.flying_bytes
             if task.gathers:

@@ -155,7 +155,7 @@ def _sequence(
         by_purpose = {task.purpose: task for task in tasks}
         # On a mesh without dimensions, a hierarchical collective of the plan runs as its first
         # stage only.
-        own = [one for one in planned if one.leg == 0 or one in by_purpose]
+        own = [one for one in planned if one.stage == 0 or one in by_purpose]
         return [by_purpose[purpose] for purpose in own]
     # Assume as much compute as communication, spread evenly over the kernels that are not fused.
     kernels = {n for n in original if n.op == "call_function" and not is_fusible(n)}
@@ -176,7 +176,7 @@ def _jobs(graph: fx.Graph) -> list[CollectiveTask]:
             continue
         (wait,) = start.users
         gathers = start.meta[COLLECTIVE].gathers
-        prepared = gathers and start.meta[COLLECTIVE].leg == 0
+        prepared = gathers and start.meta[COLLECTIVE].stage == 0
         before = _preparation(start, order) if prepared else []
         after = _following(wait, order, only_marked=gathers)
         own = {wait, *after}
@@ -195,11 +195,11 @@ def _jobs(graph: fx.Graph) -> list[CollectiveTask]:
                 first_use,
             )
         )
-    _join_legs(tasks)
+    _join_stages(tasks)
     return tasks
 
 
-def _join_legs(tasks: list[CollectiveTask]) -> None:
+def _join_stages(tasks: list[CollectiveTask]) -> None:
     """Link the stages of hierarchical collectives.
 
     All stages get the bytes of the largest stage, and the first use of the last stage.
@@ -207,8 +207,8 @@ def _join_legs(tasks: list[CollectiveTask]) -> None:
     latest: dict[Collective, CollectiveTask] = {}
     for task in tasks:
         latest[task.purpose] = task
-        if task.purpose.leg:
-            former = latest[dataclasses.replace(task.purpose, leg=task.purpose.leg - 1)]
+        if task.purpose.stage:
+            former = latest[dataclasses.replace(task.purpose, stage=task.purpose.stage - 1)]
             task.follows, former.then = former, task
             task.bytes = max(task.bytes, former.bytes)
     for task in reversed(tasks):  # from the last stage to the first

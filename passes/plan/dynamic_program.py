@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from passes.overlap.bucket_collectives import bucket_bytes_for
-from passes.overlap.hierarchical_collectives import legs_seconds
+from passes.overlap.hierarchical_collectives import stages_seconds
 from passes.types.context import Context, MeshDim, Parameter
 from passes.types.decision import DECISIONS, Decision
 from passes.types.plan import shardable
@@ -51,18 +51,18 @@ def choices_of(parameter: Parameter, ctx: Context) -> list[Choice]:
     # Small collectives share a bucket, and so most of the cost that does not depend on their size.
     spared = 1 - min(1.0, full / bucket_bytes_for(ctx))
 
-    def link(kind: str, size_bytes: int = full, level: MeshDim | None = None) -> float:
-        """Seconds of a collective along a mesh dimension; ``level=None``: over all ranks."""
-        hardware, ranks = (ctx.hardware, world) if level is None else ctx.along(level)
+    def link(kind: str, size_bytes: int = full, dim: MeshDim | None = None) -> float:
+        """Seconds of a collective along a mesh dimension; ``dim=None``: over all ranks."""
+        hardware, ranks = (ctx.hardware, world) if dim is None else ctx.along(dim)
         latency_seconds = hardware.collectives[kind].latency_seconds
         seconds = hardware.collective_seconds(kind, size_bytes, ranks) - spared * latency_seconds
-        if ctx.levels is None or level or (kind == "reduce_scatter" and ctx.uses_p2p):
+        if ctx.mesh_dims is None or dim or (kind == "reduce_scatter" and ctx.uses_p2p):
             return seconds
-        latency_seconds = legs_seconds(kind, 0, ctx)
-        return min(seconds, legs_seconds(kind, size_bytes, ctx) - spared * latency_seconds)
+        latency_seconds = stages_seconds(kind, 0, ctx)
+        return min(seconds, stages_seconds(kind, size_bytes, ctx) - spared * latency_seconds)
 
-    def busy(kind: str, size_bytes: int = full, level: MeshDim | None = None) -> float:
-        hardware, ranks = (ctx.hardware, world) if level is None else ctx.along(level)
+    def busy(kind: str, size_bytes: int = full, dim: MeshDim | None = None) -> float:
+        hardware, ranks = (ctx.hardware, world) if dim is None else ctx.along(dim)
         start_seconds = spared * hardware.collectives[kind].start_seconds
         return hardware.compute_overhead_seconds(kind, size_bytes, ranks) - start_seconds
 
@@ -70,19 +70,19 @@ def choices_of(parameter: Parameter, ctx: Context) -> list[Choice]:
         return ctx.hardware.update_seconds(state, 1)
 
     def sharded(
-        keep: Decision, again: Decision, ranks: int, level: MeshDim | None = None
+        keep: Decision, again: Decision, ranks: int, dim: MeshDim | None = None
     ) -> tuple[Choice, Choice]:
         """The two choices (keep gathered, regather) along a mesh dimension or over all ranks."""
-        part, gather = parameter.state_bytes(ranks), ("all_gather", full, level)
+        part, gather = parameter.state_bytes(ranks), ("all_gather", full, dim)
         reductions: list[tuple[str, int, MeshDim | None]] = []
         if trained:
             kinds = ["all_to_all"]
-            if level is None or not ctx.uses_p2p:  # with P2P, mesh dimensions lack this rate
+            if dim is None or not ctx.uses_p2p:  # with P2P, mesh dimensions lack this rate
                 kinds.insert(0, "reduce_scatter")
-            kind = min(kinds, key=lambda one: link(one, full, level))
-            reductions.append((kind, full, level))
-            if level is not None and ctx.levels is not None:
-                reductions.append(("all_reduce", parameter.shard_bytes(ranks), ctx.levels[0]))
+            kind = min(kinds, key=lambda one: link(one, full, dim))
+            reductions.append((kind, full, dim))
+            if dim is not None and ctx.mesh_dims is not None:
+                reductions.append(("all_reduce", parameter.shard_bytes(ranks), ctx.mesh_dims[0]))
         forward, backward = link(*gather), sum(link(*one) for one in reductions)
         computing = update(part) + sum(busy(*one) for one in (gather, *reductions))
         return (
@@ -93,8 +93,8 @@ def choices_of(parameter: Parameter, ctx: Context) -> list[Choice]:
     whole = parameter.state_bytes(1)
     reduce_whole, occupied = (link("all_reduce"), busy("all_reduce")) if trained else (0.0, 0.0)
     found = [Choice(Decision.REPLICATE, whole, 0.0, reduce_whole, update(whole) + occupied)]
-    if ctx.levels is not None and shardable(parameter.shape, ctx.levels[1].size):
-        inner = ctx.levels[1]
+    if ctx.mesh_dims is not None and shardable(parameter.shape, ctx.mesh_dims[1].size):
+        inner = ctx.mesh_dims[1]
         found += sharded(Decision.SHARD_HOST_KEEP, Decision.SHARD_HOST_REGATHER, inner.size, inner)
     if shardable(parameter.shape, world):
         found += sharded(Decision.SHARD_KEEP, Decision.SHARD_REGATHER, world)

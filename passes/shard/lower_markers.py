@@ -229,7 +229,7 @@ def scatter(
     part = reduce_rows(graph, target, packed, cut.ranks, group, purpose, copies=cut.copies)
     if not cut.between:
         return part
-    second = dataclasses.replace(purpose, leg=1)
+    second = dataclasses.replace(purpose, stage=1)
     start = start_collective(graph, ALL_REDUCE, (part, "sum", cut.between), second)
     return call(graph, WAIT, (start,), "reduced")
 

@@ -106,7 +106,7 @@ class Context:
     whole. None: the planner decides.
     ``param_dtype``, ``reduce_dtype``: for a graph without markers, the dtype in which parameters
     are read and the dtype in which gradients travel; None: their own.
-    ``levels``: the mesh dimensions of hierarchical collectives: outer (between hosts) and inner
+    ``mesh_dims``: the mesh dimensions of hierarchical collectives: outer (between hosts) and inner
     (within a host). Rank ``h * inner.size + g`` is the g-th rank of host h. None: the ranks are
     one flat group, or the profile has no rates along the dimensions.
     """
@@ -130,23 +130,23 @@ class Context:
     slices: tuple[tuple[str, int, int], ...] | None = None
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
-    levels: tuple[MeshDim, MeshDim] | None = None
+    mesh_dims: tuple[MeshDim, MeshDim] | None = None
 
     def network(self, group_name: str) -> tuple[Hardware, int]:
         """Rates of collectives on a process group, and its number of ranks."""
-        for level in self.levels or ():
-            if level.group_name == group_name:
-                return self.along(level)
+        for dim in self.mesh_dims or ():
+            if dim.group_name == group_name:
+                return self.along(dim)
         return self.hardware, self.world_size
 
-    def along(self, level: MeshDim) -> tuple[Hardware, int]:
+    def along(self, dim: MeshDim) -> tuple[Hardware, int]:
         """Rates of collectives along a mesh dimension, and its number of ranks."""
-        return self.hardware.along(level.name), level.size
+        return self.hardware.along(dim.name), dim.size
 
     @property
     def ranks_of_a_host(self) -> int | None:
         """Ranks along the inner mesh dimension; None: the ranks are one flat group."""
-        return None if self.levels is None else self.levels[1].size
+        return None if self.mesh_dims is None else self.mesh_dims[1].size
 
     def cut(self, decision: Decision) -> ShardLayout:
         """The shard layout of a parameter with this decision.
@@ -155,7 +155,7 @@ class Context:
         divided among the hosts first. So all layouts follow the dimensions of one mesh.
 
         Raises:
-            ValueError: if the decision is within hosts and ``levels`` is None.
+            ValueError: if the decision is within hosts and ``mesh_dims`` is None.
         """
         found = self._cuts.get(decision)
         if found is None:
@@ -170,20 +170,20 @@ class Context:
         if not decision.sharded:
             return ShardLayout(1, 0, self.group_name)
         if decision.within_host:
-            if self.levels is None:
+            if self.mesh_dims is None:
                 raise ValueError(
-                    f"{decision.name!r} needs a mesh of two levels (options={{'mesh': ...}}) and "
+                    f"{decision.name!r} needs a two-dimensional mesh (options={{'mesh': ...}}) and "
                     "a hardware profile with rates along both of them"
                 )
-            outer, inner = self.levels
+            outer, inner = self.mesh_dims
             place, names = self.rank % inner.size, (inner.group_name, outer.group_name)
             return ShardLayout(inner.size, place, names[0], between=names[1], copies=outer.size)
-        hosts = self.levels[0].size if self.levels and self.plan.within_hosts else 1
+        hosts = self.mesh_dims[0].size if self.mesh_dims and self.plan.within_hosts else 1
         return ShardLayout(self.world_size, self.rank, self.group_name, hosts=hosts)
 
     def cut_by(self, group_name: str) -> ShardLayout:
         """The shard layout of tensors gathered and scattered on a process group."""
-        within = self.levels is not None and group_name == self.levels[1].group_name
+        within = self.mesh_dims is not None and group_name == self.mesh_dims[1].group_name
         return self.cut(Decision.SHARD_HOST_REGATHER if within else Decision.SHARD_REGATHER)
 
     def parameter(self, name: str) -> Parameter:

@@ -135,7 +135,7 @@ _KNOWN_AS = {
     "replicate": "DDP",
     "shard_keep": "ZeRO-2",
     "shard_regather": "FSDP, ZeRO-3",
-    "shard_host_keep": "ZeRO-2 within each host of a mesh of two levels",
+    "shard_host_keep": "ZeRO-2 within each host of a two-dimensional mesh",
     "shard_host_regather": "HYBRID_SHARD, HSDP: the same within each host",
 }
 

@@ -77,24 +77,24 @@ class ParameterPlan:
 class Collective:
     """The purpose of a collective: its parameters, and whether it gathers or reduces.
 
-    ``leg``: the stage of a hierarchical collective, which runs along one mesh dimension after the
+    ``stage``: the stage of a hierarchical collective, which runs along one mesh dimension after the
     other (``passes/overlap/hierarchical_collectives.py``); 0: the first stage, or a flat
     collective.
     """
 
     names: tuple[str, ...]
     gathers: bool
-    leg: int = 0
+    stage: int = 0
 
     @property
     def label(self) -> str:
-        later = f", leg {self.leg + 1}" if self.leg else ""
+        later = f", stage {self.stage + 1}" if self.stage else ""
         return f"{'gather' if self.gathers else 'reduce'} {'+'.join(self.names)}{later}"
 
     @property
     def first(self) -> Collective:
         """The same collective's first stage."""
-        return dataclasses.replace(self, leg=0)
+        return dataclasses.replace(self, stage=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,7 +289,7 @@ class Plan:
         if self.world_size != world_size:
             return f"the plan is for {self.world_size} ranks, this run has {world_size}"
         if self.within_hosts and self.ranks_of_a_host != ranks_of_a_host:
-            mesh = "no mesh of two levels with rates along both"
+            mesh = "no two-dimensional mesh with rates along both"
             if ranks_of_a_host is not None:
                 mesh = f"hosts of {ranks_of_a_host}"
             return (
@@ -370,7 +370,7 @@ class Plan:
 
 def _served(collectives: Iterable[Collective]) -> list[tuple[bool, str]]:
     """All (gathers, parameter name) pairs, sorted; later stages are left out."""
-    return sorted((c.gathers, name) for c in collectives if c.leg == 0 for name in c.names)
+    return sorted((c.gathers, name) for c in collectives if c.stage == 0 for name in c.names)
 
 
 def _pairs(parameters: Any) -> list[tuple[str, Any]] | None:

@@ -1,4 +1,4 @@
-"""Plans of format 2, of version 0.1: a decision is one name."""
+"""Plans of format 2, of version 0.1: a decision is one name, a stage is called leg."""
 
 from __future__ import annotations
 
@@ -15,10 +15,21 @@ def of_format_2(data: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: for a decision that does not exist.
     """
-    rows = data.get("parameters")
-    if not isinstance(rows, list | tuple):
-        return dict(data)  # the caller names the field
-    return {**data, "parameters": [_row(row) for row in rows]}
+    found = dict(data)
+    rows, order = data.get("parameters"), data.get("order")
+    if isinstance(rows, list | tuple):  # else the caller names the field
+        found["parameters"] = [_row(row) for row in rows]
+    if isinstance(order, dict):
+        found["order"] = {
+            graph: [_collective(one) for one in collectives] for graph, collectives in order.items()
+        }
+    return found
+
+
+def _collective(data: Any) -> Any:
+    if not isinstance(data, dict) or "leg" not in data:
+        return data
+    return {name if name != "leg" else "stage": value for name, value in data.items()}
 
 
 def _row(row: Any) -> Any:

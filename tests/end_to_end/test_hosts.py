@@ -1,4 +1,4 @@
-"""Training on two hosts of two ranks: leg by leg, within hosts or flat, it equals one process."""
+"""Two hosts of two ranks train as one process: stage by stage, within hosts, or flat."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ SMALLER = 2
 NORM = 0.01
 
 
-def two_levels(rate: LinkRate) -> Hardware:
+def two_dimensions(rate: LinkRate) -> Hardware:
     """A profile with this rate along both dimensions of the mesh."""
     kinds = dict.fromkeys(SLOW.collectives, rate)
     return dataclasses.replace(SLOW, dimensions={"host": kinds, "gpu": kinds})
 
 
-#: Leg by leg is faster whatever the size; and slower.
-QUICK, TARDY = two_levels(LinkRate(1e-9, 1e-11)), two_levels(LinkRate(1.0, 1e-6))
+#: Stage by stage is faster whatever the size; and slower.
+QUICK, TARDY = two_dimensions(LinkRate(1e-9, 1e-11)), two_dimensions(LinkRate(1.0, 1e-6))
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
@@ -48,7 +48,7 @@ def batch(step: int, rank: int) -> torch.Tensor:
 class Found:
     """What training on a rank leaves.
 
-    ``apart``: how far all is from one process. ``later``: the plan's later legs by graph.
+    ``apart``: how far all is from one process. ``later``: the plan's later stages by graph.
     ``texts``: of the graphs, on the rank that writes them.
     """
 
@@ -108,7 +108,7 @@ def train(rank, world_size, hardware, decisions, steps, from_meta=False):
     pairs = zip(model.parameters(), alone.parameters(), strict=True)
     apart = max(apart, *((whole(p) - q).abs().max().item() for p, q in pairs))
     order = plan_of(model).order
-    later = {graph: sum(one.leg > 0 for one in all_of) for graph, all_of in order.items()}
+    later = {graph: sum(one.stage > 0 for one in all_of) for graph, all_of in order.items()}
     return Found(apart, later, texts, placements(model))
 
 
@@ -124,7 +124,7 @@ def _spoil_copies(model: nn.Module, rank: int) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_leg_by_leg_and_within_hosts_equals_one_process(four_ranks):
+def test_stage_by_stage_and_within_hosts_equals_one_process(four_ranks):
     results = four_ranks.run(train, QUICK, list(DECISIONS), SMALLER + 2)
     for found in results:
         assert found.apart < 1e-12
@@ -154,15 +154,15 @@ def on_what_is_measured(rank, world_size, hardware):
     options = {"mesh": mesh, "hardware": hardware}
     torch.compile(model, backend="osdp", options=options)(torch.randn(2, 64)).sum().backward()
     context = session_for(model).context
-    return context.levels, sorted(context.hardware.dimensions), context.world_size
+    return context.mesh_dims, sorted(context.hardware.dimensions), context.world_size
 
 
 def test_the_first_call_measures_along_both_dimensions(four_ranks):
-    for levels, dimensions, world_size in four_ranks.run(on_what_is_measured, None):
-        assert [(level.name, level.size) for level in levels] == [("host", 2), ("gpu", 2)]
+    for mesh_dims, dimensions, world_size in four_ranks.run(on_what_is_measured, None):
+        assert [(dim.name, dim.size) for dim in mesh_dims] == [("host", 2), ("gpu", 2)]
         assert dimensions == ["gpu", "host"] and world_size == 4
 
 
 def test_a_profile_without_the_dimensions_means_flat_collectives(four_ranks):
-    for levels, _, world_size in four_ranks.run(on_what_is_measured, SLOW):
-        assert levels is None and world_size == 4
+    for mesh_dims, _, world_size in four_ranks.run(on_what_is_measured, SLOW):
+        assert mesh_dims is None and world_size == 4

@@ -80,7 +80,7 @@ def planned_and_lowered(world_size, limit, hosts=1):
 )
 def test_the_graphs_that_are_lowered_are_those_that_were_planned_on(world_size, limit, hosts):
     plan, lowered = planned_and_lowered(world_size, limit, hosts)
-    assert any(one.leg for order in plan.order.values() for one in order) == (hosts > 1)
+    assert any(one.stage for order in plan.order.values() for one in order) == (hosts > 1)
     prediction = plan.prediction
     assert {graph: order for graph, (order, *_) in lowered.items()} == plan.order
     exposed = sum(simulation.exposed_seconds for *_, simulation in lowered.values())

@@ -135,13 +135,14 @@ def test_every_pass_on_the_way(osdp_graphs, world_size):
         for name in names
     ]
     texts = osdp_graphs(*words(), world_size=world_size, plan="shard_regather", after=after)
-    # Without levels, that pass leaves all as it is; a forward has no gradients to hoist.
-    idle = ["forward/hoist", "forward/levels", "backward/levels", "forward/split", "backward/split"]
+    # On a flat mesh, that pass leaves all as it is; a forward has no gradients to hoist.
+    idle = ["forward/hoist", "forward/hierarchical", "backward/hierarchical"]
+    idle += ["forward/split", "backward/split"]
     # Nothing is recomputed or saved by slices, and marks are no text.
     step = ("recompute", "save_slices", "lend")
     idle += [f"{graph}/{name}" for graph in ("forward", "backward") for name in step]
     assert sorted(texts) == sorted([*after, *idle])
-    assert texts["forward/levels"] == texts["forward/bucket"]
+    assert texts["forward/hierarchical"] == texts["forward/bucket"]
     assert texts["backward/recompute"] == texts["backward/lend"] == texts["backward/split"]
 
 
@@ -149,20 +150,20 @@ def test_every_pass_on_the_way(osdp_graphs, world_size):
 @pytest.mark.parametrize("plan", ["replicate", "shard_regather"])
 def test_a_step_on_hosts_of_four_ranks(osdp_graphs, plan, world_size):
     model = wide() if plan == "replicate" else words()
-    levels = {"host": world_size // 4, "gpu": 4}
+    mesh = {"host": world_size // 4, "gpu": 4}
     after = ["forward/reorder", "backward/reorder"]
-    texts = osdp_graphs(*model, world_size=world_size, plan=plan, levels=levels, after=after)
+    texts = osdp_graphs(*model, world_size=world_size, plan=plan, mesh=mesh, after=after)
     backward = texts["backward/reorder"]
-    assert "leg 2" in backward and "<host group>" in backward
+    assert "stage 2" in backward and "<host group>" in backward
     # The words' scale is one number: it goes all at once.
     assert ("<data-parallel group>" in backward) == (plan == "shard_regather")
 
 
 def test_a_step_sharded_within_hosts_of_eight(osdp_graphs):
-    levels = {"host": 128, "gpu": 8}
+    mesh = {"host": 128, "gpu": 8}
     after = ["forward/reorder", "backward/reorder"]
     texts = osdp_graphs(
-        *wide(), world_size=1024, plan="shard_host_regather", levels=levels, after=after
+        *wide(), world_size=1024, plan="shard_host_regather", mesh=mesh, after=after
     )
     forward, backward = (texts[name] for name in after)
     assert "<data-parallel group>" not in forward + backward
@@ -183,15 +184,15 @@ def test_the_planners_own_mix_under_a_limit(osdp_graphs, world_size):
 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize(
-    ("plan", "levels"),
+    ("plan", "on_hosts"),
     [("shard_regather", False), ("shard_regather", True), ("shard_host_regather", True)],
-    ids=["flat", "levels", "within hosts"],
+    ids=["flat", "hosts", "within hosts"],
 )
-def test_the_text_is_the_same_on_every_rank(world_size, plan, levels):
-    model, *args = wide() if levels else words()
-    mesh = {"host": world_size // 4, "gpu": 4} if levels else None
+def test_the_text_is_the_same_on_every_rank(world_size, plan, on_hosts):
+    model, *args = wide() if on_hosts else words()
+    mesh = {"host": world_size // 4, "gpu": 4} if on_hosts else None
     texts = [
-        trace_graphs(model, args, world_size=world_size, rank=rank, plan=plan, levels=mesh)
+        trace_graphs(model, args, world_size=world_size, rank=rank, plan=plan, mesh=mesh)
         for rank in (0, 1, world_size - 1)
     ]
     assert texts[0] == texts[1] == texts[2]

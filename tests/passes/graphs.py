@@ -79,12 +79,12 @@ def hardware(**changes: Any) -> Hardware:
     return Hardware(**{**fields, **changes})
 
 
-def two_levels(hosts: int, world_size: int) -> tuple[MeshDim, MeshDim]:
+def two_dimensions(hosts: int, world_size: int) -> tuple[MeshDim, MeshDim]:
     """The mesh dimensions of hosts with equal numbers of ranks."""
     return MeshDim("host", hosts, OUTER), MeshDim("gpu", world_size // hosts, INNER)
 
 
-def with_levels(given: Hardware, outer: LinkRate, inner: LinkRate) -> Hardware:
+def with_mesh_dims(given: Hardware, outer: LinkRate, inner: LinkRate) -> Hardware:
     """A profile with one rate for all collectives between hosts, and one within a host."""
     dimensions = {
         name: dict.fromkeys(given.collectives, rate)

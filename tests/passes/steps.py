@@ -19,7 +19,7 @@ from passes.annotate.annotate_costs import annotate
 from passes.graph.verifier import check
 from passes.ops.markers import REDUCE_GRAD, UNSHARD
 from passes.overlap.bucket_collectives import bucket
-from passes.overlap.hierarchical_collectives import levels
+from passes.overlap.hierarchical_collectives import hierarchical
 from passes.overlap.reorder_collectives import reorder
 from passes.shard.lower_markers import shard
 from passes.types.context import Context
@@ -99,7 +99,9 @@ class Step:
             deciding=self.deciding,
             limit_bytes=self.limit_bytes,
             hardware=self.hardware,
-            levels=graphs.two_levels(self.hosts, self.world_size) if self.hosts > 1 else None,
+            mesh_dims=graphs.two_dimensions(self.hosts, self.world_size)
+            if self.hosts > 1
+            else None,
         )
 
     def groups(self) -> dict[str, list[list[int]]]:
@@ -209,7 +211,7 @@ class Step:
 _F32 = torch.float32
 
 #: The passes from markers to a schedule, in order.
-LOWERING = (shard, bucket, levels, annotate, reorder)
+LOWERING = (shard, bucket, hierarchical, annotate, reorder)
 
 
 def assert_close(found: Sequence[Any], wanted: Sequence[Any]) -> None:

@@ -133,13 +133,13 @@ def test_tied_parameters_are_one_and_keyword_arguments_count():
     assert model.head.weight is model.embed.weight
 
 
-def test_a_mesh_of_two_levels_goes_leg_by_leg():
+def test_a_mesh_of_two_dimensions_goes_stage_by_stage():
     hardware = generic(dimensions=("host", "gpu"))
     plan = osdp_compile.plan(on_meta(), batch(), mesh={"host": 4, "gpu": 8}, hardware=hardware)
     assert plan.world_size == 32
-    assert any(one.leg for order in plan.order.values() for one in order)
+    assert any(one.stage for order in plan.order.values() for one in order)
     flat = osdp_compile.plan(on_meta(), batch(), mesh={"gpu": 32}, hardware=hardware)
-    assert not any(one.leg for order in flat.order.values() for one in order)
+    assert not any(one.stage for order in flat.order.values() for one in order)
 
 
 @pytest.mark.thorough

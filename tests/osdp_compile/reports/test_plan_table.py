@@ -148,14 +148,14 @@ def test_the_prediction_follows_the_table():
     assert plan_text(predicted).splitlines()[-2:] == prediction_lines(predicted)
     assert prediction_lines(plan(row("w"))) == []
     gather, reduce = Collective(("w",), True), Collective(("w",), False)
-    in_legs = predicted.replace(order={"forward": (gather, Collective(("w",), True, 1), reduce)})
-    line = "1 of 2 collectives over all ranks go leg by leg"
-    assert prediction_lines(in_legs)[2:] == [line]
+    in_stages = predicted.replace(order={"forward": (gather, Collective(("w",), True, 1), reduce)})
+    line = "1 of 2 collectives over all ranks go stage by stage"
+    assert prediction_lines(in_stages)[2:] == [line]
     # What is sharded within hosts is not over all ranks.
     local = row("v", decision=Decision.SHARD_HOST_KEEP)
     reductions = Collective(("v",), False), Collective(("v",), False, 1)
-    mixed = in_legs.replace(
-        parameters=(*in_legs.parameters, local), order={**in_legs.order, "backward": reductions}
+    mixed = in_stages.replace(
+        parameters=(*in_stages.parameters, local), order={**in_stages.order, "backward": reductions}
     )
     assert prediction_lines(mixed)[2:] == [line]
     assert "shard within" in plan_text(mixed)  # the rest may be in the next line

@@ -1,4 +1,4 @@
-"""Meshes: flat or of two levels, and which are refused. Fake ranks: nothing is communicated."""
+"""Meshes: flat or of two dimensions, and which are refused. Fake ranks: nothing is communicated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from osdp_compile.runtime.meshes import check_mesh, flat_mesh, groups_along, levels_of
+from osdp_compile.runtime.meshes import check_mesh, flat_mesh, groups_along, mesh_dims_of
 from osdp_compile.trace import fake_world
 from passes.types.context import MeshDim
 from passes.types.hardware import generic
@@ -16,7 +16,7 @@ def ranks_of(group: dist.ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-def test_a_mesh_of_two_levels_is_flat_in_the_order_of_its_ranks():
+def test_a_mesh_of_two_dimensions_is_flat_in_the_order_of_its_ranks():
     with fake_world(8, rank=5):
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("host", "gpu"))
         check_mesh(mesh)
@@ -39,7 +39,7 @@ def test_two_dimensions_of_a_larger_mesh():
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (4, 1)])
-def test_one_rank_along_a_dimension_is_no_level(shape):
+def test_one_rank_along_a_dimension_is_no_dimension(shape):
     with fake_world(4):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("host", "gpu"))
         assert flat_mesh(mesh, "cpu").size() == 4
@@ -47,15 +47,15 @@ def test_one_rank_along_a_dimension_is_no_level(shape):
 
 
 def test_levels_need_all_rates_along_both_dimensions():
-    levels = [MeshDim("host", 2, "hosts"), MeshDim("gpu", 4, "gpus")]
+    mesh_dims = [MeshDim("host", 2, "hosts"), MeshDim("gpu", 4, "gpus")]
     both = generic(dimensions=("host", "gpu"))
-    assert levels_of(levels, both, uses_p2p=False) == tuple(levels)
-    assert levels_of(levels, generic(), uses_p2p=False) is None
-    assert levels_of(levels, generic(dimensions=("host",)), uses_p2p=False) is None
+    assert mesh_dims_of(mesh_dims, both, uses_p2p=False) == tuple(mesh_dims)
+    assert mesh_dims_of(mesh_dims, generic(), uses_p2p=False) is None
+    assert mesh_dims_of(mesh_dims, generic(dimensions=("host",)), uses_p2p=False) is None
     del both.dimensions["gpu"]["reduce_scatter"]  # which messages do not need
-    assert levels_of(levels, both, uses_p2p=False) is None
-    assert levels_of(levels, both, uses_p2p=True) is not None
-    assert levels_of([], both, uses_p2p=True) is None
+    assert mesh_dims_of(mesh_dims, both, uses_p2p=False) is None
+    assert mesh_dims_of(mesh_dims, both, uses_p2p=True) is not None
+    assert mesh_dims_of([], both, uses_p2p=True) is None
 
 
 def test_ranks_out_of_order_are_refused():

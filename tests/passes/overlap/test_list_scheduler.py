@@ -12,12 +12,12 @@ from passes.simulate.memory import memory_of
 from passes.simulate.simulator import simulate
 from passes.types.plan import Collective
 from tests.passes.graphs import price
-from tests.passes.overlap import test_leg_schedule
+from tests.passes.overlap import test_stage_schedule
 from tests.passes.simulate.test_simulator import Priced
 
 
 class Flat(Priced):
-    """Collectives in one leg."""
+    """Collectives in one stage."""
 
     def collective(
         self, source: fx.Node, name: str, seconds: float, *, gathers: bool, memory_bytes: int = 0
@@ -30,7 +30,7 @@ class Flat(Priced):
 
 def scheduled(gm: fx.GraphModule, **changes: Any) -> str:
     """The order after ``reorder``: ``a`` starts a's collective, ``-a`` waits for it, ``k`` runs."""
-    return test_leg_schedule.scheduled(gm, **changes).replace("0", "")
+    return test_stage_schedule.scheduled(gm, **changes).replace("0", "")
 
 
 def gathers(kernel_seconds: float) -> fx.GraphModule:

@@ -17,7 +17,7 @@ from passes.capture.captured_step import Captured
 from passes.graph.fx_utils import COLLECTIVES, group_of, is_collective
 from passes.graph.metadata import COLLECTIVE
 from passes.overlap.bucket_collectives import bucket
-from passes.overlap.hierarchical_collectives import levels
+from passes.overlap.hierarchical_collectives import hierarchical
 from passes.overlap.reorder_collectives import order_of
 from passes.pipeline import default_passes
 from passes.plan.dynamic_program import Choice, choices_of
@@ -37,8 +37,8 @@ from tests.passes.graphs import (
     context,
     hardware,
     parameter,
-    two_levels,
-    with_levels,
+    two_dimensions,
+    with_mesh_dims,
 )
 from tests.passes.steps import LOWERING, Step, Weight, assert_close, steps
 
@@ -46,10 +46,10 @@ HOST_KEEP, HOST_AGAIN = Decision.SHARD_HOST_KEEP, Decision.SHARD_HOST_REGATHER
 KEEP, AGAIN, REPLICATE = Decision.SHARD_KEEP, Decision.SHARD_REGATHER, Decision.REPLICATE
 
 MANY = 1 << 20
-#: Between hosts and within one as between all ranks: what goes leg by leg is not faster.
-EVEN = with_levels(hardware(), LinkRate(1e-6, 1e-8), LinkRate(1e-6, 1e-8))
-#: Legs are always faster.
-LEGS = with_levels(
+#: Between hosts and within one as between all ranks: what goes stage by stage is not faster.
+EVEN = with_mesh_dims(hardware(), LinkRate(1e-6, 1e-8), LinkRate(1e-6, 1e-8))
+#: Stages are always faster.
+STAGED = with_mesh_dims(
     hardware(memory_bytes_per_second=1e12), LinkRate(1e-9, 1e-11), LinkRate(1e-9, 1e-11)
 )
 MIXED = Step(
@@ -94,10 +94,10 @@ def by_all_to_all(given: Hardware) -> Hardware:
     [
         (4, 2, 0, {}),
         (6, 2, 100, {"uses_p2p": True}),
-        (8, 2, 200, {"hardware": LEGS, "in_flight_bytes": 0}),
+        (8, 2, 200, {"hardware": STAGED, "in_flight_bytes": 0}),
         *more(
             (6, 3, MANY, {}),
-            (8, 4, MANY, {"uses_p2p": True, "hardware": LEGS}),
+            (8, 4, MANY, {"uses_p2p": True, "hardware": STAGED}),
             (6, 3, 100, {"hardware": by_all_to_all(EVEN)}),
         ),
     ],
@@ -113,7 +113,7 @@ def test_lowered_it_gives_what_the_markers_mean(world_size, hosts, bucket_bytes,
 
 
 @examples(10)
-@given_any(steps(hosts=2), st.sampled_from([EVEN, LEGS]))
+@given_any(steps(hosts=2), st.sampled_from([EVEN, STAGED]))
 def test_lowered_it_gives_what_the_markers_mean_in_any_step(step: Step, profile: Hardware):
     step = dataclasses.replace(step, hardware=profile)
     for found, wanted in zip(step.run(*LOWERING), step.run(), strict=True):
@@ -123,21 +123,21 @@ def test_lowered_it_gives_what_the_markers_mean_in_any_step(step: Step, profile:
 def test_gathers_stay_within_the_host_and_gradients_cross_as_parts():
     weights = (Weight((8,), decision=HOST_AGAIN), Weight((8,), decision=AGAIN))
     step = dataclasses.replace(MIXED, weights=weights, uses_p2p=True, again=False)
-    assert collectives(step, shard, bucket, levels) == [
+    assert collectives(step, shard, bucket, hierarchical) == [
         ("all_gather", INNER, "gather w0"),
         ("all_gather", GROUP, "gather w1"),
         ("all_to_all", GROUP, "reduce w1"),
         ("all_to_all", INNER, "reduce w0"),
-        ("all_reduce", OUTER, "reduce w0, leg 2"),
+        ("all_reduce", OUTER, "reduce w0, stage 2"),
     ]
 
 
 def test_each_collective_costs_what_its_dimension_takes_for_its_bytes():
     # 64 bytes on two hosts of two ranks: whole within a host, a half between hosts.
-    given = with_levels(hardware(), LinkRate(1.0, 3.0), LinkRate(2.0, 5.0))
+    given = with_mesh_dims(hardware(), LinkRate(1.0, 3.0), LinkRate(2.0, 5.0))
     weights = (Weight((16,), decision=HOST_KEEP),)
     step = dataclasses.replace(MIXED, weights=weights, hardware=given, uses_p2p=True)
-    nodes = step.lower(0, shard, bucket, levels, annotate).graph.nodes
+    nodes = step.lower(0, shard, bucket, hierarchical, annotate).graph.nodes
     assert [cost_of(node).seconds for node in nodes if is_collective(node)] == [
         2.0 + 5.0 * 64 / 2,
         2.0 + 5.0 * 64 / 2,
@@ -148,12 +148,12 @@ def test_each_collective_costs_what_its_dimension_takes_for_its_bytes():
 def test_what_is_cut_otherwise_shares_no_bucket():
     weights = [Weight((8,), decision=one) for one in (*DECISIONS, *DECISIONS)]
     step = dataclasses.replace(MIXED, weights=tuple(weights), bucket_bytes=MANY, again=False)
-    found = collectives(step, shard, bucket, levels)
+    found = collectives(step, shard, bucket, hierarchical)
     assert sorted(found) == [
         ("all_gather", GROUP, "gather w1+w2+w6+w7"),
         ("all_gather", INNER, "gather w3+w4+w8+w9"),
         ("all_reduce", GROUP, "reduce w5+w0"),
-        ("all_reduce", OUTER, "reduce w9+w8+w4+w3, leg 2"),
+        ("all_reduce", OUTER, "reduce w9+w8+w4+w3, stage 2"),
         ("reduce_scatter", GROUP, "reduce w7+w6+w2+w1"),
         ("reduce_scatter", INNER, "reduce w9+w8+w4+w3"),
     ]
@@ -166,16 +166,16 @@ def test_the_plans_order_is_followed():
     ctx = ctx.replace(plan=ctx.plan.replace(order={"forward": order}), deciding=False)
     for one in LOWERING:
         gm = one(gm, ctx)
-    assert order_of(gm.graph) == order and any(one.leg for one in order)
+    assert order_of(gm.graph) == order and any(one.stage for one in order)
 
 
-def on_levels(parameters: list[Parameter], decision: Decision, hosts: int, each: int) -> Context:
+def on_mesh(parameters: list[Parameter], decision: Decision, hosts: int, each: int) -> Context:
     return context(
         parameters,
         decision,
         world_size=hosts * each,
         hardware=EVEN,
-        levels=two_levels(hosts, hosts * each),
+        mesh_dims=two_dimensions(hosts, hosts * each),
     )
 
 
@@ -184,7 +184,7 @@ def on_levels(parameters: list[Parameter], decision: Decision, hosts: int, each:
 )
 def test_state_of_1024_ranks_on_128_hosts(decision, rows):
     # 1000 rows of 3 numbers: 125 rows on each of 8 ranks, one on each of 1024.
-    ctx = on_levels([parameter("w", (1000, 3))], decision, hosts=128, each=8)
+    ctx = on_mesh([parameter("w", (1000, 3))], decision, hosts=128, each=8)
     part = rows * 3 * 4
     assert state_bytes(ctx, ctx.plan) == {
         "parameters": part,
@@ -196,12 +196,12 @@ def test_state_of_1024_ranks_on_128_hosts(decision, rows):
 
 def test_the_choices_and_their_prices():
     outer, inner = LinkRate(0.0, 3e-6), LinkRate(0.0, 1e-6)
-    given = with_levels(hardware(update_seconds_per_byte=1e-12), outer, inner)
+    given = with_mesh_dims(hardware(update_seconds_per_byte=1e-12), outer, inner)
     flat = dict.fromkeys(given.collectives, LinkRate(0.0, 1.0))  # never
     given = dataclasses.replace(given, collectives=flat)
     weight = parameter("w", (1024, 4))
     full = 1024 * 4 * 4
-    ctx = on_levels([weight], REPLICATE, hosts=4, each=2).replace(hardware=given)
+    ctx = on_mesh([weight], REPLICATE, hosts=4, each=2).replace(hardware=given)
     found = {one.decision: one for one in choices_of(weight, ctx)}
     assert list(found) == [REPLICATE, HOST_KEEP, HOST_AGAIN, KEEP, AGAIN]
     # A half of it, and of what belongs to it, is on each rank of a host.
@@ -215,9 +215,9 @@ def test_the_choices_and_their_prices():
     frozen = dataclasses.replace(weight, requires_grad=False, optimizer_bytes=0)
     (*_, kept) = [one for one in choices_of(frozen, ctx) if one.decision is HOST_KEEP]
     assert kept.backward_seconds == 0.0
-    assert len(choices_of(weight, ctx.replace(levels=None))) == 3
+    assert len(choices_of(weight, ctx.replace(mesh_dims=None))) == 3
     # Eight numbers are enough for two ranks, and for 1024 they are not.
-    few = on_levels([], REPLICATE, hosts=512, each=2).replace(hardware=given)
+    few = on_mesh([], REPLICATE, hosts=512, each=2).replace(hardware=given)
     assert [one.decision for one in choices_of(parameter("b", (8,)), few)] == [
         REPLICATE,
         HOST_KEEP,
@@ -230,7 +230,7 @@ def step_on_a_slow_network_between_hosts() -> tuple[Captured, Context]:
     layers: list[nn.Module] = []
     for _ in range(3):
         layers += [nn.Linear(96, 96, bias=False), nn.GELU()]
-    given = with_levels(hardware(), LinkRate(1e-6, 1e-7), LinkRate(1e-6, 1e-9))
+    given = with_mesh_dims(hardware(), LinkRate(1e-6, 1e-7), LinkRate(1e-6, 1e-9))
     flat = dict.fromkeys(given.collectives, LinkRate(1e-6, 4e-7))  # four share what a host sends
     return capture_step(
         nn.Sequential(*layers),
@@ -238,7 +238,7 @@ def step_on_a_slow_network_between_hosts() -> tuple[Captured, Context]:
         world_size=8,
         hardware=dataclasses.replace(given, collectives=flat),
         uses_p2p=True,
-        levels=two_levels(2, 8),
+        mesh_dims=two_dimensions(2, 8),
     )
 
 

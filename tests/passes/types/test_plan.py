@@ -141,7 +141,9 @@ def test_a_plan_that_shards_within_hosts_fits_hosts_of_as_many_ranks_only():
     assert plan.mismatch(rows(model()), 8, 4) is None
     said = "the plan shards within hosts of 4 ranks, this run has "
     assert plan.mismatch(rows(model()), 8, 2) == said + "hosts of 2"
-    assert plan.mismatch(rows(model()), 8) == (said + "no mesh of two levels with rates along both")
+    assert plan.mismatch(rows(model()), 8) == (
+        said + "no two-dimensional mesh with rates along both"
+    )
     flat = Plan.uniform(model().named_parameters(), "shard_keep", world_size=8, ranks_of_a_host=4)
     assert flat.mismatch(rows(model()), 8, 2) is None and flat.mismatch(rows(model()), 8) is None
 
@@ -157,6 +159,9 @@ def test_a_plan_of_format_2_is_read():
     names = {"a": "shard_again", "b": "replicate", "up": "shard_again", "down": "shard_again"}
     for row in saved["parameters"]:
         row["decision"] = names[row["name"]]
+    for collectives in saved["order"].values():
+        for one in collectives:
+            one["leg"] = one.pop("stage")
     assert Plan.from_dict({**saved, "format": 2}) == a_plan()
     saved["parameters"][0]["decision"] = "shard_sometimes"
     with pytest.raises(ValueError, match="shard_sometimes"):
@@ -216,19 +221,19 @@ def test_a_saved_plan_loads_as_it_was(tmp_path):
     assert Plan.load(tmp_path / "bare.json") == bare
 
 
-def test_an_order_keeps_its_legs_and_one_that_was_saved_without_any_has_none():
-    first, second = Collective(("a", "b"), True), Collective(("a", "b"), True, leg=1)
+def test_an_order_keeps_its_stages_and_one_that_was_saved_without_any_has_none():
+    first, second = Collective(("a", "b"), True), Collective(("a", "b"), True, stage=1)
     plan = a_plan().replace(order={"forward": (first, second)})
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
-    assert second.first == first and second.label == "gather a+b, leg 2"
+    assert second.first == first and second.label == "gather a+b, stage 2"
     saved = a_plan().replace(order={"forward": (first,)}).to_dict()
     for one in saved["order"]["forward"]:
-        del one["leg"]
+        del one["stage"]
     assert Plan.from_dict(saved).order == {"forward": (first,)}
 
 
-def test_an_order_is_found_whether_the_graph_has_legs_or_not():
-    first, second = Collective(("a",), True), Collective(("a",), True, leg=1)
+def test_an_order_is_found_whether_the_graph_has_stages_or_not():
+    first, second = Collective(("a",), True), Collective(("a",), True, stage=1)
     plan = a_plan().replace(order={"forward": (first, second)})
     for graph in ([first], [first, second]):
         assert plan.order_for("forward", graph) == (first, second)

@@ -1,7 +1,7 @@
-"""Hosts of several ranks behind one link each: collectives leg by leg beside flat ones.
+"""Hosts of several ranks behind one link each: collectives stage by stage beside flat ones.
 
-    sudo python -m benchmarks.levels                 # two hosts of two ranks, 400 Mbit/s a host
-    sudo python -m benchmarks.levels --limit 110MiB  # within which osdp may shard within hosts
+    sudo python -m benchmarks.two_dimensions    # two hosts of two ranks, 400 Mbit/s a host
+    sudo python -m benchmarks.two_dimensions --limit 110MiB    # osdp may shard within hosts
 
 The same GPT is trained by DDP and by osdp, over a mesh with one dimension and with two, in turns
 (``--repeats``): quote ratios. Ranks of a host reach each other without the limit; what they send
@@ -22,7 +22,7 @@ from benchmarks.launch import measure_on
 from benchmarks.train import Work
 
 #: What is measured, by the name that benchmarks.peers has for it.
-WAYS = {"DDP": "DDP", "osdp, flat": "osdp", "osdp, two levels": "osdp on levels"}
+WAYS = {"DDP": "DDP", "osdp, flat": "osdp", "osdp, two dimensions": "osdp on hosts"}
 
 
 def measure(

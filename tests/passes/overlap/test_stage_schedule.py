@@ -1,4 +1,4 @@
-"""When legs start and are waited for, and how long that takes, worked out by hand."""
+"""When stages start and are waited for, and how long that takes, worked out by hand."""
 
 from __future__ import annotations
 
@@ -16,25 +16,30 @@ from tests.passes.graphs import INNER, OUTER, context, price
 from tests.passes.simulate.test_simulator import Priced
 
 
-class InLegs(Priced):
+class InStages(Priced):
     """A gather takes 4 s between hosts and then 2 s within one; a reduction the other way round."""
 
     def collective(
-        self, source: fx.Node, name: str, *, gathers: bool, bytes_of_legs: tuple[int, int] = (0, 0)
+        self,
+        source: fx.Node,
+        name: str,
+        *,
+        gathers: bool,
+        bytes_of_stages: tuple[int, int] = (0, 0),
     ) -> fx.Node:
-        """A collective's two legs, each waited for on the spot; the last wait."""
+        """A collective's two stages, each waited for on the spot; the last wait."""
         found = source
         between, within = (OUTER, 4.0), (INNER, 2.0)
-        legs = (between, within) if gathers else (within, between)
-        for leg, (group, seconds) in enumerate(legs):
-            start = self.gather(found, seconds, bytes_of_legs[leg], group)
-            start.meta[COLLECTIVE] = Collective((name,), gathers, leg)
+        stages = (between, within) if gathers else (within, between)
+        for stage, (group, seconds) in enumerate(stages):
+            start = self.gather(found, seconds, bytes_of_stages[stage], group)
+            start.meta[COLLECTIVE] = Collective((name,), gathers, stage)
             found = self.wait(start)
         return found
 
 
 def scheduled(gm: fx.GraphModule, **changes: Any) -> str:
-    """The order after ``reorder``, in short: ``a0`` starts a's first leg, ``-a0`` waits for it."""
+    """The order after ``reorder``: ``a0`` starts a's first stage, ``-a0`` waits for it."""
     reorder(gm, context(**{"deciding": True, **changes}))
     return in_short(gm)
 
@@ -42,7 +47,7 @@ def scheduled(gm: fx.GraphModule, **changes: Any) -> str:
 def in_short(gm: fx.GraphModule) -> str:
     def name(start: fx.Node) -> str:
         purpose = start.meta[COLLECTIVE]
-        return f"{purpose.names[0]}{purpose.leg}"
+        return f"{purpose.names[0]}{purpose.stage}"
 
     found = []
     for node in gm.graph.nodes:
@@ -57,7 +62,7 @@ def in_short(gm: fx.GraphModule) -> str:
 
 def three_gathers() -> fx.GraphModule:
     """A kernel of 3 s, and three of 1 s that use a, b and c."""
-    b = InLegs()
+    b = InStages()
     weights = [b.tensor(name, static=True) for name in "abc"]
     state = b.kernel(b.tensor("x"), seconds=3.0)
     for name, weight in zip("abc", weights, strict=True):
@@ -69,12 +74,12 @@ def three_gathers() -> fx.GraphModule:
 IN_TURN = "a0 b0 k c0 -a0 a1 -a1 k -b0 b1 -b1 k -c0 c1 -c1 k"
 
 
-def test_one_gathers_second_leg_runs_beside_the_next_ones_first():
+def test_one_gathers_second_stage_runs_beside_the_next_ones_first():
     gm = three_gathers()
     assert scheduled(gm) == IN_TURN
     found = simulate(gm.graph)
     times = {
-        (node.meta[COLLECTIVE].names[0], node.meta[COLLECTIVE].leg): (
+        (node.meta[COLLECTIVE].names[0], node.meta[COLLECTIVE].stage): (
             found.start[node],
             found.end[node],
         )
@@ -100,8 +105,8 @@ def test_the_plans_order_gives_the_same_schedule_again():
     assert scheduled(again, plan=ctx.plan.replace(order=order), deciding=False) == IN_TURN
 
 
-def test_a_leg_that_has_ended_is_waited_for_at_the_next_kernel_and_the_next_leg_started():
-    b = InLegs()
+def test_a_stage_that_has_ended_is_waited_for_at_the_next_kernel_and_the_next_stage_started():
+    b = InStages()
     weight = b.tensor("a", static=True)
     state = b.kernel(b.tensor("x"), seconds=5.0)
     state = b.kernel(state, seconds=3.0)
@@ -113,7 +118,7 @@ def test_a_leg_that_has_ended_is_waited_for_at_the_next_kernel_and_the_next_leg_
 
 def gradients() -> fx.GraphModule:
     """Gradients a and b are ready after 1 s and 2 s; 9 s of computing follow, in three kernels."""
-    b = InLegs()
+    b = InStages()
     first = b.kernel(b.tensor("x"), seconds=1.0)
     reduced = [b.collective(first, "a", gathers=False)]
     second = b.kernel(first, seconds=1.0)
@@ -124,7 +129,7 @@ def gradients() -> fx.GraphModule:
     return b.finish(last, *reduced)
 
 
-def test_a_gradients_second_leg_starts_at_the_kernel_after_its_first():
+def test_a_gradients_second_stage_starts_at_the_kernel_after_its_first():
     gm = gradients()
     # a: within its host from 1 to 3. b waits for that network from 2, and is there at 5. Between
     # hosts a runs from 5, the end of the kernel that began at 2, to 9; b after it until 13.
@@ -133,31 +138,31 @@ def test_a_gradients_second_leg_starts_at_the_kernel_after_its_first():
     assert (found.step_seconds, found.exposed_seconds) == (13.0, 2.0)
 
 
-def test_where_nothing_may_be_in_flight_all_legs_run_on_the_spot():
+def test_where_nothing_may_be_in_flight_all_stages_run_on_the_spot():
     assert scheduled(three_gathers(), limit_bytes=0, base_bytes=1) == (
         "k a0 -a0 a1 -a1 k b0 -b0 b1 -b1 k c0 -c0 c1 -c1 k"
     )
     assert scheduled(gradients(), in_flight_bytes=0) == "k a0 -a0 a1 -a1 k b0 -b0 b1 -b1 k k k"
 
 
-def test_one_collective_in_flight_is_all_of_its_legs():
-    # One gather may be ahead, whatever the plan's limit; a leg of the next one would be a second.
+def test_one_collective_in_flight_is_all_of_its_stages():
+    # One gather may be ahead, whatever the plan's limit; a stage of the next one would be a second.
     assert scheduled(three_gathers(), in_flight_bytes=0) == (
         "a0 k -a0 a1 -a1 b0 k -b0 b1 -b1 c0 k -c0 c1 -c1 k"
     )
 
 
-def test_a_second_leg_for_which_there_is_no_room_waits_until_it_is_needed():
+def test_a_second_stage_for_which_there_is_no_room_waits_until_it_is_needed():
     def step() -> fx.GraphModule:
-        b = InLegs()
+        b = InStages()
         weight = b.tensor("a", static=True)
         state = b.kernel(b.tensor("x"), seconds=5.0, memory_bytes=10)
         state = b.kernel(state, seconds=3.0, memory_bytes=40)
-        whole = b.collective(weight, "a", gathers=True, bytes_of_legs=(5, 40))
+        whole = b.collective(weight, "a", gathers=True, bytes_of_stages=(5, 40))
         return b.finish(b.kernel(state, whole, seconds=1.0, memory_bytes=10))
 
     assert scheduled(step(), limit_bytes=200) == "a0 k -a0 a1 k -a1 k"
-    # While the second kernel runs 50 are alive, and the first leg's 5; at the last one 95.
+    # While the second kernel runs 50 are alive, and the first stage's 5; at the last one 95.
     gm = step()
     assert scheduled(gm, limit_bytes=95) == "a0 k -a0 k a1 -a1 k"
     assert simulate(gm.graph).peak_bytes <= 95
