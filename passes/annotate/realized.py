@@ -55,8 +55,8 @@ def _numel(node: fx.Node) -> int:
     return numel_of(value) if isinstance(value, torch.Tensor) else 0
 
 
-class _Bodies:
-    """What Inductor computes inside one loop, and which results it realizes.
+class _Realized:
+    """Which results of fused nodes Inductor realizes, computed on demand.
 
     ``fused``: whether a node is computed in a fused kernel, by index in graph order.
     """
@@ -66,36 +66,46 @@ class _Bodies:
         self.fused = fused
         self.on_cpu = on_cpu
         self.thresholds: RealizeThresholds = realize_thresholds("cpu" if on_cpu else "cuda")
-        self.realized = [False] * len(dataflow.nodes)
-        self._walk()
-
-    def _walk(self) -> None:
-        dataflow, writer = self.dataflow, self.dataflow.writer
         # What computes a fused node: loads and operators. Those behind a view are others than
         # those without it, because Inductor tells them apart by the elements that they are for.
-        loads: dict[int, frozenset[Hashable]] = {}
-        operators: dict[int, frozenset[Hashable]] = {}
-        heavy: set[int] = set()
-        for index, fused in enumerate(self.fused):
-            if not fused:
+        self._loads: dict[int, frozenset[Hashable]] = {}
+        self._operators: dict[int, frozenset[Hashable]] = {}
+        self._heavy: set[int] = set()
+        self._known: dict[int, bool] = {}
+
+    def __contains__(self, index: int) -> bool:
+        stack = [index]
+        while stack:
+            top = stack[-1]
+            if top in self._known:
+                stack.pop()
                 continue
-            own_loads: set[Hashable] = set()
-            own: set[Hashable] = set() if dataflow.traits[index].getitem else {index}
-            is_heavy = _is_heavy(dataflow.nodes[index].target)
-            for source in dataflow.inputs[index]:
-                root = writer[source]
-                if root not in operators or self.realized[root]:
-                    own_loads.add(source)
-                    continue
-                is_heavy = is_heavy or root in heavy
-                for inlined, all_ in ((loads[root], own_loads), (operators[root], own)):
-                    all_ |= inlined if source == root else {(source, one) for one in inlined}
-            loads[index], operators[index] = frozenset(own_loads), frozenset(own)
-            if is_heavy and self.on_cpu:
-                heavy.add(index)
-            self.realized[index] = self._is_realized(
-                index, len(own_loads), len(own), index in heavy
-            )
+            roots = (self.dataflow.writer[source] for source in self.dataflow.inputs[top])
+            missing = [root for root in roots if self.fused[root] and root not in self._known]
+            if missing:
+                stack += missing
+                continue
+            self._known[top] = self._compute(stack.pop())
+        return self._known[index]
+
+    def _compute(self, index: int) -> bool:
+        """Whether a node is realized; all of its inputs are known."""
+        dataflow = self.dataflow
+        loads: set[Hashable] = set()
+        operators: set[Hashable] = set() if dataflow.traits[index].getitem else {index}
+        heavy = self.on_cpu and _is_heavy(dataflow.nodes[index].target)
+        for source in dataflow.inputs[index]:
+            root = dataflow.writer[source]
+            if self._known.get(root, True):
+                loads.add(source)
+                continue
+            heavy = heavy or root in self._heavy
+            for inlined, own in ((self._loads[root], loads), (self._operators[root], operators)):
+                own |= inlined if source == root else {(source, one) for one in inlined}
+        self._loads[index], self._operators[index] = frozenset(loads), frozenset(operators)
+        if heavy:
+            self._heavy.add(index)
+        return self._is_realized(index, len(loads), len(operators), heavy)
 
     def _is_realized(self, index: int, loads: int, operators: int, heavy: bool) -> bool:
         nodes = self.dataflow.nodes
@@ -160,7 +170,7 @@ def read_elsewhere(dataflow: Dataflow, fused: list[bool], on_cpu: bool) -> set[i
     ``fused``: whether a node is computed in a fused kernel, by index in graph order. A kernel on a
     CPU keeps no result of a reduction for the elements that were reduced; one on a GPU does.
     """
-    realized = _Bodies(dataflow, fused, on_cpu).realized
+    realized = _Realized(dataflow, fused, on_cpu)
     nodes = dataflow.nodes
     last = len(nodes) - 1
     loops: dict[int, frozenset[Loop]] = {}  # that compute a fused node
@@ -173,12 +183,14 @@ def read_elsewhere(dataflow: Dataflow, fused: list[bool], on_cpu: bool) -> set[i
             *(loops[reader] for reader in readers if reader in loops)
         )
         own: frozenset[Loop] = frozenset((_numel(node),))
-        home = own
-        if is_reduction(node):
-            loops[index] = frozenset((_reduction_loop(node),))
-            home = own if on_cpu else own | loops[index]
-        else:
-            loops[index] = own if realized[index] or not elsewhere else elsewhere
-        if realized[index] and elsewhere - home and isinstance(node.meta["val"], torch.Tensor):
+        source = nodes[dataflow.inputs[index][0]] if dataflow.traits[index].getitem else node
+        reduces = is_reduction(source)
+        loops[index] = frozenset((_reduction_loop(source),)) if reduces else own
+        home = own if on_cpu else own | loops[index]
+        if elsewhere <= home:
+            continue
+        if index not in realized:
+            loops[index] = elsewhere
+        elif isinstance(node.meta["val"], torch.Tensor):
             found.add(index)
     return found

@@ -6,7 +6,9 @@ returns them.
 
 from __future__ import annotations
 
-from torch import fx
+from torch import fx, nn
+
+from passes.graph.fx_utils import module_of
 
 _FORWARD, _BACKWARD = "forward_graph", "backward_graph"
 
@@ -15,7 +17,10 @@ def step_module(forward: fx.GraphModule, backward: fx.GraphModule) -> fx.GraphMo
     """A module with the two graphs as children."""
     graph = fx.Graph()
     graph.output(tuple(graph.get_attr(name) for name in (_FORWARD, _BACKWARD)))
-    return fx.GraphModule({_FORWARD: forward, _BACKWARD: backward}, graph)
+    owner = nn.Module()
+    owner.add_module(_FORWARD, forward)
+    owner.add_module(_BACKWARD, backward)
+    return module_of(owner, graph)
 
 
 def graphs_of(step: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
