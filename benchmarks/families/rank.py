@@ -102,7 +102,10 @@ def _wrap(trial: Trial, family: Family, way: str, options: dict[str, Any]) -> Wr
         def ddp(module: nn.Module) -> nn.Module:
             # As with FSDP2 and osdp, each rank has batch norm statistics of its own.
             return DistributedDataParallel(
-                module, find_unused_parameters=trial.unused, broadcast_buffers=False
+                module,
+                find_unused_parameters=trial.unused and not trial.static,
+                static_graph=trial.static,
+                broadcast_buffers=False,
             )
 
         return ddp

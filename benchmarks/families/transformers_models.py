@@ -317,11 +317,10 @@ def build(
 
 def _trial(model_type: str, class_name: str, batch: Batch, prepare: Any = None) -> Trial:
     model = build(model_type, class_name, prepare)
-    return Trial(model, batch, _own_loss, unused=model_type not in _BACKWARDS_OF_THEIR_OWN)
+    return Trial(model, batch, _own_loss, static=model_type in _BACKWARDS_OF_THEIR_OWN)
 
 
-#: Their reversible layers call backward inside a backward, where DDP's search for unused parameters
-#: counts them twice.
+#: Their reversible layers call backward inside a backward, which DDP allows in a static graph only.
 _BACKWARDS_OF_THEIR_OWN = ("reformer",)
 
 

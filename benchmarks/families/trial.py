@@ -47,6 +47,7 @@ class Trial:
     ``parts``: modules that osdp compiles one by one, each in place; none: the whole model. DDP
     wraps the whole model either way.
     ``unused``: DDP must look for parameters without a gradient.
+    ``static``: DDP must take the graph of the first step as that of all steps.
     ``micro_batches``: backwards before each optimizer step; ``batch`` is then called with a third
     argument, the number of the micro-batch.
     """
@@ -56,6 +57,7 @@ class Trial:
     loss: Callable[[Any, Any], Tensor]
     parts: Sequence[nn.Module] = ()
     unused: bool = True
+    static: bool = False
     micro_batches: int = 1
 
     def train(self, wrap: Wrap, rank: int, steps: int = STEPS) -> Iterator[Step]:
