@@ -5,6 +5,8 @@ No other file in ``passes/`` imports from ``torch._*``.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +20,7 @@ from torch._functorch._aot_autograd.descriptors import (  # noqa: F401
     InputMutationAOTOutput,
 )
 
-# 2.13.0, 2.15.0: thresholds of `StorageBox.should_realize_on_reuse`.
+# 2.11.0 to 2.15.0: thresholds of `StorageBox.should_realize_on_reuse`.
 from torch._inductor import config as _inductor_settings
 
 # 2.11.0, 2.13.0, 2.15.0: the partitioner's wrappers that run a random operator twice with the
@@ -44,11 +46,13 @@ class RealizeThresholds(NamedTuple):
 
     ``reads``: buffers that a result with several users reads; ``accumulated_reads``: the same of
     any result. ``operators``: operators that compute a result, loads included.
+    ``broadcast_is_use``: whether ``reads`` also holds for a result with one user that is larger.
     """
 
     reads: int
     accumulated_reads: int
     operators: int
+    broadcast_is_use: bool
 
 
 RUN_AND_SAVE_RNG_STATE = run_and_save_rng_state
@@ -113,4 +117,15 @@ def realize_thresholds(device_type: str) -> RealizeThresholds:
     if operators is None:
         names = "realize_cpu_opcount_threshold", "_realize_opcount_threshold_default"
         operators = getattr(settings, names[not on_cpu])
-    return RealizeThresholds(settings.realize_reads_threshold, reads, operators)
+    return RealizeThresholds(
+        settings.realize_reads_threshold, reads, operators, _broadcast_is_use()
+    )
+
+
+@functools.cache
+def _broadcast_is_use() -> bool:
+    # 2.11.0 to 2.15.0: imported here, because it takes a second. 2.13.0 and later tell the two
+    # apart by this argument.
+    from torch._inductor.ir import StorageBox
+
+    return "graph_reuse" not in inspect.signature(StorageBox.should_realize_on_reuse).parameters

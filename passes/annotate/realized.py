@@ -117,10 +117,10 @@ class _Realized:
         # Inductor counts loads as operators.
         if loads > most.accumulated_reads or operators + loads > most.operators:
             return True
-        if heavy and self._is_broadcast(index):
+        is_dear = heavy or loads > most.reads
+        if (heavy or (most.broadcast_is_use and is_dear)) and self._is_broadcast(index):
             return True
-        users = self._most_users(node)
-        return users > 1 and (heavy or loads > most.reads)
+        return is_dear and self._most_users(node) > 1
 
     def _most_users(self, node: fx.Node) -> int:
         """The most users of a node or of one of its views: Inductor counts them one by one."""
