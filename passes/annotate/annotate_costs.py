@@ -21,6 +21,7 @@ import functools
 import torch
 from torch import fx
 
+from passes.annotate.collectives import cost_on
 from passes.annotate.flops import flops_of
 from passes.annotate.fusion_regions import NO_REGION, materialized, regions
 from passes.annotate.workspace import workspace_bytes
@@ -187,16 +188,15 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         is_real = real[index]
         memory_bytes = -(-own_bytes // align) * align if is_real else 0
         if traits.collective:
-            network, ranks = ctx.network(group_of(node))
             kind, full_bytes = COLLECTIVES[node.target], collective_full_bytes(node)
             staged_bytes = full_bytes if kind in ctx.staged else 0
-            what = kind, full_bytes, ranks
+            cost = cost_on(kind, full_bytes, ctx, group_of(node))
             meta[COST] = Cost(
                 memory_bytes=0 if node.target is ALL_REDUCE else memory_bytes,
                 workspace_bytes=-(-staged_bytes // align) * align,
-                seconds=network.collective_seconds(*what),
-                compute_overhead_seconds=network.compute_overhead_seconds(*what),
-                start_delay_seconds=network.start_delay_seconds(kind, ranks),
+                seconds=cost.seconds,
+                compute_overhead_seconds=cost.overhead_seconds,
+                start_delay_seconds=cost.start_delay_seconds,
                 serves=names,
             )
             continue

@@ -31,10 +31,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from torch import fx
 
 from passes.annotate.annotate_costs import annotate, cost_of, stands_alone
+from passes.annotate.collectives import cost_on
 from passes.capture.captured_step import Captured
 from passes.graph.fx_utils import bytes_of, copy_module, is_alias, is_getitem, positions, root_of
 from passes.graph.op_traits import effective_users
-from passes.ops.markers import UNSHARD
+from passes.ops.markers import UNSHARD, unshards
 from passes.recompute.recompute_activations import PartitionBoundary, keys_of
 from passes.types.context import Context, Phase
 
@@ -242,11 +243,9 @@ def _returned(forward: fx.Graph, cut: PartitionBoundary) -> list[fx.Node]:
 def _seconds_of(forward: fx.Graph, ctx: Context) -> dict[fx.Node, float]:
     """Seconds to run each operator once more, and to regather each weight."""
     found = {node: cost_of(node).seconds for node in forward.nodes}
-    latency_seconds = ctx.hardware.collectives["all_gather"].latency_seconds
-    for node in forward.find_nodes(op="call_function", target=UNSHARD):
-        size_bytes = bytes_of(node.meta["val"])
-        seconds = ctx.hardware.collective_seconds("all_gather", size_bytes, ctx.world_size)
-        found[node] = seconds - latency_seconds  # a gather shares its bucket's latency
+    for node in unshards(forward):
+        cost = cost_on("all_gather", bytes_of(node.meta["val"]), ctx)
+        found[node] = cost.seconds - cost.latency_seconds  # a gather shares its bucket's latency
     return found
 
 

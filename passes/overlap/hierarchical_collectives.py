@@ -37,6 +37,7 @@ import torch
 from torch import fx
 
 from passes.annotate.annotate_costs import collective_full_bytes
+from passes.annotate.collectives import cost_on, costs_in_stages
 from passes.graph.fx_utils import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -84,50 +85,16 @@ def hierarchical(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     return gm
 
 
-def stages_of(kind: str, full_bytes: int, ctx: Context) -> list[tuple[str, MeshDim, int]]:
-    """The stages of a hierarchical collective: (kind, mesh dimension, full bytes) of each.
-
-    ``kind``, ``full_bytes``: of the flat collective, as in ``Hardware.collective_seconds``.
-    """
-    assert ctx.mesh_dims is not None
-    outer, inner = ctx.mesh_dims
-    part_bytes = full_bytes // inner.size
-    if kind == "all_gather":
-        return [(kind, outer, part_bytes), (kind, inner, full_bytes)]
-    if kind == "all_reduce":
-        scatter = "all_to_all" if ctx.uses_p2p else "reduce_scatter"
-        return [
-            (scatter, inner, full_bytes),
-            (kind, outer, part_bytes),
-            ("all_gather", inner, full_bytes),
-        ]
-    return [(kind, inner, full_bytes), (kind, outer, part_bytes)]
-
-
-def stages_seconds(kind: str, full_bytes: int, ctx: Context) -> float:
-    """Seconds of all stages in sequence, without copies."""
-    return sum(
-        ctx.hardware.along(dim.name).collective_seconds(stage, size_bytes, dim.size)
-        for stage, dim, size_bytes in stages_of(kind, full_bytes, ctx)
-    )
-
-
 def _pays(start: fx.Node, ctx: Context) -> bool:
     """Whether the stages and their copies take less time than the flat collective.
 
     The compute overhead counts on both sides: every stage has its own start.
     """
     kind, full_bytes = COLLECTIVES[start.target], collective_full_bytes(start)
-    flat = kind, full_bytes, ctx.world_size
-    flat_seconds = ctx.hardware.collective_seconds(*flat) + ctx.hardware.compute_overhead_seconds(
-        *flat
-    )
-    compute_overhead_seconds = sum(
-        ctx.hardware.along(dim.name).compute_overhead_seconds(stage, size_bytes, dim.size)
-        for stage, dim, size_bytes in stages_of(kind, full_bytes, ctx)
-    )
+    flat_seconds = cost_on(kind, full_bytes, ctx).total_seconds
+    stages = costs_in_stages(kind, full_bytes, ctx)
     copied = _copied_bytes(start, full_bytes, ctx) / ctx.hardware.memory_bytes_per_second
-    return stages_seconds(kind, full_bytes, ctx) + compute_overhead_seconds + copied < flat_seconds
+    return sum(cost.total_seconds for cost in stages) + copied < flat_seconds
 
 
 def _copied_bytes(start: fx.Node, full_bytes: int, ctx: Context) -> int:

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from passes.annotate.collectives import cost_on, stages_seconds
 from passes.overlap.bucket_collectives import bucket_bytes_for
-from passes.overlap.hierarchical_collectives import stages_seconds
 from passes.types.context import Context, MeshDim, Parameter
 from passes.types.decision import DECISIONS, Decision
 from passes.types.plan import shardable
@@ -53,18 +53,16 @@ def choices_of(parameter: Parameter, ctx: Context) -> list[Choice]:
 
     def link(kind: str, size_bytes: int = full, dim: MeshDim | None = None) -> float:
         """Seconds of a collective along a mesh dimension; ``dim=None``: over all ranks."""
-        hardware, ranks = (ctx.hardware, world) if dim is None else ctx.along(dim)
-        latency_seconds = hardware.collectives[kind].latency_seconds
-        seconds = hardware.collective_seconds(kind, size_bytes, ranks) - spared * latency_seconds
+        cost = cost_on(kind, size_bytes, ctx, dim)
+        seconds = cost.seconds - spared * cost.latency_seconds
         if ctx.mesh_dims is None or dim or (kind == "reduce_scatter" and ctx.uses_p2p):
             return seconds
         latency_seconds = stages_seconds(kind, 0, ctx)
         return min(seconds, stages_seconds(kind, size_bytes, ctx) - spared * latency_seconds)
 
     def busy(kind: str, size_bytes: int = full, dim: MeshDim | None = None) -> float:
-        hardware, ranks = (ctx.hardware, world) if dim is None else ctx.along(dim)
-        start_seconds = spared * hardware.collectives[kind].start_seconds
-        return hardware.compute_overhead_seconds(kind, size_bytes, ranks) - start_seconds
+        cost = cost_on(kind, size_bytes, ctx, dim)
+        return cost.overhead_seconds - spared * cost.start_seconds
 
     def update(state: int) -> float:
         return ctx.hardware.update_seconds(state, 1)

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.annotate.collectives import by_all_to_all
 from passes.graph.fx_utils import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -267,14 +268,3 @@ def reduce_rows(
 def _finish(node: fx.Node, by: fx.Node) -> None:
     by.meta[GRADIENT_OF] = reduce_grad_of(node).name
     _replace(node, by)
-
-
-def by_all_to_all(full_bytes: int, group: str, ctx: Context) -> bool:
-    """Whether an all-to-all and a local sum are faster than a reduce-scatter."""
-    if ctx.uses_p2p:
-        return True
-    hardware, ranks = ctx.network(group)
-    scatter_seconds = hardware.collective_seconds("reduce_scatter", full_bytes, ranks)
-    exchange_seconds = hardware.collective_seconds("all_to_all", full_bytes, ranks)
-    local_sum = full_bytes * (1 + 1 / ranks) / hardware.memory_bytes_per_second
-    return exchange_seconds + local_sum < scatter_seconds

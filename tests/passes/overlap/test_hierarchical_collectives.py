@@ -10,11 +10,12 @@ from hypothesis import given as given_any
 from torch import fx, nn
 
 from passes.annotate.annotate_costs import annotate, cost_of
+from passes.annotate.collectives import stages_seconds
 from passes.graph.fx_utils import COLLECTIVES, group_of, is_collective
 from passes.graph.metadata import COLLECTIVE
 from passes.ops.packing import UNPACK
 from passes.overlap.bucket_collectives import bucket
-from passes.overlap.hierarchical_collectives import hierarchical, stages_seconds
+from passes.overlap.hierarchical_collectives import hierarchical
 from passes.overlap.reorder_collectives import order_of, reorder
 from passes.pipeline import default_passes
 from passes.plan.planner import make_plan
