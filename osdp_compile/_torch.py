@@ -16,30 +16,30 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
-# 2.11.0, 2.13.0: makes wait_tensor(tensor) wait for a Work; a tensor can have several.
+# 2.11.0 to 2.15.0: makes wait_tensor(tensor) wait for a Work; a tensor can have several.
 from torch._C._distributed_c10d import _register_work as register_work
 
-# 2.11.0, 2.13.0, 2.15.0: files of compiled functions and of Dynamo's compiler.
+# 2.11.0 to 2.15.0: files of compiled functions and of Dynamo's compiler.
 from torch._dynamo import convert_frame, eval_frame
 
 # skip_code, 2.13.0: Dynamo does not compile the function by itself, but traces it inline.
 # _TorchDynamoContext, 2.11.0, 2.13.0, 2.15.0: its __call__ holds torch.compile's function wrapper.
 from torch._dynamo.eval_frame import _TorchDynamoContext, skip_code
 
-# 2.11.0, 2.13.0: Dynamo lets a backend raise these. The restart makes it trace the frame again.
+# 2.11.0 to 2.15.0: Dynamo lets a backend raise these. The restart makes it trace the frame again.
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 
-# 2.11.0, 2.13.0, 2.15.0: the frame being traced; the floats that Dynamo makes constants when it
+# 2.11.0 to 2.15.0: the frame being traced; the floats that Dynamo makes constants when it
 # traces a frame again.
 from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
 
-# 2.11.0, 2.13.0, 2.15.0: see :func:`recompile_reason`.
+# 2.11.0 to 2.15.0: see :func:`recompile_reason`.
 from torch._dynamo.utils import get_metrics_context
 
-# 2.11.0, 2.13.0: AOTAutograd's settings, patched around one compilation.
+# 2.11.0 to 2.15.0: AOTAutograd's settings, patched around one compilation.
 from torch._functorch import config as functorch_config
 
-# 2.11.0, 2.13.0: origins of AOTAutograd's inputs and outputs (node.meta["desc"]).
+# 2.11.0 to 2.15.0: origins of AOTAutograd's inputs and outputs (node.meta["desc"]).
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     PlainAOTInput,
@@ -54,29 +54,29 @@ from torch._guards import CompileContext, TracingContext
 # 2.11.0 to 2.15.0: Inductor's settings.
 from torch._inductor import config as inductor_config
 
-# 2.11.0, 2.13.0: Inductor's fusion hooks (``InductorChoices.can_fuse_vertical``); the hooks read
+# 2.11.0 to 2.15.0: Inductor's fusion hooks (``InductorChoices.can_fuse_vertical``); the hooks read
 # ``name_to_node``, ``ancestors``, ``min_order``, ``is_extern``, ``users``.
 from torch._inductor.choices import InductorChoices
 
 # 2.13.0: compiles C++ as Inductor compiles its own, into Inductor's cache, and loads it.
 from torch._inductor.codecache import CppCodeCache
 
-# 2.11.0, 2.13.0: Inductor's entry point, with a hook for the compiler of each partition.
+# 2.11.0 to 2.15.0: Inductor's entry point, with a hook for the compiler of each partition.
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-# 2.11.0, 2.13.0: the hook for the partitioner.
+# 2.11.0 to 2.15.0: the hook for the partitioner.
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-# 2.11.0, 2.13.0: the nodes of fusion.
+# 2.11.0 to 2.15.0: the nodes of fusion.
 from torch._inductor.scheduler import BaseSchedulerNode
 
-# 2.11.0, 2.13.0: holds Inductor's InductorChoices object.
+# 2.11.0 to 2.15.0: holds Inductor's InductorChoices object.
 from torch._inductor.virtualized import V
 
-# 2.11.0, 2.13.0: tensors with a shape and a device, without memory.
+# 2.11.0 to 2.15.0: tensors with a shape and a device, without memory.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-# 2.11.0, 2.13.0, 2.15.0: the node of an autograd.Function in the backward.
+# 2.11.0 to 2.15.0: the node of an autograd.Function in the backward.
 from torch.autograd.function import BackwardCFunction
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -84,7 +84,7 @@ from torch.distributed.tensor import DTensor
 # 2.13.0: Adafactor's functional step of a group, on lists.
 from torch.optim import _adafactor
 
-# 2.11.0, 2.13.0: leaves of nested containers and dataclasses such as model outputs.
+# 2.11.0 to 2.15.0: leaves of nested containers and dataclasses such as model outputs.
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from osdp_compile.live_objects import closed_over
@@ -174,7 +174,7 @@ def _codes_within(code: CodeType) -> Iterator[CodeType]:
 
 
 #: Code objects on the stack during the call of a module.
-# 2.11.0, 2.13.0, 2.15.0
+# 2.11.0 to 2.15.0
 MODULE_CALLS: tuple[CodeType, ...] = (
     nn.Module._wrapped_call_impl.__code__,
     nn.Module._call_impl.__code__,
@@ -182,7 +182,7 @@ MODULE_CALLS: tuple[CodeType, ...] = (
 #: Code objects on the stack during the call of a torch.compile result for a function.
 COMPILED_CALLS: tuple[CodeType, ...] = tuple(_codes_within(_TorchDynamoContext.__call__.__code__))
 #: Code objects on the stack during the backward of an autograd.Function.
-# 2.11.0, 2.13.0, 2.15.0; in 2.15 autograd calls ``apply_boxed`` for boxed gradients.
+# 2.11.0 to 2.15.0; in 2.15 autograd calls ``apply_boxed`` for boxed gradients.
 CUSTOM_BACKWARDS: tuple[CodeType, ...] = tuple(
     getattr(BackwardCFunction, name).__code__
     for name in ("apply", "apply_boxed")
@@ -251,12 +251,12 @@ def raise_to_user(error: Exception, mixin: type | None = None) -> NoReturn:
 
 def reduced_by_ddp() -> list[nn.Parameter]:
     """The parameters of the DistributedDataParallel module being called, if any."""
-    # 2.11.0, 2.13.0: Dynamo itself calls this to split graphs at DDP's buckets.
+    # 2.11.0 to 2.15.0: Dynamo itself calls this to split graphs at DDP's buckets.
     active = nn.parallel.DistributedDataParallel._get_active_ddp_module()
     return [] if active is None else list(active._module_parameters)
 
 
-# 2.11.0, 2.13.0, 2.15.0: the code that calls a module; the file of torch.compile's wrapper
+# 2.11.0 to 2.15.0: the code that calls a module; the file of torch.compile's wrapper
 # function, which calls ``fn(*args, **kwargs)``; the file in which Dynamo compiles a frame.
 _CALLS_MODULE = nn.Module._call_impl.__code__
 _COMPILED_CALLABLES = eval_frame.__file__
@@ -279,7 +279,7 @@ def called_function(frame: FrameType) -> Callable[..., Any] | None:
 
 def backend_of_compiled(compiled: Any) -> Any:
     """The backend of a compiled module or function; None: not compiled."""
-    # 2.11.0, 2.13.0, 2.15.0: attributes of OptimizedModule and of a compiled function.
+    # 2.11.0 to 2.15.0: attributes of OptimizedModule and of a compiled function.
     context = vars(compiled).get("dynamo_ctx") if isinstance(compiled, nn.Module) else None
     if context is None and "_torchdynamo_orig_callable" in getattr(compiled, "__dict__", {}):
         held = closed_over(compiled).values()
@@ -308,13 +308,13 @@ def is_users_code(frame: FrameType) -> bool:
 
 def ends_at_graph_break(gm: fx.GraphModule) -> bool:
     """Whether this graph ends at a graph break."""
-    # 2.11.0, 2.13.0, 2.15.0: the reason for the end of a graph.
+    # 2.11.0 to 2.15.0: the reason for the end of a graph.
     return bool(gm.compile_subgraph_reason.graph_break)  # type: ignore[union-attr]
 
 
 def is_marked_by_fsdp(module: nn.Module) -> bool:
     """Whether a module is inside one that FSDP1 or FSDP2 shards."""
-    # 2.11.0, 2.13.0, 2.15.0: both mark modules for Dynamo with this attribute.
+    # 2.11.0 to 2.15.0: both mark modules for Dynamo with this attribute.
     return bool(module.__dict__.get("_is_fsdp_managed_module", False))
 
 
@@ -326,7 +326,7 @@ def current_frame() -> int | None:
 
 def recompile_reason() -> str | None:
     """The reason for the recompilation of this frame; None: first compilation."""
-    # 2.11.0, 2.13.0, 2.15.0: Dynamo's record of the current compilation.
+    # 2.11.0 to 2.15.0: Dynamo's record of the current compilation.
     reason = get_metrics_context()._metrics.get("recompile_reason")
     return None if reason is None else str(reason)
 
@@ -344,7 +344,7 @@ def source_chain(placeholder: fx.Node) -> list[str]:
 
 def code_being_compiled() -> CodeType:
     """From within a backend: the code of the frame that Dynamo compiles."""
-    # 2.11.0, 2.13.0, 2.15.0
+    # 2.11.0 to 2.15.0
     code: CodeType = InstructionTranslator.current_tx().output.root_tx.f_code
     return code
 
@@ -386,7 +386,7 @@ def gradient_input_index(description: Any) -> int | None:
 
 def is_saved(tensor: Tensor) -> bool:
     """Whether autograd holds the tensor: it saved it, or will accumulate its gradient."""
-    # 2.11.0, 2.13.0, 2.15.0: C++ references; all Python references count as one.
+    # 2.11.0 to 2.15.0: C++ references; all Python references count as one.
     counted: Any = tensor
     return bool(counted._use_count() > 1)
 
@@ -443,7 +443,7 @@ def with_choices(choices: InductorChoices) -> AbstractContextManager[None]:
 
 def fake_store() -> Any:
     """A store for the "fake" process group backend, whose collectives do nothing."""
-    # 2.11.0, 2.13.0: imported here, because the import registers the backend "fake".
+    # 2.11.0 to 2.15.0: imported here, because the import registers the backend "fake".
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()

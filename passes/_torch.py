@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-# 2.11.0, 2.13.0: origins of joint-graph inputs and outputs (node.meta["desc"]).
+# 2.11.0 to 2.15.0: origins of joint-graph inputs and outputs (node.meta["desc"]).
 from torch._functorch._aot_autograd.descriptors import (  # noqa: F401
     AOTInput,
     AOTOutput,
@@ -23,7 +23,7 @@ from torch._functorch._aot_autograd.descriptors import (  # noqa: F401
 # 2.11.0 to 2.15.0: thresholds of `StorageBox.should_realize_on_reuse`.
 from torch._inductor import config as _inductor_settings
 
-# 2.11.0, 2.13.0, 2.15.0: the partitioner's wrappers that run a random operator twice with the
+# 2.11.0 to 2.15.0: the partitioner's wrappers that run a random operator twice with the
 # same generator state.
 from torch._prims.rng_prims import (
     graphsafe_run_with_rng_state,
@@ -31,13 +31,13 @@ from torch._prims.rng_prims import (
     run_with_rng_state,
 )
 
-# 2.11.0, 2.13.0: FakeTensorMode of a graph's values; computes `meta["val"]` of new nodes.
+# 2.11.0 to 2.15.0: FakeTensorMode of a graph's values; computes `meta["val"]` of new nodes.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: F401
 
-# 2.11.0, 2.13.0: deepcopy refuses lazily compiled graph modules; it accepts plain ones.
+# 2.11.0 to 2.15.0: deepcopy refuses lazily compiled graph modules; it accepts plain ones.
 from torch.fx.graph_module import GraphModule  # noqa: F401
 
-# 2.11.0, 2.13.0: the policy tags that the partitioner obeys (node.meta["recompute"]).
+# 2.11.0 to 2.15.0: the policy tags that the partitioner obeys (node.meta["recompute"]).
 from torch.utils.checkpoint import CheckpointPolicy  # noqa: F401
 
 
