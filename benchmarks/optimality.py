@@ -137,7 +137,7 @@ def _difference(plan: Plan | None, best: Plan) -> str:
     words = [
         f"{row.name} {row.decision.name} -> {best.decision(row.name).name}"
         for row in plan.parameters
-        if row.decision is not best.decision(row.name)
+        if row.decision != best.decision(row.name)
     ]
     if plan.bucket_bytes != best.bucket_bytes:
         sizes = (format_bytes(one.bucket_bytes) for one in (plan, best))

@@ -113,7 +113,7 @@ def text(name: str, way: str) -> str:
         task.model(),
         task.batch(torch.Generator().manual_seed(0)),
         world_size=options.get("world_size", 8),
-        mesh_dims=options.get("mesh"),
+        mesh=options.get("mesh"),
         plan=plan,
         options={
             "hardware": "cpu-gloo",

@@ -167,6 +167,6 @@ class Table:
     def memory_bytes(self, decisions: Sequence[Decision]) -> int:
         """Bytes of some decisions in the additive model."""
         return sum(
-            next(o.memory_bytes for o in options if o.decision is decision)
+            next(o.memory_bytes for o in options if o.decision == decision)
             for options, decision in zip(self.choices, decisions, strict=True)
         )

@@ -133,7 +133,7 @@ def test_what_is_recomputed_reads_weights_as_their_decision_says(scope):
             model,
             args,
             world_size=4,
-            mesh_dims={"host": 2, "gpu": 2},
+            mesh={"host": 2, "gpu": 2},
             plan=plan.replace(recompute=("0:addmm:0",)),
         )
         return texts["backward/shard"].count("all_gather_into_tensor")

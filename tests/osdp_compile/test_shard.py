@@ -383,7 +383,7 @@ def test_what_cannot_be_is_refused_and_named(tmp_path):
         within = Plan.uniform(
             meta.named_parameters(), "shard_host_regather", world_size=8, ranks_of_a_host=4
         )
-        with pytest.raises(PlanMismatch, match="hosts of 4 ranks, this run has no mesh of two"):
+        with pytest.raises(PlanMismatch, match="hosts of 4 ranks, this run has no two-dim"):
             osdp_compile.shard(meta, within)
         hooked = gpt()
         hooked.head.weight.register_hook(lambda grad: grad)

@@ -92,7 +92,7 @@ def test_as_cheap_as_an_integer_program_within_the_memory_discretisation(seed):
     assert decisions is not None
     memory = table.memory_bytes(decisions)
     found = sum(
-        cost(next(o for o in options if o.decision is decision), weights)
+        cost(next(o for o in options if o.decision == decision), weights)
         for options, decision in zip(instance, decisions, strict=True)
     )
     assert memory <= limit * (1 + DISCRETISATION)

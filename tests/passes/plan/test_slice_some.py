@@ -90,7 +90,7 @@ def test_slices_and_decisions_are_changed_apart():
     decided = dict(zip((one.name for one in ctx.parameters), split.decisions, strict=True))
     # The backward reads the last weight first: that one is kept, and of the other one slice.
     assert decided["up.weight"] == Decision.SHARD_REGATHER
-    assert decided["down.weight"] is decided["first.weight"] == Decision.SHARD_KEEP
+    assert decided["down.weight"] == decided["first.weight"] == Decision.SHARD_KEEP
     assert {one.name: one.kept_slices for one in split.splits} == {"up.weight": 1, "down.weight": 0}
     whole = evaluator.slicing(split, slice_group, 1)
     replicated = evaluator.deciding(kept, (Decision.REPLICATE,) * len(ctx.parameters))

@@ -213,7 +213,7 @@ def test_the_choices_and_their_prices():
         assert found[one].backward_seconds == pytest.approx(gathers * within + within + between)
         assert found[one].compute_seconds == pytest.approx(state * 1e-12)
     frozen = dataclasses.replace(weight, requires_grad=False, optimizer_bytes=0)
-    (*_, kept) = [one for one in choices_of(frozen, ctx) if one.decision is HOST_KEEP]
+    (*_, kept) = [one for one in choices_of(frozen, ctx) if one.decision == HOST_KEEP]
     assert kept.backward_seconds == 0.0
     assert len(choices_of(weight, ctx.replace(mesh_dims=None))) == 3
     # Eight numbers are enough for two ranks, and for 1024 they are not.
