@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Collection
 from typing import Any, TypeVar
 
 import msgspec
@@ -9,8 +11,10 @@ import msgspec
 _T = TypeVar("_T")
 
 
-def decoded(cls: type[_T], data: Any) -> _T:
+def decoded(cls: type[_T], data: Any, needed: Collection[str] = ()) -> _T:
     """An instance of a dataclass from its fields.
+
+    ``needed``: names of fields, at any depth, that have a default and must be there all the same.
 
     Raises:
         ValueError: for a field that is missing, unknown, or of another type. The message has its
@@ -20,23 +24,30 @@ def decoded(cls: type[_T], data: Any) -> _T:
         made = msgspec.convert(data, cls)
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from error
-    unknown = _unknown(data, msgspec.to_builtins(made), "$")
-    if unknown is not None:
-        raise ValueError(f"unknown field {unknown}")
+    _check_names(data, encoded(made), needed, "$")
     return made
 
 
-def _unknown(data: Any, known: Any, path: str) -> str | None:
-    """The path of the first field that the decoded value lacks; None: it has all."""
-    if isinstance(data, dict) and isinstance(known, dict):
+def encoded(value: Any) -> dict[str, Any]:
+    """A dataclass as builtin values, with all of its fields.
+
+    ``msgspec.to_builtins`` alone leaves out fields that :func:`decoded` did not set.
+    """
+    found: dict[str, Any] = msgspec.to_builtins(dataclasses.asdict(value))
+    return found
+
+
+def _check_names(data: Any, made: Any, needed: Collection[str], path: str) -> None:
+    """Refuse names that only one of the two has. ``made``: the decoded value, encoded again."""
+    if isinstance(data, dict) and isinstance(made, dict):
+        for name in data:
+            if name not in made:
+                raise ValueError(f"unknown field {path}.{name}")
+        for name in needed:
+            if name in made and name not in data:
+                raise ValueError(f"missing field {path}.{name}")
         for name, value in data.items():
-            own = f"{path}.{name}"
-            found = _unknown(value, known[name], own) if name in known else own
-            if found is not None:
-                return found
-    elif isinstance(data, list | tuple) and isinstance(known, list | tuple):
-        for index, (value, other) in enumerate(zip(data, known, strict=True)):
-            found = _unknown(value, other, f"{path}[{index}]")
-            if found is not None:
-                return found
-    return None
+            _check_names(value, made[name], needed, f"{path}.{name}")
+    elif isinstance(data, list | tuple) and isinstance(made, list | tuple):
+        for index, (value, other) in enumerate(zip(data, made, strict=True)):
+            _check_names(value, other, needed, f"{path}[{index}]")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,9 +14,11 @@ from msgspec import Meta
 
 from passes.types.decode import decoded
 
-Seconds = Annotated[float, Meta(ge=0)]
+# Finite: JSON in Python has Infinity.
+_MOST = sys.float_info.max
+Seconds = Annotated[float, Meta(ge=0, le=_MOST)]
 #: A divisor.
-Rate = Annotated[float, Meta(gt=0)]
+Rate = Annotated[float, Meta(gt=0, le=_MOST)]
 Count = Annotated[int, Meta(ge=0)]
 
 #: Bytes that AdamW's step moves for each byte of parameter, gradient and state outside caches:

@@ -13,14 +13,23 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from passes.types.decision import Decision
-from passes.types.decode import decoded
+from passes.types.decode import decoded, encoded
 from passes.types.plan_format_2 import of_format_2
 
 FORMAT = 3
 
+
+#: Fields with a default that every saved plan has.
+_WRITTEN = (
+    "memory_limit_bytes",
+    "bucket_bytes",
+    "in_flight_bytes",
+    "prediction",
+    "order",
+    "saved_bytes",
+    "reason",
+)
 
 #: For errors.
 _UNIFORM = "As: Plan.uniform(model.named_parameters(), 'shard_regather', world_size=8)"
@@ -333,8 +342,7 @@ class Plan:
         return tuple(planned)
 
     def to_dict(self) -> dict[str, Any]:
-        data: dict[str, Any] = msgspec.to_builtins(self)
-        return {"format": FORMAT, **data}
+        return {"format": FORMAT, **encoded(self)}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Plan:
@@ -350,7 +358,7 @@ class Plan:
             )
         fields = {name: value for name, value in data.items() if name != "format"}
         try:
-            return decoded(cls, of_format_2(fields) if found == 2 else fields)
+            return decoded(cls, of_format_2(fields) if found == 2 else fields, _WRITTEN)
         except ValueError as error:
             raise ValueError(f"the plan is damaged: {error}; make it again") from error
 

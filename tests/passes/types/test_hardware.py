@@ -81,6 +81,8 @@ def test_computing_pays_for_the_start_of_a_collective_and_for_its_bytes():
         {**profile().to_dict(), "memory_bytes": 1.5},
         {**profile().to_dict(), "source": None},
         {**profile().to_dict(), "launch_seconds": float("nan")},
+        {**profile().to_dict(), "launch_seconds": float("inf")},
+        {**profile().to_dict(), "memory_bytes_per_second": float("inf")},
     ],
 )
 def test_what_is_no_profile_is_refused(data):
