@@ -1,5 +1,5 @@
-# `make` lists the targets. Each makes its own environment in .venv first; nothing need be installed by hand but
-# Python 3.10 or later with its headers, and a C++ compiler (Inductor compiles with both).
+# `make` lists the targets. Each makes its own environment in .venv first. Needed beforehand: Python
+# 3.10 or later with its headers, and a C++ compiler (Inductor compiles with both).
 
 PYTHON ?= python3
 VENV ?= .venv

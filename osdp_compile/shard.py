@@ -38,7 +38,7 @@ from osdp_compile.optim.rebind import OptimizerIndex
 from osdp_compile.options import CheckedOptions
 from osdp_compile.runtime.collectives import backend_of
 from osdp_compile.runtime.eager_markers import register_group
-from osdp_compile.runtime.meshes import dim, flat_mesh, groups_along, own_mesh
+from osdp_compile.runtime.meshes import flat_mesh, groups_along, mesh_dim, own_mesh
 from osdp_compile.tracking.pending_model import PendingModel, wait_for_first_call
 from osdp_compile.tracking.session import plan_of
 from passes.types.context import Context
@@ -95,7 +95,7 @@ def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) 
     entries = on_every_rank(lambda: _shardable(root, flat), group)
     agree([*options.lines(), *fingerprint(None, entries)], group)
     along = groups_along(options.mesh)
-    mesh_dims = [dim(name, one) for name, one in along.items()]
+    mesh_dims = [mesh_dim(name, one) for name, one in along.items()]
 
     def fitting() -> Plan:
         assert options.plan is not None

@@ -106,17 +106,18 @@ def called(
     return node
 
 
-def realize_thresholds(device_type: str) -> RealizeThresholds:
-    """The thresholds of Inductor's settings for a device type."""
+def realize_thresholds(on_cpu: bool) -> RealizeThresholds:
+    """The thresholds of Inductor's settings."""
     settings = _inductor_settings
-    on_cpu = device_type == "cpu"
     reads, operators = settings.realize_acc_reads_threshold, settings.realize_opcount_threshold
-    if reads is None:
-        names = "realize_cpu_acc_reads_threshold", "_realize_acc_reads_threshold_default"
-        reads = getattr(settings, names[not on_cpu])
-    if operators is None:
-        names = "realize_cpu_opcount_threshold", "_realize_opcount_threshold_default"
-        operators = getattr(settings, names[not on_cpu])
+    if reads is None and on_cpu:
+        reads = settings.realize_cpu_acc_reads_threshold
+    elif reads is None:
+        reads = settings._realize_acc_reads_threshold_default
+    if operators is None and on_cpu:
+        operators = settings.realize_cpu_opcount_threshold
+    elif operators is None:
+        operators = settings._realize_opcount_threshold_default
     return RealizeThresholds(
         settings.realize_reads_threshold, reads, operators, _broadcast_is_use()
     )

@@ -16,14 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import osdp_compile
 from benchmarks.families.catalogue import find_family
-from benchmarks.families.trial import Family, Trial, Wrap
+from benchmarks.families.trial import WEIGHT_ROUNDING, Family, Trial, Wrap
 
 #: A limit over the least one that every plan must keep.
 OVER_LEAST = 1.1
 #: A fixed profile: the same plan in every sweep, and no seconds to measure.
 HARDWARE = "cpu-gloo"
-#: Relative size of float32's rounding.
-ROUNDING = 1e-7
 #: Bytes that no model trains in.
 _TOO_FEW_BYTES = 1024
 #: Parts compiled one by one each name their own least limit.
@@ -92,7 +90,7 @@ def _round_otherwise(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(1 + ROUNDING * torch.randn(parameter.shape, generator=generator))
+            parameter.mul_(1 + WEIGHT_ROUNDING * torch.randn(parameter.shape, generator=generator))
 
 
 def _wrap(trial: Trial, family: Family, way: str, options: dict[str, Any]) -> Wrap:

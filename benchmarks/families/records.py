@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +36,11 @@ class Record:
         record = dataclasses.asdict(self) | {"error": self.error[-_ERROR_CHARACTERS:]}
         with path.open("a") as file:
             file.write(json.dumps(record) + "\n")
+
+
+def of_family(runs: Mapping[tuple[str, str], Record], family: str) -> dict[str, Record]:
+    """One family's records by way."""
+    return {way: record for (name, way), record in runs.items() if name == family}
 
 
 def read(path: Path) -> dict[tuple[str, str], Record]:

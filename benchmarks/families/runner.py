@@ -55,23 +55,18 @@ class Sweep:
                     continue
                 if way == TRIAGE and not self._failed(family):
                     continue
-                if way == ROUNDING and not self._differs(family):
+                if way == ROUNDING and not differs_from_ddp(family, self._kept(family)):
                     continue
                 record = self._run(family, way)
                 record.append_to(self.results)
                 yield record
 
     def _failed(self, family: Family) -> bool:
-        kept = records.read(self.results)
-        ran = [
-            kept[family.name, way].outcome == "ran" for way in WAYS if (family.name, way) in kept
-        ]
-        return not all(ran)
+        own = self._kept(family)
+        return not all(own[way].outcome == "ran" for way in WAYS if way in own)
 
-    def _differs(self, family: Family) -> bool:
-        kept = records.read(self.results)
-        own = {way: record for (name, way), record in kept.items() if name == family.name}
-        return differs_from_ddp(family, own)
+    def _kept(self, family: Family) -> dict[str, Record]:
+        return records.of_family(records.read(self.results), family.name)
 
     def _run(self, family: Family, way: str) -> Record:
         begin = time.monotonic()

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.families.catalogue import FAMILIES
-from benchmarks.families.records import Record
+from benchmarks.families.records import Record, of_family
 from benchmarks.families.trial import STEPS
 from benchmarks.families.verdict import (
     LOW_PRECISION_TOLERANCE,
@@ -63,7 +63,7 @@ def judged(runs: Mapping[tuple[str, str], Record]) -> list[Verdict]:
     """A verdict for every family of which there is a run, in the catalogue's order."""
     found = []
     for family in FAMILIES:
-        own = {way: record for (name, way), record in runs.items() if name == family.name}
+        own = of_family(runs, family.name)
         if own:
             found.append(judge(family, own))
     return found
@@ -91,8 +91,8 @@ def rows(
 
 def _revisions(verdict: Verdict, runs: Mapping[tuple[str, str], Record]) -> str:
     """The commits at which osdp ran the family."""
-    own = (runs.get((verdict.family.name, way)) for way in ("osdp", "limit"))
-    return ", ".join(sorted({record.revision for record in own if record is not None}))
+    own = of_family(runs, verdict.family.name)
+    return ", ".join(sorted({own[way].revision for way in ("osdp", "limit") if way in own}))
 
 
 HEADER = ("family", "package", "", "parameters", "difference", "peak", "plan", "reason", "commit")

@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 STEPS = 4
 LEARNING_RATE = 1e-3
 MAX_NORM = 1.0
+#: Relative change of weights that rounds them otherwise: about float32's rounding.
+WEIGHT_ROUNDING = 1e-7
 
 #: A batch of a rank: (step, rank) -> anything.
 Batch = Callable[[int, int], Any]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from benchmarks.families.records import Record
-from benchmarks.families.trial import Family
+from benchmarks.families.trial import WEIGHT_ROUNDING, Family
 
 #: How far a loss or a gradient norm may be from DDP's, relative to it. Compiled kernels sum in
 #: another order than eager ones: a relative 1e-6 in the first step, which training multiplies.
@@ -60,11 +60,11 @@ def judge(family: Family, runs: Mapping[str, Record]) -> Verdict:
     figures = runs["limit"].ranks
     tolerance = _tolerance(family)
     differences = {way: difference(ddp, runs[way]) for way in ("osdp", "limit")}
-    chaos = ""
+    said = ""
     if "rounding" in runs and runs["rounding"].outcome == "ran":
         rounding = difference(ddp, runs["rounding"])
         tolerance = max(tolerance, OF_ROUNDING * rounding)
-        chaos = f"DDP with weights that differ by 1e-07 is {rounding:.0e} from DDP"
+        said = f"DDP with weights that differ by {WEIGHT_ROUNDING:.0e} is {rounding:.0e} from DDP"
     peak_of_limit = max(rank["peak_bytes"] / rank["limit_bytes"] for rank in figures)
     wrong = []
     for way, found in differences.items():
@@ -79,7 +79,7 @@ def judge(family: Family, runs: Mapping[str, Record]) -> Verdict:
     return Verdict(
         family,
         "fails" if wrong else "warns" if is_above else "works",
-        warnings[0] if is_above else "; ".join(wrong) or chaos,
+        warnings[0] if is_above else "; ".join(wrong) or said,
         max(differences.values()),
         peak_of_limit,
         figures[0]["parameters"],

@@ -157,5 +157,5 @@ def _environment() -> Iterator[Finding]:
         yield Finding("environment", ", ".join(given))
     ranks = os.environ.get("WORLD_SIZE")
     if ranks is not None and ranks != "1":
-        advice = "Training refuses to start there before init_process_group."
+        advice = "A script must call init_process_group before the model's first call."
         yield Finding("environment", f"WORLD_SIZE={ranks}", "note", advice)

@@ -50,7 +50,7 @@ from osdp_compile.reports.plan_table import log_plan
 from osdp_compile.runtime.collectives import backend_of
 from osdp_compile.runtime.current_call import interrupted_call
 from osdp_compile.runtime.eager_markers import register_group
-from osdp_compile.runtime.meshes import dim, flat_mesh, groups_along, mesh_dims_of, own_mesh
+from osdp_compile.runtime.meshes import flat_mesh, groups_along, mesh_dim, mesh_dims_of, own_mesh
 from osdp_compile.runtime.p2p import group_uses_p2p, staged_kinds
 from osdp_compile.tracking.other_models import OtherModels, other_models, planned_under_share
 from osdp_compile.tracking.pending_model import PendingModel, end_waiting
@@ -193,7 +193,7 @@ def _session(step: _Step, options: CheckedOptions, to_train: bool = True) -> Ses
     entries, mesh = step.entries, step.mesh
     device = entries[0].parameter.device
     group, along = mesh.get_group(), groups_along(options.mesh)
-    mesh_dims = [dim(name, one) for name, one in along.items()]
+    mesh_dims = [mesh_dim(name, one) for name, one in along.items()]
     check_if_waiting([entry.parameter for entry in entries], options)
     uses_p2p = group_uses_p2p(group, device)
     lines = [*options.lines(), *fingerprint(step.gm, entries)]

@@ -86,7 +86,7 @@ def check_mesh(mesh: DeviceMesh) -> None:
             )
 
 
-def dim(name: str, group: dist.ProcessGroup) -> MeshDim:
+def mesh_dim(name: str, group: dist.ProcessGroup) -> MeshDim:
     """The passes' ``MeshDim`` of a mesh dimension."""
     return MeshDim(name, group.size(), group.group_name)
 

@@ -167,14 +167,14 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     dataflow = Dataflow(gm.graph)
     gm.meta[DATAFLOW] = dataflow
     region = regions(dataflow)
-    real = materialized(dataflow, region, ctx.hardware.device_type)
+    on_cpu = ctx.hardware.device_type == "cpu"
+    real = materialized(dataflow, region, on_cpu)
     align = ctx.hardware.allocator_alignment_bytes
     launch_seconds = ctx.hardware.launch_seconds
     rate = ctx.hardware.memory_bytes_per_second
     measured_seconds = ctx.hardware.kernel_seconds
     served = attribution(dataflow)
     phase = ctx.phase.value
-    on_cpu = ctx.hardware.device_type == "cpu"
     entered: set[tuple[int, int]] = set()
     size_bytes: list[int] = []  # of a single tensor; 0 for several results
     for index, node in enumerate(dataflow.nodes[:-1]):

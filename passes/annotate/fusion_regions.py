@@ -68,7 +68,7 @@ def regions(dataflow: Dataflow) -> list[int]:
     ]
 
 
-def materialized(dataflow: Dataflow, region: list[int], device_type: str = "cpu") -> list[bool]:
+def materialized(dataflow: Dataflow, region: list[int], on_cpu: bool = True) -> list[bool]:
     """Whether each node's output is a buffer in memory, in graph order.
 
     True for every node outside regions that is no view. True for a node in a region if the graph
@@ -78,7 +78,7 @@ def materialized(dataflow: Dataflow, region: list[int], device_type: str = "cpu"
     returned = dataflow.returned()
     last = len(dataflow.nodes) - 1
     fused = [own != NO_REGION for own in region]
-    elsewhere = read_elsewhere(dataflow, fused, device_type == "cpu")
+    elsewhere = read_elsewhere(dataflow, fused, on_cpu)
     return [
         index != last
         and not dataflow.alias[index]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes._torch import RealizeThresholds, realize_thresholds
+from passes._torch import realize_thresholds
 from passes.graph.dataflow import Dataflow
 from passes.graph.fx_utils import by_target, concrete, numel_of
 from passes.graph.op_traits import is_reduction
@@ -65,7 +65,7 @@ class _Realized:
         self.dataflow = dataflow
         self.fused = fused
         self.on_cpu = on_cpu
-        self.thresholds: RealizeThresholds = realize_thresholds("cpu" if on_cpu else "cuda")
+        self.thresholds = realize_thresholds(on_cpu)
         # What computes a fused node: loads and operators. Those behind a view are others than
         # those without it, because Inductor tells them apart by the elements that they are for.
         self._loads: dict[int, frozenset[Hashable]] = {}

@@ -70,7 +70,7 @@ def more_earlier_gradients(ctx: Context, plan: Plan, kept_bytes: int) -> dict[st
     if not ctx.adds_gradients:
         return {}
     own_bytes = state_bytes(ctx, plan)["gradients"]
-    return {EARLIER_GRADIENTS: gradient_bytes(ctx, plan, kept_bytes) - own_bytes}
+    return {EARLIER_GRADIENTS: max(0, kept_bytes - own_bytes)}
 
 
 def optimizer_seconds(ctx: Context, plan: Plan) -> float:

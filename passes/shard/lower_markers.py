@@ -51,7 +51,7 @@ from passes.graph.fx_utils import (
     root_of,
 )
 from passes.graph.metadata import AFTER_WAIT, COLLECTIVE, GRADIENT_OF
-from passes.ops.markers import REDUCE_GRAD, UNSHARD, reduce_grad_of, unshard_of
+from passes.ops.markers import REDUCE_GRAD, reduce_grad_of, unshard_of, unshards
 from passes.ops.p2p import EXCHANGE, GATHER_PARTS
 from passes.ops.packing import MEAN_RANKS, PACK, PACK_COLUMNS, PAD_ROWS, TRIM_ROWS, UNPACK
 from passes.types.context import Context
@@ -64,7 +64,7 @@ _aten = torch.ops.aten
 def shard(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Lower every marker. See the module's docstring."""
     graph = gm.graph
-    for node in graph.find_nodes(op="call_function", target=UNSHARD):
+    for node in unshards(graph):
         _lower_unshard(node, ctx)
     for node in graph.find_nodes(op="call_function", target=REDUCE_GRAD):
         _lower_reduce(node, ctx)

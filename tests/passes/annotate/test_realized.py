@@ -105,7 +105,7 @@ def predicted(function) -> list[int]:
     """Elements of the buffers that the model counts."""
     gm = make_fx(function, select_decomp_table(), tracing_mode="fake")(*inputs())
     dataflow = Dataflow(gm.graph)
-    real = materialized(dataflow, regions(dataflow), "cpu")
+    real = materialized(dataflow, regions(dataflow))
     return sorted(
         node.meta["val"].numel()
         for node, there in zip(dataflow.nodes, real, strict=True)
