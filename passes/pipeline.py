@@ -16,11 +16,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import fx
 
 from passes.annotate.annotate_costs import annotate
-from passes.graph.metadata import DATAFLOW, MEMORY
+from passes.graph.metadata import DATAFLOW, MEMORY, Key
 from passes.graph.step_module import graphs_of
 from passes.overlap.bucket_collectives import bucket
 from passes.overlap.hierarchical_collectives import hierarchical
@@ -129,7 +130,7 @@ def _index(passes: Sequence[Pass], name: str) -> int:
 
 #: Module metadata that describes the whole graph. Only the next pass may read it: that pass may
 #: change the graph.
-_OF_ONE_PASS = (DATAFLOW, MEMORY)
+_OF_ONE_PASS: tuple[Key[fx.GraphModule, Any], ...] = (DATAFLOW, MEMORY)
 
 Observer = Callable[[Pass, fx.GraphModule, Context], None]
 
@@ -150,17 +151,17 @@ def run(
     """
     for one in passes:
         if one.stage is stage:
-            known = {key: gm.meta.get(key) for key in _OF_ONE_PASS}
+            known = {key: key.get(gm) for key in _OF_ONE_PASS}
             gm = one.function(gm, ctx)
             for key, value in known.items():  # it describes the graph before this pass
-                if value is not None and gm.meta.get(key) is value:
-                    del gm.meta[key]
+                if value is not None and key.get(gm) is value:
+                    key.pop(gm)
             if observe is not None:
                 for graph, phase in _graphs(stage, gm, ctx):
                     observe(one, graph, ctx.replace(phase=phase))
     if recompile:
         for key in _OF_ONE_PASS:
-            gm.meta.pop(key, None)
+            key.pop(gm)
         for graph, _ in _graphs(stage, gm, ctx):
             graph.recompile()
     return gm

@@ -27,14 +27,7 @@ from osdp_compile.tracking.session import Session, base_parts, find
 from osdp_compile.tracking.step_timer import OTHER_FRAMES, CompiledStep, timed
 from passes.capture.captured_step import mark_inputs
 from passes.graph.fx_utils import bytes_of
-from passes.graph.metadata import (
-    DATAFLOW,
-    GATHERED,
-    MEMORY,
-    NOT_RECOMPUTED,
-    PACKABLE,
-    SAVES,
-)
+from passes.graph.metadata import GATHERED, MODULE_KEYS, NOT_RECOMPUTED, SAVES
 from passes.graph.printer import graph_text
 from passes.graph.step_module import graphs_of, step_module
 from passes.graph.verifier import check
@@ -131,7 +124,7 @@ def lower(
         _warn_of_rows_at_once(forward, step.parameters, session)
         both = step_module(forward, backward)
         both = run(session.passes, Stage.STEP, both, session.context, watch)
-        _warn_of_not_recomputed(forward, both.meta.get(NOT_RECOMPUTED, ()), session)
+        _warn_of_not_recomputed(forward, NOT_RECOMPUTED.get(both, []), session)
         forward, backward = graphs_of(both)
         step.returned_bytes = returned_bytes(forward.graph, backward.graph)
         return forward, backward
@@ -151,8 +144,8 @@ def lower(
         if symbols and phase in step.timelines:
             alive = {one.name for one in step.timelines[phase].peak_buffers}
             step.growing[phase] = GrowingPeak(graph.graph, alive, growing, symbols)
-        for key in (MEMORY, PACKABLE, DATAFLOW):
-            graph.meta.pop(key, None)  # Inductor's cache key covers everything in a graph
+        for key in MODULE_KEYS:
+            key.pop(graph)  # Inductor's cache key covers everything in a graph
         with in_place():
             return (compile_inner or _torch.compile_fx_inner)(graph, example_inputs, **kwargs)
 
@@ -295,9 +288,9 @@ def _mark_kept(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
     """Mark the backward's inputs that are gathered weights, not activations."""
     gathered = {node.name: unshard_of(node).name for node in unshards(forward.graph)}
     for node in backward.graph.find_nodes(op="placeholder"):
-        name = node.meta.get(SAVES, node.name)
+        name = SAVES.get(node, node.name)
         if name in gathered:
-            node.meta[GATHERED] = gathered[name]
+            GATHERED.set(node, gathered[name])
 
 
 def _warn_above_limit(

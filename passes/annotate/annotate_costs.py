@@ -1,8 +1,8 @@
 """Annotate: the cost of every node.
 
 Needs: ``meta["val"]`` on every node.
-Leaves: ``meta[COST]`` (:class:`Cost`), ``meta[PHASE]`` and ``meta[REGION]`` (None outside fused
-regions) on every node except the output; ``gm.meta[DATAFLOW]``. The graph is unchanged.
+Leaves: ``COST``, ``PHASE`` and ``REGION`` (None outside fused regions) of every node except the
+output; the module's ``DATAFLOW``. The graph is unchanged.
 
 Formulas: a kernel takes its measured time (``kernel_seconds`` of the profile). Without one it
 takes the larger of FLOPs / device rate and bytes / memory bandwidth (the roofline), plus
@@ -15,7 +15,6 @@ logged once at debug level.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import torch
@@ -43,34 +42,8 @@ from passes.graph.fx_utils import (
 from passes.graph.metadata import COST, DATAFLOW, PHASE, REGION
 from passes.graph.op_traits import is_fusible
 from passes.ops.packing import PICKING
+from passes.types.annotations import Cost
 from passes.types.context import Context
-
-
-@dataclasses.dataclass(frozen=True)
-class Cost:
-    """The cost of one node.
-
-    ``memory_bytes``: bytes of its output while alive (0: a view, or inside a fused kernel).
-    ``workspace_bytes``: extra bytes while it runs (``passes/annotate/workspace.py``); for a
-    collective until its wait (``Context.staged``).
-    ``seconds``: on the compute stream, or on the network for a collective.
-    ``compute_overhead_seconds``: compute overhead of a collective, on the compute stream.
-    ``start_delay_seconds``: start delay of a collective, if nothing is in flight at its start.
-    ``serves``: the parameters that it serves (``passes/graph/attribution.py``).
-    ``in_function``: its kernel shares one C++ function with neighbouring kernels
-    (``passes/simulate/memory.py``).
-    """
-
-    flops: int = 0
-    read_bytes: int = 0
-    write_bytes: int = 0
-    memory_bytes: int = 0
-    seconds: float = 0.0
-    compute_overhead_seconds: float = 0.0
-    start_delay_seconds: float = 0.0
-    serves: tuple[str, ...] = ()
-    workspace_bytes: int = 0
-    in_function: bool = False
 
 
 class NoCost(ValueError):
@@ -83,7 +56,7 @@ def cost_of(node: fx.Node) -> Cost:
     Raises:
         NoCost: for an operator without annotation.
     """
-    found: Cost | None = node.meta.get(COST)
+    found: Cost | None = node.meta.get(COST.name)
     if found is not None:
         return found
     if node.op == "call_function":
@@ -99,7 +72,7 @@ _NOTHING = Cost()
 
 def region_of(node: fx.Node) -> int | None:
     """The fused region of a node (``passes/annotate/fusion_regions.py``); None: it has none."""
-    return node.meta.get(REGION)
+    return REGION.get(node)
 
 
 def collective_full_bytes(node: fx.Node) -> int:
@@ -163,9 +136,9 @@ def flops_by_dtype(graph: fx.Graph) -> dict[str, int]:
 
 
 def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
-    """Put a :class:`Cost` on every node. See the module's docstring."""
+    """Put a cost on every node. See the module's docstring."""
     dataflow = Dataflow(gm.graph)
-    gm.meta[DATAFLOW] = dataflow
+    DATAFLOW.set(gm, dataflow)
     region = regions(dataflow)
     on_cpu = ctx.hardware.device_type == "cpu"
     real = materialized(dataflow, region, on_cpu)
@@ -179,8 +152,8 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     size_bytes: list[int] = []  # of a single tensor; 0 for several results
     for index, node in enumerate(dataflow.nodes[:-1]):
         meta, traits, own = node.meta, dataflow.traits[index], region[index]
-        meta[PHASE] = phase
-        meta[REGION] = None if own == NO_REGION else own
+        meta[PHASE.name] = phase
+        meta[REGION.name] = None if own == NO_REGION else own
         value = meta.get("val")
         names = served[index]
         own_bytes = 0 if isinstance(value, list | tuple) else bytes_of(value)
@@ -191,7 +164,7 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
             kind, full_bytes = COLLECTIVES[node.target], collective_full_bytes(node)
             staged_bytes = full_bytes if kind in ctx.staged else 0
             cost = cost_on(kind, full_bytes, ctx, group_of(node))
-            meta[COST] = Cost(
+            meta[COST.name] = Cost(
                 memory_bytes=0 if node.target is ALL_REDUCE else memory_bytes,
                 workspace_bytes=-(-staged_bytes // align) * align,
                 seconds=cost.seconds,
@@ -202,7 +175,7 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
             continue
         if not dataflow.called[index] or traits.alias or traits.marker or traits.getitem:
             in_function = on_cpu and own != NO_REGION
-            meta[COST] = _cost(0, 0, 0, memory_bytes, 0.0, names, 0, in_function)
+            meta[COST.name] = _cost(0, 0, 0, memory_bytes, 0.0, names, 0, in_function)
             continue
         read_bytes = _packing_read_bytes(node) if traits.packing else 0
         for source in () if traits.packing else dataflow.inputs[index]:
@@ -227,7 +200,7 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
             seconds += launch_seconds
         if measured_seconds and traits.stands_alone:
             seconds = measured_seconds.get(once_for("kernel", node, kernel_key), seconds)
-        meta[COST] = _cost(
+        meta[COST.name] = _cost(
             flops,
             read_bytes,
             write_bytes,

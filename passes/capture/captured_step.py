@@ -163,10 +163,10 @@ def mark_inputs(
     """
     for node, name in zip(gm.graph.find_nodes(op="placeholder"), names, strict=True):
         if name is not None:
-            node.meta[STATIC] = True
-            node.meta[PARAMETER if name in parameters else INPUT] = name
+            STATIC.set(node, True)
+            (PARAMETER if name in parameters else INPUT).set(node, name)
         elif phase is Phase.BACKWARD:
-            node.meta[SAVED] = True
+            SAVED.set(node, True)
 
 
 def lay_out(captured: Captured, plan: Plan, ctx: Context, passes: Sequence[Pass]) -> Captured:
@@ -185,7 +185,7 @@ def lay_out(captured: Captured, plan: Plan, ctx: Context, passes: Sequence[Pass]
     kept = {name: node for name, node in read.items() if plan.decision(name).keep}
     _save(forward, backward, kept)
     step = run(passes, Stage.STEP, step_module(forward, backward), ctx, recompile=False)
-    missing = step.meta.get(NOT_RECOMPUTED)
+    missing = NOT_RECOMPUTED.get(step)
     if missing:
         raise NothingSaved(missing)
     return Captured(*graphs_of(step))
@@ -236,9 +236,10 @@ def _save(forward: fx.GraphModule, backward: fx.GraphModule, kept: Mapping[str, 
         last = list(backward.graph.find_nodes(op="placeholder"))[-1]
         with backward.graph.inserting_after(last):
             saved = backward.graph.placeholder(f"kept_{len(extra)}")
-        saved.meta.update(
-            {"val": node.meta["val"], SAVED: True, GATHERED: name, SAVES: kept[name].name}
-        )
+        saved.meta["val"] = node.meta["val"]
+        SAVED.set(saved, True)
+        GATHERED.set(saved, name)
+        SAVES.set(saved, kept[name].name)
         node.replace_all_uses_with(saved)
         backward.graph.erase_node(node)
         extra.append(kept[name])

@@ -44,9 +44,9 @@ from passes.graph.metadata import (
     COLLECTIVE,
     GATHERED,
     GRADIENT_OF,
-    KEY,
     LAYER,
     NOT_RECOMPUTED,
+    OPERATOR_KEY,
     PARAMETER,
     RECOMPUTED,
     SAVED,
@@ -215,7 +215,7 @@ def _layers_of_nodes(
     """The layer of every node, numbered from 1; 0: it depends on no layer."""
     layer: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        name = node.meta.get(PARAMETER)
+        name = PARAMETER.get(node)
         if node.op == "placeholder":
             if name is not None:
                 layer[node] = number.get(name, 0)
@@ -237,9 +237,7 @@ def _saved_bytes(forward: fx.Graph, number: int) -> int:
     return sum(
         bytes_of(node.meta["val"])
         for node in roots
-        if node.meta.get(LAYER) == number
-        and not node.meta.get(STATIC)
-        and node.target is not UNSHARD
+        if LAYER.get(node) == number and not STATIC.get(node) and node.target is not UNSHARD
     )
 
 
@@ -288,10 +286,10 @@ def _cut(
             output_node(graph).meta = dict(node.meta)
         elif layer[node] in left_in:
             copies[node] = graph.node_copy(node, copy_of)
-            copies[node].meta[LAYER] = layer[node]
-            copies[node].meta[ANCHOR] = layer[node] in alike and place[node] == anchor
+            LAYER.set(copies[node], layer[node])
+            ANCHOR.set(copies[node], layer[node] in alike and place[node] == anchor)
             if node in keys:
-                copies[node].meta[KEY] = keys[node]
+                OPERATOR_KEY.set(copies[node], keys[node])
     return module_of(gm, graph)
 
 
@@ -321,7 +319,7 @@ def _kinds(
         value = node.meta.get("val")
         kind = (str(value.shape), str(value.dtype)) if isinstance(value, torch.Tensor) else ()
         is_input = node.op == "placeholder"
-        what = bool(node.meta.get(SAVED)) if is_input else str(node.target)
+        what = bool(SAVED.get(node)) if is_input else str(node.target)
         found.append(((node.op, what), given, kind, tuple(read)))
     return found
 
@@ -357,17 +355,18 @@ def put_in(laid: Captured, folded: Folded, plan: Plan, ctx: Context) -> None:
         ends = _held(forward, ends, size_bytes)
         with backward.inserting_after(last):
             last = backward.placeholder(f"left_out_{kind}")
-        last.meta.update({"val": ends.meta["val"], SAVED: True})
+        last.meta["val"] = ends.meta["val"]
+        SAVED.set(last, True)
         inputs.append(last)
         if kind == "gathered":
             for node in (ends, last):
-                node.meta[GATHERED] = "the layers left out"
+                GATHERED.set(node, "the layers left out")
         _return(forward, ends)
     # Each layer frees its saved tensors and allocates its gradients: all saved tensors and all
     # gradients are never alive together.
     freed = _held(backward, begins, 0, inputs)
     gradients = _held(backward, freed, gradient_bytes, [freed])
-    gradients.meta[GRADIENT_OF] = "the layers left out"
+    GRADIENT_OF.set(gradients, "the layers left out")
     _return(backward, gradients)
 
 
@@ -381,8 +380,8 @@ def _end_before(graph: fx.Graph, layer: int) -> fx.Node:
 
 def _of_its_own(node: fx.Node) -> int | None:
     """The layer of a captured operator; None for a recomputed one and for other nodes."""
-    own = node.op == "call_function" and RECOMPUTED not in node.meta
-    return node.meta.get(LAYER) if own else None
+    own = node.op == "call_function" and not RECOMPUTED.is_set(node)
+    return LAYER.get(node) if own else None
 
 
 def _held(
@@ -451,9 +450,9 @@ def recomputes_regularly(folded: Folded, one: Plan, ctx: Context) -> bool:
     """
     forward, backward = map(copy_module, (folded.captured.forward, folded.captured.backward))
     ctx = ctx.replace(plan=folded.without_inner(one))
-    if recompute(step_module(forward, backward), ctx).meta[NOT_RECOMPUTED]:
+    if NOT_RECOMPUTED.of(recompute(step_module(forward, backward), ctx)):
         return False
-    copied = itertools.accumulate(RECOMPUTED in node.meta for node in backward.graph.nodes)
+    copied = itertools.accumulate(RECOMPUTED.is_set(node) for node in backward.graph.nodes)
     until = dict(zip(backward.graph.nodes, copied, strict=True))
     anchors = _anchors(backward.graph)
     before, behind = folded.at_the_cut
@@ -467,7 +466,7 @@ def recomputed_of(folded: Folded, backward: fx.Graph) -> tuple[int, float]:
     """Recomputed bytes, and their seconds, of a lowered backward and of the layers left out."""
     size_bytes, seconds = recomputed(backward.nodes)
     before, _ = folded.at_the_cut
-    one = [node for node in backward.nodes if node.meta.get(LAYER) == before]
+    one = [node for node in backward.nodes if LAYER.get(node) == before]
     each_bytes, each_seconds = recomputed(one)
     count = len(folded.inner)
     return size_bytes + count * each_bytes, seconds + count * each_seconds
@@ -475,11 +474,7 @@ def recomputed_of(folded: Folded, backward: fx.Graph) -> tuple[int, float]:
 
 def _anchors(graph: fx.Graph) -> dict[int, fx.Node]:
     """By layer, the node by which the layer is timed."""
-    return {
-        node.meta[LAYER]: node
-        for node in graph.nodes
-        if _of_its_own(node) and node.meta.get(ANCHOR)
-    }
+    return {LAYER.of(node): node for node in graph.nodes if _of_its_own(node) and ANCHOR.get(node)}
 
 
 def _between(graph: fx.Graph, simulation: Simulation, one: fx.Node, other: fx.Node) -> Seconds:
@@ -504,7 +499,7 @@ def _network_seconds(graph: fx.Graph, names: set[str]) -> float:
     taken: dict[str, float] = {}
     for node in graph.nodes:
         if is_collective(node):
-            served = node.meta[COLLECTIVE].names
+            served = COLLECTIVE.of(node).names
             share = sum(parameter_of(name) in names for name in served) / len(served)
             group = group_of(node)
             taken[group] = taken.get(group, 0.0) + share * cost_of(node).seconds

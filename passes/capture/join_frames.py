@@ -28,7 +28,7 @@ from torch import fx, nn
 from passes._torch import FakeTensorMode
 from passes.capture.captured_step import Captured
 from passes.graph.fx_utils import bytes_of, concrete, hint, module_of, output_node
-from passes.graph.metadata import KEY, LENT, PARAMETER, SAVED, SAVES
+from passes.graph.metadata import LENT, OPERATOR_KEY, PARAMETER, SAVED, SAVES
 from passes.ops.markers import REDUCE_GRAD, UNSHARD, reduce_grad_of, set_args, unshard_of
 from passes.recompute.recompute_activations import keys_of
 from passes.simulate.lent import mark_lent
@@ -186,7 +186,7 @@ class _Forward:
             elif node.op != "output":
                 nodes[node] = self.part.copy(node, nodes, run, gm)
                 if node in keys:
-                    nodes[node].meta[KEY] = keys[node]
+                    OPERATOR_KEY.set(nodes[node], keys[node])
         results: Sequence[Any] = output_node(gm.graph).args[0]  # type: ignore[assignment]
         first_saved = len(results) - run.saved_count
         for position, result in enumerate(results):
@@ -199,11 +199,11 @@ class _Forward:
                 self._returned[run.outputs[position]] = nodes[result]
 
     def _input(self, node: fx.Node, run: FrameRun) -> fx.Node:
-        if PARAMETER in node.meta:
-            name = run.names[node.meta[PARAMETER]]
+        if PARAMETER.is_set(node):
+            name = run.names[PARAMETER.of(node)]
             if name not in self._parameters:
-                made = self.part.add_input(node.name, {**node.meta, "parameter": name})
-                self._parameters[name] = made
+                self._parameters[name] = made = self.part.add_input(node.name, node.meta)
+                PARAMETER.set(made, name)
             return self._parameters[name]
         number = run.inputs.get(node.name)
         if number is not None and number in self._made:
@@ -220,12 +220,10 @@ class _Backward:
 
     def __init__(self, runs: Sequence[FrameRun], values: _Values, forward: _Forward) -> None:
         self.part = _Part(values)
-        self._given = {
-            node: self.part.add_input(
-                node.name, {SAVED: node.op != "placeholder", **node.meta, SAVES: node.name}
-            )
-            for node in forward.saved
-        }
+        self._given = {node: self.part.add_input(node.name, node.meta) for node in forward.saved}
+        for node, given in self._given.items():
+            SAVED.set(given, SAVED.get(node, node.op != "placeholder"))
+            SAVES.set(given, node.name)
         self._gradients: dict[int, fx.Node] = {}  # by number, of tensors that travel
         self._reduced: dict[str, fx.Node] = {}
         self._returned: dict[fx.Node, None] = {}
@@ -251,14 +249,14 @@ class _Backward:
         gm = run.captured.backward
         nodes: dict[fx.Node, fx.Node] = {}
         for node in gm.graph.nodes:
-            origin = origins.get(node.meta.get(SAVES, node.name))
+            origin = origins.get(SAVES.get(node, node.name))
             if node.op == "placeholder":
                 nodes[node] = self._input(node, run, origin)
                 if nodes[node] in self._gradients.values():
                     self.given_bytes[index] += bytes_of(nodes[node].meta["val"])
             elif node.op != "output":
                 nodes[node] = copied = self.part.copy(node, nodes, run, gm)
-                copied.meta[SAVES] = origin.name if origin is not None else ""
+                SAVES.set(copied, origin.name if origin is not None else "")
                 if node.target is REDUCE_GRAD:
                     self._reduce_once(copied)
         results: Sequence[Any] = output_node(gm.graph).args[0]  # type: ignore[assignment]
@@ -276,14 +274,16 @@ class _Backward:
     def _input(self, node: fx.Node, run: FrameRun, origin: fx.Node | None) -> fx.Node:
         if origin is not None and origin in self._given:
             given = self._given[origin]
-            if LENT in node.meta:
-                given.meta[LENT] = True
+            if LENT.is_set(node):
+                LENT.set(given, True)
             return given
         number = run.tangents.get(node.name)
         if number is not None and number in self._gradients:
             return self._gradients[number]
         self._tangents += 1
-        return self.part.add_input(f"tangents_{self._tangents}", {**node.meta, SAVES: ""})
+        given = self.part.add_input(f"tangents_{self._tangents}", node.meta)
+        SAVES.set(given, "")
+        return given
 
     def _reduce_once(self, node: fx.Node) -> None:
         """Reduce the sum of a parameter's gradients after the last of them."""
@@ -302,5 +302,6 @@ class _Backward:
 
     def _sum(self, one: fx.Node, other: fx.Node) -> fx.Node:
         total = self.part.graph.call_function(_ADD, (one, other))
-        total.meta = {"val": self.part.values.like(one.meta["val"]), SAVES: ""}
+        total.meta["val"] = self.part.values.like(one.meta["val"])
+        SAVES.set(total, "")
         return total

@@ -61,10 +61,10 @@ def attribution(dataflow: Dataflow) -> list[tuple[str, ...]]:
 
 def _own(node: fx.Node) -> tuple[tuple[str, ...], bool]:
     """Parameters in a node's metadata or arguments; whether it is a weight (or a gradient)."""
-    purpose = node.meta.get(COLLECTIVE)
+    purpose = COLLECTIVE.get(node)
     if node.op == "placeholder":
-        name = node.meta.get(PARAMETER) or node.meta.get(GATHERED)
-        return ((str(name),), True) if name else ((), False)
+        name = PARAMETER.get(node) or GATHERED.get(node)
+        return ((name,), True) if name else ((), False)
     if is_collective(node) and purpose is not None:
         return purpose.names, purpose.gathers
     if node.target is UNSHARD:
@@ -77,7 +77,7 @@ def _own(node: fx.Node) -> tuple[tuple[str, ...], bool]:
 def _reduces(node: fx.Node, traits: OpTraits) -> bool:
     if not traits.collective:
         return node.target is REDUCE_GRAD
-    purpose = node.meta.get(COLLECTIVE)
+    purpose = COLLECTIVE.get(node)
     return purpose is not None and not purpose.gathers
 
 

@@ -47,8 +47,8 @@ def _uneven(graph: fx.Graph, ctx: Context) -> set[fx.Node]:
     """The nodes whose first dimension differs between ranks."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op == "placeholder" and node.meta.get(PARAMETER) in ctx.plan:
-            row = ctx.plan[node.meta[PARAMETER]]
+        if PARAMETER.is_set(node) and PARAMETER.of(node) in ctx.plan:
+            row = ctx.plan[PARAMETER.of(node)]
             if row.decision.sharded and row.shape[0] % ctx.cut(row.decision).ranks:
                 found.add(node)
         elif (node.target is REDUCE_GRAD or node.target is TRIM_ROWS) and node.args[1] in found:
@@ -58,7 +58,7 @@ def _uneven(graph: fx.Graph, ctx: Context) -> set[fx.Node]:
 
 def _line(node: fx.Node, names: Mapping[fx.Node, str], ctx: Context, uneven: set[fx.Node]) -> str:
     if node.op == "placeholder":
-        label = node.meta.get(PARAMETER) or node.meta.get(INPUT) or "saved"
+        label = PARAMETER.get(node) or INPUT.get(node) or "saved"
         return f"{names[node]}: {_type(node, uneven)} = input[{label}]"
     if node.op == "output":
         return f"return {_argument(node.args[0], names, ctx)}"
@@ -66,7 +66,7 @@ def _line(node: fx.Node, names: Mapping[fx.Node, str], ctx: Context, uneven: set
         return f"{names[node]}: {_type(node, uneven)} = constant[{node.target}]"
     arguments = [_argument(argument, names, ctx) for argument in node.args]
     arguments += [f"{k}={_argument(v, names, ctx)}" for k, v in sorted(node.kwargs.items())]
-    purpose = node.meta.get(COLLECTIVE)
+    purpose = COLLECTIVE.get(node)
     note = f"  # {purpose.label}" if purpose is not None else ""
     return f"{names[node]}: {_type(node, uneven)} = {_target(node)}({', '.join(arguments)}){note}"
 

@@ -4,7 +4,7 @@ Needs: collectives with their wait directly after the start (after ``shard``).
 Leaves: collectives of ``plan.bucket_bytes`` or more unchanged, without a copy. Smaller ones of one
 kind, dtype and group are packed into flat buckets of up to that size: gathers in the order of
 their first use, reductions in the order in which their gradients are ready. The collectives before
-packing are in ``gm.meta["packable"]``.
+packing are in the module's ``PACKABLE``.
 
 Before::                                   After::
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -39,22 +39,11 @@ from passes.graph.fx_utils import (
 from passes.graph.metadata import COLLECTIVE, GRADIENT_OF, PACKABLE
 from passes.ops.packing import MEAN_RANKS, PACK, PACK_COLUMNS, UNPACK
 from passes.shard.lower_markers import after_wait, gather, scatter, start_collective, unpack
+from passes.types.annotations import Packable
 from passes.types.context import Context
 from passes.types.plan import Collective
 
 _aten = torch.ops.aten
-
-
-class Packable(NamedTuple):
-    """A collective that may share a bucket with others of the same ``kind``.
-
-    ``size_bytes``: bytes of the whole tensor.
-    ``is_first_stage``: it is flat, or the first stage of a hierarchical collective.
-    """
-
-    kind: Hashable
-    size_bytes: int
-    is_first_stage: bool
 
 
 def bucket_bytes_for(ctx: Context) -> int:
@@ -72,16 +61,17 @@ def bucket_bytes_for(ctx: Context) -> int:
 def bucket(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Pack small collectives. See the module's docstring."""
     graph = gm.graph
-    starts = [node for node in graph.nodes if COLLECTIVE in node.meta]
-    planned = ctx.plan.order_for(ctx.phase.value, [node.meta[COLLECTIVE] for node in starts])
-    gm.meta[PACKABLE] = packable = [_packable(node) for node in starts]
+    starts = [node for node in graph.nodes if COLLECTIVE.is_set(node)]
+    planned = ctx.plan.order_for(ctx.phase.value, [COLLECTIVE.of(node) for node in starts])
+    packable = [_packable(node) for node in starts]
+    PACKABLE.set(gm, packable)
     if planned is None:
         together = packed(packable, ctx.plan.bucket_bytes)
         buckets = [[starts[index] for index in members] for members in together]
     else:
         buckets = _as_planned(starts, planned)
     for members in buckets:
-        if members[0].meta[COLLECTIVE].gathers:
+        if COLLECTIVE.of(members[0]).gathers:
             _pack_gathers(graph, members, ctx)
         elif members[0].target is ALL_REDUCE:
             _pack_all_reduces(graph, members)
@@ -93,7 +83,7 @@ def bucket(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 
 def _as_planned(starts: list[fx.Node], planned: Sequence[Collective]) -> list[list[fx.Node]]:
     """The plan's buckets: lists of collectives to pack together."""
-    start_of = {node.meta[COLLECTIVE]: node for node in starts}
+    start_of = {COLLECTIVE.of(node): node for node in starts}
     return [
         [start_of[Collective((name,), bucket.gathers)] for name in bucket.names]
         for bucket in planned
@@ -102,7 +92,7 @@ def _as_planned(starts: list[fx.Node], planned: Sequence[Collective]) -> list[li
 
 
 def _packable(start: fx.Node) -> Packable:
-    purpose = start.meta[COLLECTIVE]
+    purpose = COLLECTIVE.of(start)
     kind = start.target, group_of(start), purpose.gathers, start.meta["val"].dtype
     # Later stages follow the packing of the first one.
     return Packable(kind, collective_full_bytes(start), not purpose.stage)
@@ -136,8 +126,8 @@ def _wait_of(start: fx.Node) -> fx.Node:
 
 
 def _purpose(members: Sequence[fx.Node]) -> Collective:
-    names = tuple(name for node in members for name in node.meta[COLLECTIVE].names)
-    return Collective(names, gathers=members[0].meta[COLLECTIVE].gathers)
+    names = tuple(name for node in members for name in COLLECTIVE.of(node).names)
+    return Collective(names, gathers=COLLECTIVE.of(members[0]).gathers)
 
 
 def _tensor(start: fx.Node) -> fx.Node:
@@ -167,11 +157,10 @@ def _drop(graph: fx.Graph, result: fx.Node, by: fx.Node) -> None:
     ``result``: the last wait, or the mean after it.
     """
     result.replace_all_uses_with(by)
-    if GRADIENT_OF in result.meta:
-        by.meta[GRADIENT_OF] = result.meta[GRADIENT_OF]
+    GRADIENT_OF.copy(result, by)
     purpose: Collective | None = None
     while purpose is None or purpose.stage:  # back to the start of the first stage
-        source, purpose = result.all_input_nodes[0], result.meta.get(COLLECTIVE)
+        source, purpose = result.all_input_nodes[0], COLLECTIVE.get(result)
         graph.erase_node(result)
         result = source
 
@@ -235,8 +224,8 @@ def _result_of(start: fx.Node) -> fx.Node:
     wait = _wait_of(start)
     (first, *_) = wait.users
     result = first if first.target in (MEAN_RANKS, UNPACK) else wait
-    later = next((user for user in result.users if COLLECTIVE in user.meta), None)
-    return result if later is None or not later.meta[COLLECTIVE].stage else _result_of(later)
+    later = next((user for user in result.users if COLLECTIVE.is_set(user)), None)
+    return result if later is None or not COLLECTIVE.of(later).stage else _result_of(later)
 
 
 def _pieces(graph: fx.Graph, whole: fx.Node, numels: Sequence[int]) -> list[fx.Node]:

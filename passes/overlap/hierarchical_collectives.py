@@ -3,7 +3,7 @@
 Needs: collectives with their wait directly after the start (after ``bucket``, if that runs).
 Leaves: the same. A hierarchical collective is one collective per stage, along one dimension of the
 mesh (``ctx.mesh_dims``) and on the process group of that dimension. The stages have the same
-``meta["collective"]`` except for ``stage``, the index of the stage.
+``COLLECTIVE`` except for ``stage``, the index of the stage.
 
 With N ranks = H hosts of G ranks, and k elements on each rank (``exchange``: an all-to-all; a
 reduce-scatter may take the place of an exchange with its mean or sum)::
@@ -66,16 +66,16 @@ def hierarchical(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     if ctx.mesh_dims is None:
         return gm
     graph = gm.graph
-    starts = [node for node in graph.nodes if COLLECTIVE in node.meta]
-    planned = ctx.plan.order_for(ctx.phase.value, [node.meta[COLLECTIVE] for node in starts])
+    starts = [node for node in graph.nodes if COLLECTIVE.is_set(node)]
+    planned = ctx.plan.order_for(ctx.phase.value, [COLLECTIVE.of(node) for node in starts])
     later = None if planned is None else {one.first for one in planned if one.stage}
     for start in starts:
         if group_of(start) != ctx.group_name:  # the parameter is sharded within hosts
             continue
-        chosen = _pays(start, ctx) if later is None else start.meta[COLLECTIVE] in later
+        chosen = _pays(start, ctx) if later is None else COLLECTIVE.of(start) in later
         if not chosen:
             continue
-        if start.meta[COLLECTIVE].gathers:
+        if COLLECTIVE.of(start).gathers:
             _gather_in_stages(start, *ctx.mesh_dims, ctx)
         elif start.target is ALL_REDUCE:
             _all_reduce_in_stages(start, *ctx.mesh_dims, ctx)
@@ -101,7 +101,7 @@ def _copied_bytes(start: fx.Node, full_bytes: int, ctx: Context) -> int:
     """Bytes that the stages' copies read and write, in addition to the flat collective's copies."""
     assert ctx.mesh_dims is not None
     _, inner = ctx.mesh_dims
-    if start.meta[COLLECTIVE].gathers:
+    if COLLECTIVE.of(start).gathers:
         unpacked = all(user.target is UNPACK for user in _wait_of(start).users)
         return 0 if unpacked else 2 * full_bytes
     if start.target is ALL_REDUCE:
@@ -127,7 +127,7 @@ def _table(start: fx.Node) -> fx.Node:
 
 
 def _gather_in_stages(start: fx.Node, outer: MeshDim, inner: MeshDim, ctx: Context) -> None:
-    graph, purpose, wait = start.graph, start.meta[COLLECTIVE], _wait_of(start)
+    graph, purpose, wait = start.graph, COLLECTIVE.of(start), _wait_of(start)
     packed = _table(start)
     with graph.inserting_before(start):
         args = (packed, outer.size, outer.group_name)
@@ -153,7 +153,7 @@ def _gather_in_stages(start: fx.Node, outer: MeshDim, inner: MeshDim, ctx: Conte
 
 
 def _scatter_in_stages(start: fx.Node, outer: MeshDim, inner: MeshDim, ctx: Context) -> None:
-    graph, purpose = start.graph, start.meta[COLLECTIVE]
+    graph, purpose = start.graph, COLLECTIVE.of(start)
     table = _table(start)
     packed = table.target is PACK_COLUMNS
     tensors, hosts = (table.args[0], table.args[3:]) if packed else ([table], ())
@@ -167,7 +167,7 @@ def _scatter_in_stages(start: fx.Node, outer: MeshDim, inner: MeshDim, ctx: Cont
 
 
 def _all_reduce_in_stages(start: fx.Node, outer: MeshDim, inner: MeshDim, ctx: Context) -> None:
-    graph, purpose = start.graph, start.meta[COLLECTIVE]
+    graph, purpose = start.graph, COLLECTIVE.of(start)
     value = start.meta["val"]
     numel, padded = numel_of(value), numel_of(value) % inner.size != 0
     scatter, gather = (EXCHANGE, GATHER_PARTS) if ctx.uses_p2p else (REDUCE_SCATTER, ALL_GATHER)
@@ -202,7 +202,6 @@ def _replace(start: fx.Node, by: fx.Node) -> None:
         (result,) = wait.users
         assert result.target is MEAN_RANKS
     result.replace_all_uses_with(by)
-    if GRADIENT_OF in result.meta:
-        by.meta[GRADIENT_OF] = result.meta[GRADIENT_OF]
+    GRADIENT_OF.copy(result, by)
     for node in dict.fromkeys((result, wait, start)):
         start.graph.erase_node(node)

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from torch import fx
 
-from passes.annotate.annotate_costs import Cost, cost_of
+from passes.annotate.annotate_costs import cost_of
 from passes.graph.fx_utils import group_of
 from passes.graph.metadata import COLLECTIVE
 from passes.graph.verifier import InvalidGraph
-from passes.simulate.exposure import Reason
 from passes.simulate.network import Network
+from passes.types.annotations import Cost, Reason
 from passes.types.plan import Collective
 
 #: A gather is urgent once the time from the end of its queue to its first use is at most this
@@ -71,8 +71,7 @@ class CollectiveTask:
     @property
     def purpose(self) -> Collective:
         """The purpose of the collective."""
-        purpose: Collective = self.start.meta[COLLECTIVE]
-        return purpose
+        return COLLECTIVE.of(self.start)
 
 
 class Headroom:

@@ -1,8 +1,8 @@
 """Reorder: start collectives early and wait for them late, within the memory limit.
 
 Needs: an annotated graph with each collective's wait directly after its start.
-Leaves: the same nodes in another order; ``meta["held_back"]`` and ``meta["drained"]`` on the
-collectives; ``gm.meta["memory"]`` with a memory limit or while planning.
+Leaves: the same nodes in another order; ``HELD_BACK`` and ``DRAINED`` of the collectives; the
+module's ``MEMORY`` with a memory limit or while planning.
 
 Before::                                  After::
 
@@ -49,8 +49,8 @@ from passes.overlap.list_scheduler import (
     is_compute,
     moved,
 )
-from passes.simulate.exposure import Reason
 from passes.simulate.memory import MemoryModel, MemoryTrace
+from passes.types.annotations import Reason
 from passes.types.context import Context
 from passes.types.plan import Collective
 
@@ -69,7 +69,7 @@ def reorder(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     total = _total_bytes(tasks)
     bound = ctx.plan.in_flight_bytes
     cap = allowed = total if bound is None else bound
-    memory = MemoryModel(gm.meta.get(DATAFLOW) or Dataflow(graph))
+    memory = MemoryModel(DATAFLOW.get(gm) or Dataflow(graph))
     free_bytes = _free_bytes(graph, tasks, memory, ctx)
     problem = ScheduleProblem(original, tasks, _seconds)
     spare_bytes = 0  # safety margin of the headroom
@@ -99,12 +99,12 @@ def reorder(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     if ctx.deciding and trace is None:
         trace = memory.trace([*scheduler.result, output])
     if trace is not None:
-        gm.meta[MEMORY] = memory.described(trace)
+        MEMORY.set(gm, memory.described(trace))
     if not ctx.deciding:
         graph.lint()
     for task in tasks:
-        task.start.meta[HELD_BACK] = _held_back(task, scheduler, allowed)
-        task.start.meta[DRAINED] = task in scheduler.drained
+        HELD_BACK.set(task.start, _held_back(task, scheduler, allowed))
+        DRAINED.set(task.start, task in scheduler.drained)
     return gm
 
 
@@ -139,7 +139,7 @@ def _free_bytes(
 
 def order_of(graph: fx.Graph) -> tuple[Collective, ...]:
     """The purposes of a graph's collectives, in their start order."""
-    return tuple(n.meta[COLLECTIVE] for n in graph.nodes if COLLECTIVE in n.meta)
+    return tuple(COLLECTIVE.of(n) for n in graph.nodes if COLLECTIVE.is_set(n))
 
 
 def _seconds(node: fx.Node) -> float:
@@ -172,11 +172,11 @@ def _jobs(graph: fx.Graph) -> list[CollectiveTask]:
     order = positions(graph)
     tasks = []
     for start in graph.nodes:
-        if start.target not in COLLECTIVES or COLLECTIVE not in start.meta:
+        if start.target not in COLLECTIVES or not COLLECTIVE.is_set(start):
             continue
         (wait,) = start.users
-        gathers = start.meta[COLLECTIVE].gathers
-        prepared = gathers and start.meta[COLLECTIVE].stage == 0
+        gathers = COLLECTIVE.of(start).gathers
+        prepared = gathers and COLLECTIVE.of(start).stage == 0
         before = _preparation(start, order) if prepared else []
         after = _following(wait, order, only_marked=gathers)
         own = {wait, *after}
@@ -222,7 +222,7 @@ def _total_bytes(tasks: list[CollectiveTask]) -> int:
 
 def _extra_bytes(start: fx.Node, before: list[fx.Node]) -> int:
     """Extra bytes alive because of a gather's early start or a reduction's late wait."""
-    if start.meta[COLLECTIVE].gathers:
+    if COLLECTIVE.of(start).gathers:
         copied_bytes = cost_of(start).workspace_bytes
         return copied_bytes + sum(cost_of(node).memory_bytes for node in (start, *before))
     # The input of a reduction lives longer; an all-reduce works in place.
@@ -257,9 +257,9 @@ def _following(wait: fx.Node, order: dict[fx.Node, int], only_marked: bool) -> l
         changed = False
         for node in list(frontier):
             for user in node.users:
-                if user in own or user.op != "call_function" or COLLECTIVE in user.meta:
+                if user in own or user.op != "call_function" or COLLECTIVE.is_set(user):
                     continue
-                moves = not only_marked or AFTER_WAIT in user.meta
+                moves = not only_marked or AFTER_WAIT.is_set(user)
                 if moves and all(
                     source in own or source in sent or source.op == "placeholder"
                     for source in user.all_input_nodes

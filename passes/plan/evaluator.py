@@ -14,11 +14,12 @@ from passes.candidates.slice_groups import SliceGroup, find_slice_groups, splits
 from passes.capture.captured_step import Captured
 from passes.capture.fold_layers import Folded, recomputes_regularly
 from passes.graph.metadata import PACKABLE
-from passes.overlap.bucket_collectives import Packable, bucket_bytes_for, packed
+from passes.overlap.bucket_collectives import bucket_bytes_for, packed
 from passes.pipeline import Pass
 from passes.plan.dynamic_program import choices_of, together
 from passes.plan.orders import orders
 from passes.plan.predict import LoweredStep, predict
+from passes.types.annotations import Packable
 from passes.types.context import Context
 from passes.types.decision import Decision, Scope
 from passes.types.hardware import generic
@@ -133,7 +134,7 @@ class PlanEvaluator:
             plan = plan.replace(bucket_bytes=bucket_bytes)
         step = predict(self.captured, plan, ctx.replace(deciding=True), self.passes)
         # A user's pass in place of ``bucket`` may leave no such metadata.
-        self.packable[key] = [gm.meta.get(PACKABLE) for gm in (step.forward, step.backward)]
+        self.packable[key] = [PACKABLE.get(gm) for gm in (step.forward, step.backward)]
         return plan.replace(order=orders(step)), step.prediction
 
     def fits(self, prediction: Prediction) -> bool:

@@ -26,7 +26,7 @@ def explained(
     reductions: dict[str, tuple[float, float]] = {}
     for simulation in step.simulations:
         for node, late in simulation.exposed.items():
-            purpose = node.meta[COLLECTIVE]
+            purpose = COLLECTIVE.of(node)
             seconds = simulation.end[node] - simulation.start[node]
             kind = gathers if purpose.gathers else reductions
             for name in map(parameter_of, purpose.names):

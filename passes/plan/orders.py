@@ -16,7 +16,7 @@ from passes.graph.metadata import HELD_BACK
 from passes.overlap.reorder_collectives import order_of
 from passes.pipeline import Pass
 from passes.plan.predict import LoweredStep, predict
-from passes.simulate.exposure import Reason
+from passes.types.annotations import Reason
 from passes.types.context import Context, Phase
 from passes.types.plan import Collective, Plan
 
@@ -63,7 +63,7 @@ def with_fastest_order(
 def _short_of_room(step: LoweredStep) -> bool:
     """Whether the memory limit delays the start of a collective, or forces an early wait."""
     return any(
-        node.meta.get(HELD_BACK) is Reason.MEMORY
+        HELD_BACK.get(node) is Reason.MEMORY
         for gm in (step.forward, step.backward)
         for node in gm.graph.nodes
     )

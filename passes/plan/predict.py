@@ -73,7 +73,7 @@ def _predict(
         local = ctx.replace(plan=plan, phase=phase, base_bytes=held + extra)
         gm = run(passes, Stage.PARTS, gm, local, recompile=False)
         lowered.append(gm)
-        simulations.append(simulate(gm.graph, gm.meta.pop(MEMORY, None)))
+        simulations.append(simulate(gm.graph, MEMORY.pop(gm)))
     forward, backward = simulations
     unseen = Seconds(0.0, 0.0)
     if folded is not None:

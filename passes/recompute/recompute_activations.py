@@ -3,7 +3,7 @@
 Needs: a step module (``passes/graph/step_module.py``) with a forward and a backward from
 AOTAutograd's partitioner, and markers.
 Leaves: copies of the operators of the chosen tensors in the backward, each directly before its
-first use. The forward no longer returns these tensors. ``step.meta[NOT_RECOMPUTED]``: the keys
+first use. The forward no longer returns these tensors. ``NOT_RECOMPUTED`` of the step: the keys
 without effect. This forward does not compute or save the tensor, or the backward cannot recompute
 it.
 
@@ -46,8 +46,8 @@ from passes.annotate.annotate_costs import cost_of
 from passes.graph.fx_utils import bytes_of, is_collective, is_getitem, output_node, root_of
 from passes.graph.metadata import (
     GATHERED,
-    KEY,
     NOT_RECOMPUTED,
+    OPERATOR_KEY,
     RECOMPUTED,
     SAVED,
     SAVES,
@@ -73,7 +73,7 @@ def keys_of(graph: fx.Graph) -> dict[fx.Node, str]:
     for node in graph.nodes:
         if node.op == "call_function" and node.target is not UNSHARD:
             place = f"{_module_of(node)}:{_operator(node.target)}"
-            found[node] = node.meta.get(KEY, f"{place}:{counts[place]}")
+            found[node] = OPERATOR_KEY.get(node, f"{place}:{counts[place]}")
             counts[place] += 1
     return found
 
@@ -112,7 +112,7 @@ class PartitionBoundary:
         self.saved: dict[fx.Node, fx.Node] = {}
         self.there: dict[fx.Node, fx.Node] = {}
         for node in backward.nodes:
-            origin = by_name.get(node.meta.get(SAVES, node.name))
+            origin = by_name.get(SAVES.get(node, node.name))
             if origin is None:
                 continue
             if node.op == "placeholder":
@@ -147,7 +147,7 @@ class PartitionBoundary:
                 ):
                     reads[source] = None
                 elif source.op == "placeholder":
-                    if not source.meta.get(STATIC) or source in self._written:
+                    if not STATIC.get(source) or source in self._written:
                         return None
                     reads[source] = None
                 else:
@@ -210,8 +210,8 @@ def recomputed(backward: Iterable[fx.Node]) -> tuple[int, float]:
 
     ``backward``: its nodes, or some of them.
     """
-    copies = [node for node in backward if RECOMPUTED in node.meta]
-    roots = {root_of(node): None for node in copies if node.meta[RECOMPUTED]}
+    copies = [node for node in backward if RECOMPUTED.is_set(node)]
+    roots = {root_of(node): None for node in copies if RECOMPUTED.of(node)}
     return (
         sum(bytes_of(root.meta["val"]) for root in roots),
         sum(cost_of(node).seconds for node in copies),
@@ -221,10 +221,10 @@ def recomputed(backward: Iterable[fx.Node]) -> tuple[int, float]:
 def recompute(step: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Rewrite the graphs of a step by the plan. See the module's docstring."""
     plan = ctx.plan
-    step.meta[NOT_RECOMPUTED] = []
+    NOT_RECOMPUTED.set(step, [])
     if plan.recompute:
         kept = frozenset(p.name for p in plan.parameters if p.decision.keep)
-        step.meta[NOT_RECOMPUTED] = _Rewriting(*graphs_of(step), kept).run(plan)
+        NOT_RECOMPUTED.set(step, _Rewriting(*graphs_of(step), kept).run(plan))
     return step
 
 
@@ -291,7 +291,7 @@ class _Rewriting:
             inputs = {one: self._in_backward(one) for one in node.all_input_nodes}
             with graph.inserting_before(self.top):
                 copied = graph.node_copy(node, inputs.__getitem__)
-            copied.meta[RECOMPUTED] = self.chosen.get(node, "")
+            RECOMPUTED.set(copied, self.chosen.get(node, ""))
             self.copies[node] = copied
         for node in self.chosen:
             placeholder = self.cut.saved[node]
@@ -320,11 +320,11 @@ class _Rewriting:
         with graph.inserting_before(self.first_saved):
             saved = graph.placeholder(node.name)
         saved.meta = dict(node.meta)
-        saved.meta[SAVES] = node.name  # the placeholder's own name may differ
+        SAVES.set(saved, node.name)  # the placeholder's own name may differ
         if node.op != "placeholder":
-            saved.meta[SAVED] = True
+            SAVED.set(saved, True)
         if node.target is UNSHARD:
-            saved.meta[GATHERED] = unshard_of(node).name
+            GATHERED.set(saved, unshard_of(node).name)
         self.now_saved[node] = saved
         return saved
 

@@ -68,7 +68,7 @@ def settle_rng_states(forward: fx.GraphModule, backward: fx.GraphModule, first: 
         runs.meta["val"] = value
         if one.result is not ran:
             ran.meta["val"] = (one.states[0].meta["val"], value)
-            one.states[1].meta[SAVES] = one.states[0].name
+            SAVES.set(one.states[1], one.states[0].name)
             kept.append(one.states)
     _put_before_objects(forward.graph, backward.graph, first, kept)
     forward.recompile()
@@ -139,7 +139,7 @@ def _without_state(one: _Twice) -> None:
     plain = _plain(one, ran, 0)
     one.result.replace_all_uses_with(plain)
     again = _plain(one, runs, 1)
-    again.meta[SAVES] = plain.name
+    SAVES.set(again, plain.name)
     runs.replace_all_uses_with(again)
     if one.result is not ran:
         output = output_node(state.graph)

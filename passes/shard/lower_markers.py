@@ -159,7 +159,7 @@ def flat(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 def after_wait(node: fx.Node) -> fx.Node:
     """Mark a node that processes a collective's output, so that it moves with the wait."""
-    node.meta[AFTER_WAIT] = True
+    AFTER_WAIT.set(node, True)
     return node
 
 
@@ -168,7 +168,7 @@ def start_collective(
 ) -> fx.Node:
     """A collective's start node, labelled with its purpose."""
     node = call(graph, target, args, "gather" if purpose.gathers else "reduce")
-    node.meta[COLLECTIVE] = purpose
+    COLLECTIVE.set(node, purpose)
     return node
 
 
@@ -266,5 +266,5 @@ def reduce_rows(
 
 
 def _finish(node: fx.Node, by: fx.Node) -> None:
-    by.meta[GRADIENT_OF] = reduce_grad_of(node).name
+    GRADIENT_OF.set(by, reduce_grad_of(node).name)
     _replace(node, by)

@@ -7,29 +7,18 @@ An earlier start can shorten a stall only if the network is idle before it. So:
 - Otherwise the reason is that of the collective after the longest idle time: its input was not
   ready, or ``reorder`` held it back.
 
-Needs: ``reorder`` (``meta["held_back"]``, ``meta["drained"]``) and a simulation of the same graph.
+Needs: ``reorder`` (``HELD_BACK``, ``DRAINED``) and a simulation of the same graph.
 Leaves: the graph unchanged.
 """
 
 from __future__ import annotations
-
-import enum
 
 from torch import fx
 
 from passes.graph.fx_utils import group_of, is_alias, is_packing
 from passes.graph.metadata import DRAINED, HELD_BACK
 from passes.simulate.simulator import Simulation
-
-
-class Reason(enum.Enum):
-    """The reason why a collective is exposed. The value is a text for users."""
-
-    NO_COMPUTE = "no compute to hide behind: the network is busy all along"
-    DEPENDENCY = "dependency: what it sends is there no earlier"
-    MEMORY = "memory: started earlier or ended later it would pass the limit"
-    IN_FLIGHT = "in-flight limit: as many bytes are on their way as the plan allows"
-    ORDER = "order: the plan's order of collectives puts others first"
+from passes.types.annotations import Reason
 
 
 def reasons(simulation: Simulation) -> dict[fx.Node, Reason]:
@@ -50,7 +39,7 @@ def reasons(simulation: Simulation) -> dict[fx.Node, Reason]:
             stall_seconds = simulation.exposed[node]
             if stall_seconds <= 0:
                 continue
-            if node.meta.get(DRAINED):
+            if DRAINED.get(node):
                 found[node] = Reason.MEMORY
             elif idle_seconds < stall_seconds / 2:
                 found[node] = Reason.NO_COMPUTE
@@ -64,8 +53,7 @@ def _why_not_earlier(node: fx.Node, idle_seconds: float, simulation: Simulation)
     there = max((simulation.end[source] for source in _sent(node)), default=0.0)
     if simulation.start[node] - there < idle_seconds / 2:
         return Reason.DEPENDENCY
-    held: Reason = node.meta.get(HELD_BACK, Reason.ORDER)
-    return held
+    return HELD_BACK.get(node, Reason.ORDER)
 
 
 def _sent(start: fx.Node) -> list[fx.Node]:

@@ -1,7 +1,7 @@
 """Lent inputs: the inputs of a backward that are not donated buffers.
 
 Needs: a step module (``passes/graph/step_module.py``).
-Leaves: ``meta["lent"]`` on the backward's lent placeholders. The graphs are unchanged.
+Leaves: ``LENT`` on the backward's lent placeholders. The graphs are unchanged.
 
 Inductor writes a result into the buffer of a saved tensor after its last read, if AOTAutograd
 donates that buffer (``collect_fw_donated_buffer_idxs``). Two kinds of inputs are not donated:
@@ -51,6 +51,6 @@ def mark_lent(forward: fx.Graph, backward: fx.Graph) -> None:
     returned = {root_of(node) for node in returned_and_saved(forward, backward)[0]}
     origins = {node.name: node for node in forward.nodes}
     for node in backward.find_nodes(op="placeholder"):
-        origin = origins.get(node.meta.get(SAVES, node.name))
+        origin = origins.get(SAVES.get(node, node.name))
         if origin is None or root_of(origin) in returned:
-            node.meta[LENT] = True
+            LENT.set(node, True)

@@ -17,7 +17,6 @@ kernels die with the last kernel of the function, except buffers that a kernel r
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -35,32 +34,9 @@ from passes.graph.fx_utils import (
 from passes.graph.metadata import COLLECTIVE, GATHERED, GRADIENT_OF, LENT, SAVED, STATIC
 from passes.graph.op_traits import effective_users, is_reduction
 from passes.ops.packing import UNPACK
+from passes.types.annotations import Memory
 
 KINDS = ("activations", "gathered", "gradients", "communication", "inputs", "workspace")
-
-
-@dataclasses.dataclass
-class Memory:
-    """Memory of one run of a graph on one rank, all in bytes.
-
-    ``curve``: bytes alive while each node runs, in graph order.
-    ``peak_node``: the node with the highest memory; the first one on a tie.
-    ``alive``: the nodes whose results are alive at the peak, without buffers reused there.
-    ``in_flight``: the collectives of which the backend holds a copy at the peak.
-    ``peak``: bytes at the peak by kind, the running kernel's workspace included.
-    ``kept_bytes``: bytes alive at the end (the graph's outputs).
-    """
-
-    curve: list[int]
-    peak_node: fx.Node
-    alive: list[fx.Node]
-    in_flight: list[fx.Node]
-    peak: dict[str, int]
-    kept_bytes: int
-
-    @property
-    def peak_bytes(self) -> int:
-        return max(self.curve, default=0)
 
 
 class MemoryTrace(NamedTuple):
@@ -123,7 +99,7 @@ class MemoryModel:
         self._needed: dict[tuple[int, int], bool] = {}
         for index, node in enumerate(dataflow.nodes):
             meta, traits, cost = node.meta, dataflow.traits[index], cost_of(node)
-            size_bytes = 0 if meta.get(STATIC) else cost.memory_bytes
+            size_bytes = 0 if meta.get(STATIC.name) else cost.memory_bytes
             self._size.append(size_bytes)
             readers = bool(dataflow.readers[index])
             inlined = traits.fusible and cost.memory_bytes == 0 and readers
@@ -134,7 +110,7 @@ class MemoryModel:
                 dataflow.called[index] and not (traits.fusible or traits.getitem or is_view)
             )
             self._over.append(traits.fusible and size_bytes > 0)
-            given = bool(meta.get(SAVED)) and LENT not in meta
+            given = bool(meta.get(SAVED.name)) and LENT.name not in meta
             self._own.append(dataflow.called[index] or given)
             self._workspace.append(cost.workspace_bytes)
             if node.target is WAIT and isinstance(node.args[0], fx.Node):
@@ -350,15 +326,15 @@ def kind_of(node: fx.Node, returned: bool) -> str:
 
     ``returned``: the graph returns the buffer.
     """
-    purpose = node.meta.get(COLLECTIVE)
-    if node.target is UNPACK or node.meta.get(GATHERED):
+    purpose = COLLECTIVE.get(node)
+    if node.target is UNPACK or GATHERED.get(node):
         return "gathered"
     if purpose is not None and purpose.gathers:
         return "gathered"
     if node.op == "placeholder":
-        return "activations" if node.meta.get(SAVED) else "inputs"
+        return "activations" if SAVED.get(node) else "inputs"
     if is_collective(node) or any(is_collective(user) for user in effective_users(node)):
         return "communication"
-    if returned and GRADIENT_OF in node.meta:
+    if returned and GRADIENT_OF.is_set(node):
         return "gradients"
     return "activations"

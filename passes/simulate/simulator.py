@@ -20,8 +20,9 @@ from torch import fx
 
 from passes.annotate.annotate_costs import cost_of
 from passes.graph.fx_utils import WAIT, group_of, is_collective
-from passes.simulate.memory import Memory, memory_of
+from passes.simulate.memory import memory_of
 from passes.simulate.network import Network
+from passes.types.annotations import Memory
 
 
 @dataclasses.dataclass

@@ -269,18 +269,18 @@ _SELF = re.compile(r"^L\['\w+'\]\.?")
 
 def label_of(node: fx.Node) -> str:
     """A label of a node for users: ``mm in blocks.0.up``, ``gather blocks.0.up.weight``."""
-    purpose = node.meta.get(COLLECTIVE)
+    purpose = COLLECTIVE.get(node)
     if purpose is not None and is_collective(node):
-        return str(purpose.label)
+        return purpose.label
     module = _module_of(node)
     if node.op == "placeholder":
-        if node.meta.get(PARAMETER):
-            return str(node.meta[PARAMETER])
-        if node.meta.get(GATHERED):
-            return f"kept {node.meta['gathered']}"
-        if node.meta.get(SAVED):
+        if name := PARAMETER.get(node):
+            return name
+        if name := GATHERED.get(node):
+            return f"kept {name}"
+        if SAVED.get(node):
             return "saved for the backward" + (f" in {module}" if module else "")
-        return str(node.meta.get(INPUT) or "input")
+        return INPUT.get(node) or "input"
     return _operator(node) + (f" in {module}" if module else "")
 
 

@@ -104,7 +104,7 @@ def _taken(node: fx.Node, output: fx.Node, found: Sliced, indices: Iterable[int]
 def _given(saved: fx.Node, taken: list[fx.Node], dim: int, slices: Slices) -> None:
     """Replace an input of the backward by its slices, joined by ``join_slices``."""
     graph = saved.graph
-    name = saved.meta.get(GATHERED)
+    name = GATHERED.get(saved)
     with graph.inserting_before(saved):
         inputs = [
             _placeholder(graph, one, slice_name(name, index) if name else None)
@@ -123,7 +123,9 @@ def _placeholder(graph: fx.Graph, of: fx.Node, gathered: str | None) -> fx.Node:
     ``gathered``: the name of the weight's slice, if it is one.
     """
     found = graph.placeholder(of.name)
-    found.meta.update({"val": of.meta["val"], SAVED: True, SAVES: of.name})
+    found.meta["val"] = of.meta["val"]
+    SAVED.set(found, True)
+    SAVES.set(found, of.name)
     if gathered is not None:
-        found.meta[GATHERED] = gathered
+        GATHERED.set(found, gathered)
     return found

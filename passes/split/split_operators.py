@@ -63,7 +63,7 @@ from passes.types.plan import OF_INPUT, Plan
 _aten = torch.ops.aten
 #: Metadata keys that a node's slices inherit. Inductor would take other keys of the whole node for
 #: the inputs of the slice's operator.
-_KEPT = (RECOMPUTED, "nn_module_stack", "stack_trace")
+_KEPT = (RECOMPUTED.name, "nn_module_stack", "stack_trace")
 
 
 def split(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -148,9 +148,9 @@ class Splitter:
         self.unjoined: dict[fx.Node, Sliced] = {}  # by joined node, its slices
         #: Slices of weights among the inputs of a backward.
         self.kept = {
-            node.meta[GATHERED]: node
+            GATHERED.of(node): node
             for node in graph.find_nodes(op="placeholder")
-            if GATHERED in node.meta
+            if GATHERED.is_set(node)
         }
         #: Nodes that read whole tensors.
         self.done = {output_node(graph)}
@@ -289,7 +289,7 @@ class Splitter:
         while weight.target in LAID_OUT:
             weight = arguments_of(weight)[0]
         name: Any
-        name = unshard_of(weight).name if weight.target is UNSHARD else weight.meta.get(GATHERED)
+        name = unshard_of(weight).name if weight.target is UNSHARD else GATHERED.get(weight)
         if name not in self.ctx.plan:
             return None
         row = self.ctx.plan[name]
@@ -362,7 +362,7 @@ class Splitter:
                 joined = call(self.graph, _aten.cat.default, (parts,))
                 if not slices.even:
                     joined = call(self.graph, TRIM_ROWS, (joined, shard))
-        joined.meta[GRADIENT_OF] = name
+        GRADIENT_OF.set(joined, name)
         node.replace_all_uses_with(joined)
         self.graph.erase_node(node)
         return True

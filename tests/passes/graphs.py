@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from passes._torch import FakeTensorMode
-from passes.annotate.annotate_costs import Cost
 from passes.graph.fx_utils import set_value
-from passes.graph.metadata import COST, STATIC
+from passes.graph.metadata import COST, PARAMETER, STATIC
+from passes.types.annotations import Cost
 from passes.types.context import Context, MeshDim, Parameter
 from passes.types.decision import Decision
 from passes.types.hardware import Hardware, LinkRate
@@ -49,7 +49,7 @@ class GraphBuilder:
         self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32
     ) -> fx.Node:
         """A placeholder of a parameter or a shard; the graph does not allocate its memory."""
-        return self.input(name, shape, dtype, **{STATIC: True, "parameter": name})
+        return self.input(name, shape, dtype, **{STATIC.name: True, PARAMETER.name: name})
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
@@ -191,10 +191,11 @@ def price(
     in_function: bool = False,
 ) -> fx.Node:
     """Set a node's cost by hand, in the form that ``annotate`` sets."""
-    node.meta[COST] = Cost(
+    cost = Cost(
         memory_bytes=memory_bytes,
         seconds=seconds,
         start_delay_seconds=start_delay_seconds,
         in_function=in_function,
     )
+    COST.set(node, cost)
     return node

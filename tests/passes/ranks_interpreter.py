@@ -50,7 +50,7 @@ class _Request:
 
     def must_agree(self) -> tuple[Any, ...]:
         """The values that must be equal on all ranks."""
-        purpose = self.node.meta.get(COLLECTIVE)
+        purpose = COLLECTIVE.get(self.node)
         if self.target is REDUCE_GRAD:
             rest, shape = self.rest[1:], tuple(self.tensor.shape)  # [0] is the rank's own shard
         elif self.target is UNSHARD:

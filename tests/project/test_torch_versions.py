@@ -18,7 +18,7 @@ from osdp_compile.engine import backend
 from osdp_compile.options import CheckedOptions
 from osdp_compile.torch_versions import TESTED, newer_than_tested, release
 from osdp_compile.trace import fake_world
-from passes.graph.metadata import DATAFLOW, MEMORY, PACKABLE
+from passes.graph.metadata import MODULE_KEYS
 from tests.training import SLOW
 from tools import compat, environment
 
@@ -50,7 +50,7 @@ def test_inductors_cache_key_holds_nothing_of_the_passes():
     kept = []
 
     def inner(gm, inputs, **kwargs):
-        kept.append(sorted({MEMORY, PACKABLE, DATAFLOW} & set(gm.meta)))
+        kept.append([key.name for key in MODULE_KEYS if key.is_set(gm)])
         return make_boxed_func(gm.forward)
 
     def compiled(gm, inputs):

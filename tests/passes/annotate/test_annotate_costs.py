@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import fx
 
-from passes.annotate.annotate_costs import Cost, annotate, cost_of
+from passes.annotate.annotate_costs import annotate, cost_of
 from passes.graph.fx_utils import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 from passes.ops.packing import FIRST_OF, MEAN_RANKS, PACK, PACK_COLUMNS, UNPACK
+from passes.types.annotations import Cost
 from passes.types.context import Context
 from tests.passes.graphs import GROUP, GraphBuilder, context, hardware
 

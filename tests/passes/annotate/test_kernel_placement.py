@@ -23,7 +23,7 @@ def fused(
 ) -> fx.Node:
     """A node of a fused region."""
     node = price(b.call(target, *args), 0.0, memory_bytes)
-    node.meta[REGION] = region
+    REGION.set(node, region)
     return node
 
 

@@ -87,7 +87,7 @@ class Training:
         for rank, gm in enumerate(lowered[Phase.FORWARD]):
             values: list[Tensor] = []
             for node in gm.graph.find_nodes(op="placeholder"):
-                name = node.meta.get(PARAMETER)
+                name = PARAMETER.get(node)
                 if name is None:
                     values.append(self.batches[rank])
                     continue
@@ -131,7 +131,7 @@ class Training:
 def _by_name(gm: fx.GraphModule, values: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
     nodes = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
     return {
-        node.meta[GRADIENT_OF]: value
+        GRADIENT_OF.of(node): value
         for node, value in zip(nodes, values, strict=True)
         if value is not None
     }

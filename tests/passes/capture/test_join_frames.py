@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from osdp_compile.planning.frames import captured_frames
 from osdp_compile.runtime.current_call import Call
 from passes.capture.captured_step import Captured
-from passes.graph.metadata import KEY
+from passes.graph.metadata import OPERATOR_KEY
 from passes.pipeline import default_passes
 from passes.plan.planner import complete
 from passes.plan.predict import predict
@@ -96,7 +96,7 @@ def test_operators_keep_the_keys_that_their_own_frame_gives_them():
     keys = list(keys_of(captured.forward.graph).values())
     assert sum(key.startswith("shared:addmm:0") for key in keys) == 2, "one in each of two frames"
     assert all(
-        KEY in node.meta
+        OPERATOR_KEY.is_set(node)
         for node in captured.forward.graph.nodes
         if node.op == "call_function" and node.name != "unshard" and "unshard" not in node.name
     )

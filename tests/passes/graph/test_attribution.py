@@ -35,7 +35,7 @@ def test_a_gather_serves_its_parameter_and_the_kernel_the_weight_it_reads():
     b = GraphBuilder()
     shard, x = b.parameter("w", [2, 8]), b.input("x", [3, 8])
     start = b.call(ALL_GATHER, shard, 4, GROUP)
-    start.meta[COLLECTIVE] = Collective(("w",), gathers=True)
+    COLLECTIVE.set(start, Collective(("w",), gathers=True))
     wait = b.call(WAIT, start)
     turned = b.call(aten.t.default, wait)
     product = b.call(aten.mm.default, x, turned)
@@ -62,7 +62,7 @@ def test_what_makes_a_gradient_serves_its_parameter():
     gradient = b.call(aten.mm.default, before, y)
     mean = b.call(aten.mul.Tensor, gradient, 0.25)
     start = b.call(ALL_REDUCE, mean, "sum", GROUP)
-    start.meta[COLLECTIVE] = Collective(("w",), gathers=False)
+    COLLECTIVE.set(start, Collective(("w",), gathers=False))
     wait = b.call(WAIT, start)
     found = served(b.finish(wait).graph)
     assert all(found[node] == ("w",) for node in (gradient, mean, start, wait))
@@ -77,9 +77,9 @@ def test_in_a_real_step_products_and_collectives_serve_what_they_should(decision
     step = predict(captured, plan, ctx, default_passes())
     for gm, phase in ((step.forward, "forward"), (step.backward, "backward")):
         nodes = [node for node in gm.graph.nodes if node.op != "output"]
-        assert {node.meta[PHASE] for node in nodes} == {phase}
+        assert {PHASE.of(node) for node in nodes} == {phase}
         for node in filter(is_collective, nodes):
-            assert cost_of(node).serves == node.meta[COLLECTIVE].names
+            assert cost_of(node).serves == COLLECTIVE.of(node).names
         products = [n for n in nodes if n.target in (aten.mm.default, aten.addmm.default)]
         served = sorted(name for node in products for name in cost_of(node).serves)
         weights = ["0.weight", "2.weight"]

@@ -35,7 +35,7 @@ MIXED = Step(
 def labels(gm: fx.GraphModule) -> list[tuple[str, str]]:
     """Kind and purpose of every collective, in order."""
     return [
-        (COLLECTIVES[node.target], node.meta[COLLECTIVE].label)
+        (COLLECTIVES[node.target], COLLECTIVE.of(node).label)
         for node in gm.graph.nodes
         if is_collective(node)
     ]
@@ -69,7 +69,7 @@ def test_buckets_change_no_bit_of_any_step(step: Step):
 def test_only_what_is_alone_may_be_above_the_buckets_size(step: Step):
     for gm in step.lowered(shard, bucket):
         for node in gm.graph.nodes:
-            if is_collective(node) and len(node.meta[COLLECTIVE].names) > 1:
+            if is_collective(node) and len(COLLECTIVE.of(node).names) > 1:
                 assert collective_full_bytes(node) <= step.bucket_bytes
 
 
@@ -77,7 +77,7 @@ def test_only_what_is_alone_may_be_above_the_buckets_size(step: Step):
 @given(steps())
 def test_every_parameter_is_still_served_once_each_way(step: Step):
     def served(gm: fx.GraphModule) -> list[tuple[str, bool]]:
-        purposes = [n.meta[COLLECTIVE] for n in gm.graph.nodes if is_collective(n)]
+        purposes = [COLLECTIVE.of(n) for n in gm.graph.nodes if is_collective(n)]
         return sorted((name, p.gathers) for p in purposes for name in p.names)
 
     assert served(step.lower(0, shard, bucket)) == served(step.lower(0, shard))
@@ -100,7 +100,7 @@ def test_what_reaches_the_buckets_size_travels_alone_and_uncopied():
     gm = bucketed(Weight((4,)), Weight((16, 4)), Weight((8,)), bucket_bytes=256)
     assert ("all_gather", "gather w1") in labels(gm)
     alone = Collective(("w1",), gathers=True)
-    big = next(n for n in gm.graph.nodes if n.meta.get(COLLECTIVE) == alone)
+    big = next(n for n in gm.graph.nodes if COLLECTIVE.get(n) == alone)
     assert root_of(big.args[0]).name == "w1"  # type: ignore[arg-type]
     (reader,) = [n for n in effective_users(big) if n.target is aten._to_copy.default]
     assert root_of(reader.args[0]) is big  # type: ignore[arg-type]
@@ -143,7 +143,7 @@ def test_gradients_leave_an_all_reduces_bucket_as_views_of_it():
 def test_gradients_still_say_whose_they_are():
     gm = dataclasses.replace(MIXED, bucket_bytes=MANY).lower(0, shard, bucket)
     gradients = list(gm.graph.output_node().args[0])[1:7]  # type: ignore[arg-type]
-    assert [g.meta.get(GRADIENT_OF) for g in gradients] == [f"w{i}" for i in range(6)]  # type: ignore[union-attr]
+    assert [GRADIENT_OF.get(g) for g in gradients] == [f"w{i}" for i in range(6)]  # type: ignore[union-attr]
 
 
 def test_ranks_with_other_batches_and_other_rows_pack_the_same():

@@ -64,7 +64,7 @@ def by_all_to_all(given: Hardware) -> Hardware:
 def stages(gm: fx.GraphModule) -> list[tuple[str, str, str]]:
     """Kind, group and purpose of every collective, in order."""
     return [
-        (COLLECTIVES[node.target], group_of(node), node.meta[COLLECTIVE].label)
+        (COLLECTIVES[node.target], group_of(node), COLLECTIVE.of(node).label)
         for node in gm.graph.nodes
         if is_collective(node)
     ]

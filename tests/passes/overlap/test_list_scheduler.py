@@ -24,7 +24,7 @@ class Flat(Priced):
     ) -> fx.Node:
         """Started and waited for on the spot; the wait."""
         start = self.gather(source, seconds, memory_bytes)
-        start.meta[COLLECTIVE] = Collective((name,), gathers)
+        COLLECTIVE.set(start, Collective((name,), gathers))
         return self.wait(start)
 
 
@@ -71,7 +71,7 @@ def test_a_queue_stays_filled_if_the_computing_is_slower_than_was_thought():
     gm = gathers(1.0)
     scheduled(gm)
     for node in gm.graph.nodes:
-        if node.op == "call_function" and not is_collective(node) and node.meta[COST].seconds:
+        if node.op == "call_function" and not is_collective(node) and COST.of(node).seconds:
             price(node, 1.5 * 4.0)  # each takes longer than a gather
     found = simulate(gm.graph)
     starts = sorted(found.start[node] for node in found.exposed)

@@ -17,8 +17,8 @@ from passes.overlap.bucket_collectives import bucket
 from passes.overlap.list_scheduler import Headroom
 from passes.overlap.reorder_collectives import reorder
 from passes.shard.lower_markers import shard
-from passes.simulate.exposure import Reason
 from passes.simulate.simulator import simulate
+from passes.types.annotations import Reason
 from passes.types.decision import Decision
 from tests.passes.examples import examples
 from tests.passes.graphs import hardware
@@ -48,13 +48,13 @@ LONG_KERNELS = dataclasses.replace(EQUAL, batch_rows=(512, 512))
 
 
 def labels(gm: fx.GraphModule) -> list[str]:
-    return [n.meta[COLLECTIVE].label for n in gm.graph.nodes if is_collective(n)]
+    return [COLLECTIVE.of(n).label for n in gm.graph.nodes if is_collective(n)]
 
 
 def find(gm: fx.GraphModule, label: str) -> tuple[fx.Node, fx.Node]:
     """A collective's start and wait, by what it is for."""
     for node in gm.graph.nodes:
-        if is_collective(node) and node.meta[COLLECTIVE].label == label:
+        if is_collective(node) and COLLECTIVE.of(node).label == label:
             (wait,) = node.users
             return node, wait
     raise KeyError(label)
@@ -70,10 +70,10 @@ def kernels_between(gm: fx.GraphModule, first: fx.Node, last: fx.Node) -> int:
 def most_gathers_in_flight(gm: fx.GraphModule) -> int:
     flying = most = 0
     for node in gm.graph.nodes:
-        if is_collective(node) and node.meta[COLLECTIVE].gathers:
+        if is_collective(node) and COLLECTIVE.of(node).gathers:
             flying += 1
             most = max(most, flying)
-        elif node.target is WAIT and node.args[0].meta[COLLECTIVE].gathers:  # type: ignore[union-attr]
+        elif node.target is WAIT and COLLECTIVE.of(node.args[0]).gathers:  # type: ignore[union-attr]
             flying -= 1
     return most
 
@@ -214,7 +214,7 @@ def test_any_limit_that_the_order_on_the_spot_keeps_is_kept(step: Step, share: f
 def why_held(step: Step) -> set[Reason]:
     """Why collectives started no earlier, of those that were ready before."""
     found = {
-        node.meta[HELD_BACK] for node in step.lower(0, *LOWERING).graph.nodes if is_collective(node)
+        HELD_BACK.of(node) for node in step.lower(0, *LOWERING).graph.nodes if is_collective(node)
     }
     return found - {Reason.ORDER}
 

@@ -33,7 +33,7 @@ class InStages(Priced):
         stages = (between, within) if gathers else (within, between)
         for stage, (group, seconds) in enumerate(stages):
             start = self.gather(found, seconds, bytes_of_stages[stage], group)
-            start.meta[COLLECTIVE] = Collective((name,), gathers, stage)
+            COLLECTIVE.set(start, Collective((name,), gathers, stage))
             found = self.wait(start)
         return found
 
@@ -46,7 +46,7 @@ def scheduled(gm: fx.GraphModule, **changes: Any) -> str:
 
 def in_short(gm: fx.GraphModule) -> str:
     def name(start: fx.Node) -> str:
-        purpose = start.meta[COLLECTIVE]
+        purpose = COLLECTIVE.of(start)
         return f"{purpose.names[0]}{purpose.stage}"
 
     found = []
@@ -79,7 +79,7 @@ def test_one_gathers_second_stage_runs_beside_the_next_ones_first():
     assert scheduled(gm) == IN_TURN
     found = simulate(gm.graph)
     times = {
-        (node.meta[COLLECTIVE].names[0], node.meta[COLLECTIVE].stage): (
+        (COLLECTIVE.of(node).names[0], COLLECTIVE.of(node).stage): (
             found.start[node],
             found.end[node],
         )

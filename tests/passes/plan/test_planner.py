@@ -240,7 +240,7 @@ def test_a_bucket_size_that_is_no_better_does_not_end_the_search_for_one(monkeyp
         """Seconds by the buckets' size alone: four times it is worse, sixteen times better."""
         step = real(captured_step, plan, ctx, passes)
         for gm in (step.forward, step.backward):  # what packs alike would not be priced again
-            del gm.meta[PACKABLE]
+            PACKABLE.pop(gm)
         looked_at.append(plan.bucket_bytes // start)
         seconds = {1: 2.0, 4: 3.0, 16: 1.0}.get(plan.bucket_bytes / start, 4.0)
         prediction = dataclasses.replace(step.prediction, step_seconds=seconds)

@@ -75,7 +75,7 @@ MIXED = Step(
 def collectives(step: Step, *passes) -> list[tuple[str, str, str]]:
     """Kind, group and purpose of each on rank 0, in order."""
     return [
-        (COLLECTIVES[node.target], group_of(node), node.meta[COLLECTIVE].label)
+        (COLLECTIVES[node.target], group_of(node), COLLECTIVE.of(node).label)
         for node in step.lower(0, *passes).graph.nodes
         if is_collective(node)
     ]

@@ -114,11 +114,11 @@ def test_what_is_recomputed_is_not_saved_and_stands_before_its_first_use():
     saved = [keys_of(laid.forward.graph).get(node) for node in output_nodes(laid.forward.graph)]
     assert not set(keys) & set(saved)
     nodes = list(laid.backward.graph.nodes)
-    copies = [node for node in nodes if node.meta.get(RECOMPUTED)]
-    assert [node.meta[RECOMPUTED] for node in copies] == keys[::-1], "the last layer comes first"
+    copies = [node for node in nodes if RECOMPUTED.get(node)]
+    assert [RECOMPUTED.of(node) for node in copies] == keys[::-1], "the last layer comes first"
     for node in copies:
         between = nodes[nodes.index(node) + 1 : nodes.index(min(node.users))]
-        assert all(RECOMPUTED in one.meta for one in between)
+        assert all(RECOMPUTED.is_set(one) for one in between)
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["again", "kept"])

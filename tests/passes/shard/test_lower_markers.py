@@ -51,7 +51,7 @@ def targets(gm: fx.GraphModule) -> list[object]:
 
 def collectives(gm: fx.GraphModule) -> list[tuple[str, str]]:
     return [
-        (COLLECTIVES[node.target], node.meta[COLLECTIVE].label)
+        (COLLECTIVES[node.target], COLLECTIVE.of(node).label)
         for node in gm.graph.nodes
         if is_collective(node)
     ]
@@ -153,7 +153,7 @@ def test_a_gradient_is_reduced_by_what_the_profile_says_is_faster(
 def test_gradients_say_whose_they_are():
     gm = MIXED.lower(0, shard)
     outputs = gm.graph.output_node().args[0]
-    said = [node.meta.get(GRADIENT_OF) for node in outputs[1:6]]  # type: ignore[union-attr]
+    said = [GRADIENT_OF.get(node) for node in outputs[1:6]]  # type: ignore[union-attr]
     assert said == ["w0", "w1", "w2", "w3", "w4"]
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from passes.graph.metadata import HELD_BACK
-from passes.simulate.exposure import Reason, reasons
+from passes.simulate.exposure import reasons
 from passes.simulate.simulator import simulate
+from passes.types.annotations import Reason
 from tests.passes.simulate.test_simulator import Priced
 
 
@@ -43,7 +44,7 @@ def test_what_was_ready_and_did_not_start_was_held_back(held):
     before = b.kernel(x, seconds=9.0)
     start = b.gather(x, seconds=4.0)
     if held is not None:
-        start.meta[HELD_BACK] = held
+        HELD_BACK.set(start, held)
     graph = b.finish(b.kernel(before, b.wait(start), seconds=1.0)).graph
     assert reasons(simulate(graph)) == {start: held or Reason.ORDER}
 
@@ -53,7 +54,7 @@ def test_the_reason_is_that_of_the_longest_idle_time_before():
     x = b.tensor("x")
     before = b.kernel(x, seconds=9.0)
     first = b.gather(x, seconds=6.0)  # the network was idle for 9 seconds
-    first.meta[HELD_BACK] = Reason.MEMORY
+    HELD_BACK.set(first, Reason.MEMORY)
     second = b.gather(x, seconds=6.0)  # follows at once
     used = b.kernel(before, b.wait(first), seconds=1.0)
     graph = b.finish(b.kernel(used, b.wait(second), seconds=1.0)).graph

@@ -31,10 +31,10 @@ def lent_and_saved(returns_logits: bool) -> tuple[list[tuple[int, ...]], list[tu
     captured, ctx = capture_step(Classifier(returns_logits), torch.randn(4, 8))
     _, backward = graphs_of(lend(step_module(captured.forward, captured.backward), ctx))
     given = [n for n in backward.graph.nodes if n.op == "placeholder"]
-    saved = [node for node in given if node.meta.get(SAVED)]
+    saved = [node for node in given if SAVED.get(node)]
     shape = {node: tuple(node.meta["val"].shape) for node in saved}
-    lent = [shape[node] for node in saved if LENT in node.meta]
-    return sorted(lent), sorted(shape[node] for node in saved if LENT not in node.meta)
+    lent = [shape[node] for node in saved if LENT.is_set(node)]
+    return sorted(lent), sorted(shape[node] for node in saved if not LENT.is_set(node))
 
 
 def test_what_only_the_backward_has_is_its_own():

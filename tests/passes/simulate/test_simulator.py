@@ -45,13 +45,13 @@ class Priced(GraphBuilder):
         self, source: fx.Node, seconds: float = 0.0, memory_bytes: int = 0, group: str = GROUP
     ) -> fx.Node:
         node = price(self.call(ALL_GATHER, source, 1, group), seconds, memory_bytes)
-        node.meta[COLLECTIVE] = Collective(("w",), gathers=True)
+        COLLECTIVE.set(node, Collective(("w",), gathers=True))
         return node
 
     def reduce(self, source: fx.Node, seconds: float = 0.0) -> fx.Node:
         """An all-reduce, which works in place."""
         node = price(self.call(ALL_REDUCE, source, "sum", GROUP), seconds)
-        node.meta[COLLECTIVE] = Collective(("w",), gathers=False)
+        COLLECTIVE.set(node, Collective(("w",), gathers=False))
         return node
 
     def wait(self, start: fx.Node) -> fx.Node:
@@ -237,8 +237,8 @@ def test_what_a_part_of_a_function_reads_is_freed_with_the_function(in_function:
     read = [b.pointwise(source, 2), b.pointwise(other, 10)]  # the second is written over other
     read.append(b.pointwise(read[0], 3))
     for number, node in enumerate(read):
-        price(node, memory_bytes=node.meta[COST].memory_bytes, in_function=in_function)
-        node.meta[REGION] = number
+        price(node, memory_bytes=COST.of(node).memory_bytes, in_function=in_function)
+        REGION.set(node, number)
     after = b.kernel(read[1], read[2], memory_bytes=1)
     found = b.simulated(after)
     parts = [22, 22, 25] if in_function else [22, 12, 15]
@@ -253,7 +253,7 @@ def test_an_operator_that_is_not_fused_ends_a_function():
     between = b.kernel(first, memory_bytes=1)
     last = price(b.call(aten.cos.default, between), memory_bytes=2, in_function=True)
     for number, node in enumerate((first, last)):
-        node.meta[REGION] = number
+        REGION.set(node, number)
     assert b.simulated(last).memory.curve == [0, 10, 12, 3, 3, 2]
 
 
@@ -265,7 +265,7 @@ def test_the_peak_is_told_by_kind():
     gathered = b.wait(b.gather(batch, memory_bytes=8))
     activation = b.kernel(saved, kept, memory_bytes=16)
     gradient = b.kernel(gathered, activation, memory_bytes=32)
-    gradient.meta[GRADIENT_OF] = "w"
+    GRADIENT_OF.set(gradient, "w")
     sent = b.reduce(b.kernel(activation, memory_bytes=64))
     last = b.kernel(batch, saved, memory_bytes=128)
     last = b.kernel(last, kept)
@@ -288,7 +288,7 @@ def test_ten_thousand_nodes_take_less_than_a_second():
     for region in range(2500):
         whole = b.wait(b.gather(x, seconds=1.0, memory_bytes=4))
         node = b.pointwise(b.kernel(node, whole, seconds=2.0, memory_bytes=8), 8)
-        node.meta[REGION] = region
+        REGION.set(node, region)
     graph = b.finish(node).graph
     assert len(graph.nodes) > 10_000
     # The thread's own time, without walks over the objects of other tests; the least of three, for

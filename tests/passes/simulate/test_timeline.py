@@ -12,9 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
-from passes.annotate.annotate_costs import Cost
 from passes.graph.metadata import COST, REGION
-from passes.simulate.exposure import Reason
 from passes.simulate.simulator import simulate
 from passes.simulate.timeline import (
     COMPUTE,
@@ -26,6 +24,7 @@ from passes.simulate.timeline import (
     label_of,
     timeline_of,
 )
+from passes.types.annotations import Cost, Reason
 from tests.passes.examples import examples
 from tests.passes.graphs import price
 from tests.passes.simulate.test_simulator import Op, Priced, build, programs
@@ -98,7 +97,7 @@ def test_what_a_collective_takes_of_the_processor_is_compute():
     b = Priced()
     x = b.tensor("x")
     start = b.gather(x)
-    start.meta[COST] = Cost(seconds=5.0, compute_overhead_seconds=2.0)
+    COST.set(start, Cost(seconds=5.0, compute_overhead_seconds=2.0))
     beside = b.kernel(x, seconds=1.0)
     found = timeline(b, b.kernel(b.wait(start), beside, seconds=1.0))
     assert found.events[:3] == (
@@ -166,7 +165,7 @@ def test_what_is_written_over_at_the_peak_is_not_listed_twice():
     second = b.pointwise(source, memory_bytes=5)
     first = price(b.call(torch.ops.aten.mul.Tensor, source, second), memory_bytes=10)
     for node in (first, second):
-        node.meta[REGION] = 0  # one kernel writes both, the first over the source
+        REGION.set(node, 0)  # one kernel writes both, the first over the source
     found = timeline(b, first, second)
     assert found.peak_bytes == 15
     assert [buffer.name for buffer in found.peak_buffers] == [first.name, second.name]

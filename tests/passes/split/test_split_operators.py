@@ -202,7 +202,7 @@ def test_what_is_kept_is_not_gathered_again(kept_slices: int):
     gathered = {
         name
         for node in found.backward.graph.nodes
-        if is_collective(node) and (purpose := node.meta[COLLECTIVE]).gathers
+        if is_collective(node) and (purpose := COLLECTIVE.of(node)).gathers
         for name in purpose.names
     }
     assert {name for name in gathered if "#" in name} == {
@@ -211,9 +211,9 @@ def test_what_is_kept_is_not_gathered_again(kept_slices: int):
         for index in range(kept_slices, 4)
     }
     given = [
-        node.meta[GATHERED]
+        GATHERED.of(node)
         for node in found.backward.graph.find_nodes(op="placeholder")
-        if GATHERED in node.meta
+        if GATHERED.is_set(node)
     ]
     assert sorted(given) == sorted(
         f"{name}#{index}" for name in UP_AND_DOWN for index in range(kept_slices)
@@ -381,8 +381,8 @@ def test_nothing_of_an_mlp_is_there_in_one_piece():
         for node in lowered.graph.nodes:
             value = node.meta.get("val")
             if is_collective(node):
-                names.extend(one for one in node.meta[COLLECTIVE].names if "#" in one)
-            if isinstance(value, Tensor) and GRADIENT_OF not in node.meta:
+                names.extend(one for one in COLLECTIVE.of(node).names if "#" in one)
+            if isinstance(value, Tensor) and not GRADIENT_OF.is_set(node):
                 local = node.op == "placeholder" and value.shape[0] in (24, 6, 3)
                 assert local or 48 not in value.shape, node
     # Each is gathered twice and reduced once.

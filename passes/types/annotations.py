@@ -1,0 +1,83 @@
+"""Annotations: data that passes leave in ``passes/graph/metadata.py`` for later passes."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from torch import fx
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """The cost of one node.
+
+    ``memory_bytes``: bytes of its output while alive (0: a view, or inside a fused kernel).
+    ``workspace_bytes``: extra bytes while it runs (``passes/annotate/workspace.py``); for a
+    collective until its wait (``Context.staged``).
+    ``seconds``: on the compute stream, or on the network for a collective.
+    ``compute_overhead_seconds``: compute overhead of a collective, on the compute stream.
+    ``start_delay_seconds``: start delay of a collective, if nothing is in flight at its start.
+    ``serves``: the parameters that it serves (``passes/graph/attribution.py``).
+    ``in_function``: its kernel shares one C++ function with neighbouring kernels
+    (``passes/simulate/memory.py``).
+    """
+
+    flops: int = 0
+    read_bytes: int = 0
+    write_bytes: int = 0
+    memory_bytes: int = 0
+    seconds: float = 0.0
+    compute_overhead_seconds: float = 0.0
+    start_delay_seconds: float = 0.0
+    serves: tuple[str, ...] = ()
+    workspace_bytes: int = 0
+    in_function: bool = False
+
+
+@dataclasses.dataclass
+class Memory:
+    """Memory of one run of a graph on one rank, all in bytes.
+
+    ``curve``: bytes alive while each node runs, in graph order.
+    ``peak_node``: the node with the highest memory; the first one on a tie.
+    ``alive``: the nodes whose results are alive at the peak, without buffers reused there.
+    ``in_flight``: the collectives of which the backend holds a copy at the peak.
+    ``peak``: bytes at the peak by kind, the running kernel's workspace included.
+    ``kept_bytes``: bytes alive at the end (the graph's outputs).
+    """
+
+    curve: list[int]
+    peak_node: fx.Node
+    alive: list[fx.Node]
+    in_flight: list[fx.Node]
+    peak: dict[str, int]
+    kept_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.curve, default=0)
+
+
+class Packable(NamedTuple):
+    """A collective that may share a bucket with others of the same ``kind``.
+
+    ``size_bytes``: bytes of the whole tensor.
+    ``is_first_stage``: it is flat, or the first stage of a hierarchical collective.
+    """
+
+    kind: Hashable
+    size_bytes: int
+    is_first_stage: bool
+
+
+class Reason(enum.Enum):
+    """The reason why a collective is exposed. The value is a text for users."""
+
+    NO_COMPUTE = "no compute to hide behind: the network is busy all along"
+    DEPENDENCY = "dependency: what it sends is there no earlier"
+    MEMORY = "memory: started earlier or ended later it would pass the limit"
+    IN_FLIGHT = "in-flight limit: as many bytes are on their way as the plan allows"
+    ORDER = "order: the plan's order of collectives puts others first"
