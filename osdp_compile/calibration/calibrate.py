@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,7 +24,6 @@ from osdp_compile.calibration.collective_times import (
     Link,
     agreed,
     as_busy_as,
-    median,
     quick_link,
     swept_link,
     synchronize,
@@ -216,7 +216,7 @@ def _timed(run: Callable[[], object], device: torch.device, budget_seconds: floa
         run()
         synchronize(device)
         times.append(time.perf_counter() - start)
-    return median(times)
+    return statistics.median_high(times)
 
 
 def matmul_rate(

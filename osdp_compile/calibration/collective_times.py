@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -237,11 +238,6 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def median(values: list[float]) -> float:
-    """The upper median."""
-    return sorted(values)[len(values) // 2]
-
-
 def _most_bytes(scratch_bytes: int, device: torch.device) -> int:
     """Bytes of the largest tensor to send. On a CPU only one is in flight at a time."""
     in_flight = 1 if device.type == "cpu" else _IN_FLIGHT
@@ -354,7 +350,7 @@ def _busy_seconds_per_byte(
     made = [_collective(kind, group, size_bytes, device) for _ in range(count)]
     sent_bytes = sum(wire for _, wire in made)
     product = _product(device)
-    one = agreed(median([product(1) for _ in range(5)]), group, device)
+    one = agreed(statistics.median_high([product(1) for _ in range(5)]), group, device)
     products = max(1, math.ceil(1.5 * count * seconds / one))
     # Alone takes 1.5 and beside about 2.5 times the collectives' seconds.
     pairs = min(31, max(5, int(budget_seconds / (4 * count * seconds))))
@@ -395,7 +391,7 @@ def _wake_seconds(kind: str, fit: Fit, group: dist.ProcessGroup, device: torch.d
     alone_seconds = alone(size_bytes)
     start, _ = _collective(kind, group, size_bytes, device)
     product = _product(device)
-    one = agreed(median([product(1) for _ in range(5)]), group, device)
+    one = agreed(statistics.median_high([product(1) for _ in range(5)]), group, device)
     products = max(1, int(alone_seconds / one))
     late: list[float] = []
     for _ in range(_WAKE_REPEATS):
@@ -410,7 +406,7 @@ def _wake_seconds(kind: str, fit: Fit, group: dist.ProcessGroup, device: torch.d
         ended = time.perf_counter()
         there = ended - computed < _THERE_SECONDS
         late.append(0.0 if there else max(0.0, ended - begin - alone_seconds))
-    return agreed(median(late), group, device)
+    return agreed(statistics.median_high(late), group, device)
 
 
 def _start_seconds(kind: str, group: dist.ProcessGroup, device: torch.device) -> float:
@@ -429,7 +425,7 @@ def _start_seconds(kind: str, group: dist.ProcessGroup, device: torch.device) ->
         times.append(time.perf_counter() - begin)
         for work in works:
             work.wait()
-    return agreed(median(times), group, device)
+    return agreed(statistics.median_high(times), group, device)
 
 
 def _processor_seconds(start: Start, count: int) -> float:

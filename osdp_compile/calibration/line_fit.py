@@ -7,6 +7,8 @@ import itertools
 import statistics
 from collections.abc import Sequence
 
+import numpy as np
+
 _LEAST_LATENCY_SECONDS = 1e-7
 _LEAST_SHARE = 0.1
 
@@ -70,22 +72,19 @@ def fit_line(samples: Sequence[Sample]) -> Fit:
     """
     if len(samples) < 2:
         raise ValueError(f"a line needs two samples, not {len(samples)}")
-    # Minimise the sum of (latency * u + rate * v - 1)^2, where u = 1/seconds, v = bytes/seconds.
-    uu = sum(1 / s.seconds**2 for s in samples)
-    uv = sum(s.wire_bytes / s.seconds**2 for s in samples)
-    vv = sum(s.wire_bytes**2 / s.seconds**2 for s in samples)
-    u1 = sum(1 / s.seconds for s in samples)
-    v1 = sum(s.wire_bytes / s.seconds for s in samples)
-    determinant = uu * vv - uv * uv
-    # Samples of one size only do not determine a latency.
-    latency = (u1 * vv - v1 * uv) / determinant if determinant > 1e-12 * uu * vv else 0.0
-    rate = (v1 - latency * uv) / vv
-    if latency < _LEAST_LATENCY_SECONDS:
+    seconds = np.array([s.seconds for s in samples])
+    wire_bytes = np.array([s.wire_bytes for s in samples])
+    # Minimise |latency * u + rate * v - 1|. Columns of length 1 show whether there are two sizes.
+    u, v = 1 / seconds, wire_bytes / seconds
+    lengths = np.linalg.norm((u, v), axis=1)
+    found, _, rank, _ = np.linalg.lstsq(np.stack((u, v), axis=1) / lengths, np.ones_like(u), 1e-6)
+    latency, rate = (found / lengths).tolist()
+    if rank < 2 or latency < _LEAST_LATENCY_SECONDS:
         latency = _LEAST_LATENCY_SECONDS
         largest = max(samples, key=lambda s: s.wire_bytes)
         rate = (largest.seconds - latency) / max(largest.wire_bytes, 1)
     if rate <= 0:
         rate = _LEAST_SHARE * min(s.seconds / s.wire_bytes for s in samples if s.wire_bytes)
-        latency = max((u1 - rate * uv) / uu, _LEAST_LATENCY_SECONDS)
-    errors = sorted(abs(latency + rate * s.wire_bytes - s.seconds) / s.seconds for s in samples)
-    return Fit(latency, rate, errors[len(errors) // 2], errors[-1])
+        latency = max(float(u @ (1 - rate * v) / (u @ u)), _LEAST_LATENCY_SECONDS)
+    errors = np.abs(latency * u + rate * v - 1).tolist()
+    return Fit(latency, rate, statistics.median_high(errors), max(errors))

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import statistics
 import time
 from typing import Any
 
 import torch
 from torch import fx
 
-from osdp_compile.calibration.collective_times import median, synchronize
+from osdp_compile.calibration.collective_times import synchronize
 from passes.annotate.annotate_costs import annotate, cost_of, kernel_key, stands_alone
 from passes.capture.captured_step import Captured
 from passes.graph.fx_utils import bytes_of, concrete
@@ -64,7 +65,7 @@ def with_kernel_seconds(
             except (RuntimeError, TypeError, ValueError) as error:
                 log.debug("%s does not run on made-up inputs, priced by formula: %s", key, error)
                 wanted.remove((key, node))
-    measured = {key: median(times) for key, times in taken.items() if times}
+    measured = {key: statistics.median_high(times) for key, times in taken.items() if times}
     return dataclasses.replace(hardware, kernel_seconds={**hardware.kernel_seconds, **measured})
 
 

@@ -8,6 +8,7 @@ parameter costs the dispatch of a dozen small operators.
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
 from collections.abc import Callable
 
@@ -78,7 +79,7 @@ def _step_seconds(mesh: DeviceMesh | None, numel: int, count: int, device: torch
         parameters.append(parameter)
     step = torch.optim.AdamW(parameters).step
     times = [_seconds(step, device) for _ in range(7)]
-    return sorted(times[2:])[2]
+    return statistics.median(times[2:])
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
