@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 from collections.abc import Callable, Hashable, Sequence
@@ -105,6 +106,12 @@ class PlanEvaluator:
         self.sizes: dict[Candidate, set[int]] = {}
         #: By candidate, the collectives of the forward and the backward before packing.
         self.packable: dict[Candidate, list[list[Packable] | None]] = {}
+
+    def starting_with(self, bucket_bytes: int) -> PlanEvaluator:
+        """This evaluator, with its cache, but with another bucket size for new candidates."""
+        other = copy.copy(self)
+        other.empty = self.empty.replace(bucket_bytes=bucket_bytes)
+        return other
 
     def evaluate(self, key: Candidate) -> Prediction:
         """The prediction of a candidate, evaluated once. Its plan gets the order that is found."""

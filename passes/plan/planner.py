@@ -114,7 +114,7 @@ def _searched(
         if least.peak_bytes > ctx.limit_bytes:
             raise Infeasible(ctx.limit_bytes, least, ctx.world_size)
     size_buckets_of_sets(evaluator)
-    size_buckets(evaluator, 1)
+    evaluator = size_buckets(evaluator, 1)
     if isinstance(captured, Folded):  # a large model: small evaluation budget
         refine(evaluator)
         mix_layers(evaluator)
@@ -123,7 +123,7 @@ def _searched(
         refine(evaluator, _REFINED_FIRST)
         best = None
         while best != (best := evaluator.fastest()):
-            size_buckets(evaluator, SIZED_PLANS)
+            evaluator = size_buckets(evaluator, SIZED_PLANS)
             share_sizes(evaluator)
             refine(evaluator)  # from the fastest plan with its new bucket size
         look_at_all(evaluator)
