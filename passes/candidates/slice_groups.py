@@ -21,10 +21,12 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 
+import networkx as nx
 from torch import fx
 
 from passes.candidates.parameter_groups import alike
 from passes.capture.captured_step import Captured
+from passes.graph.dependencies import dependency_graph
 from passes.graph.fx_utils import bytes_of, copy_module, root_of
 from passes.ops.markers import unshard_of, unshards
 from passes.recompute.recompute_activations import PartitionBoundary, keys_of
@@ -320,12 +322,7 @@ def _after(captured: Captured, product: fx.Node) -> list[str]:
     cut = PartitionBoundary(captured.forward.graph, captured.backward.graph)
     keys = keys_of(captured.forward.graph)
     size_bytes = bytes_of(product.meta["val"])
-    behind, stack = {product}, [product]
-    while stack:
-        for user in stack.pop().users:
-            if user not in behind:
-                behind.add(user)
-                stack.append(user)
+    behind = {product, *nx.descendants(dependency_graph(product.graph), product)}
     return [
         keys[node]
         for node in sorted(cut.saved)
