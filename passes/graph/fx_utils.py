@@ -251,7 +251,9 @@ def once(key: Hashable | None, compute: Callable[[], Any]) -> Any:
 def once_for(what: str, node: fx.Node, compute: Callable[[fx.Node], _T]) -> _T:
     """A function of a node's operator, input values and output value.
 
-    The result is cached within :func:`shared_values`. ``what`` names the function.
+    The result is cached within :func:`shared_values`. The key has no other arguments of the
+    operator: nodes with other arguments never share their output value. ``what`` names the
+    function.
     """
     known = _shared.get()
     if known is None:
@@ -274,6 +276,10 @@ def shared_values(known: dict[Hashable, Any]) -> Iterator[None]:
 
     For graphs that are analysed and never compiled: the planner lowers many graphs, and fake
     tensors take most of this time. Within it, values do not show which nodes share memory.
+
+    It is a cache and changes no other result (``tests/passes/plan/test_predict.py``). So no
+    argument carries it through all functions that make nodes or count bytes, a user's passes among
+    them.
 
     ``known``: the cache; the caller owns it.
     """

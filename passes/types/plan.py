@@ -176,13 +176,9 @@ class Plan:
         """Whether anything is sharded within hosts."""
         return any(row.decision.within_host for row in self.parameters)
 
-    @property
+    @functools.cached_property
     def _by_name(self) -> dict[str, ParameterPlan]:
-        cached: dict[str, ParameterPlan] | None = self.__dict__.get("_names")
-        if cached is None:
-            cached = {p.name: p for p in self.parameters}
-            object.__setattr__(self, "_names", cached)
-        return cached
+        return {row.name: row for row in self.parameters}
 
     @classmethod
     def uniform(
