@@ -72,7 +72,8 @@ _NOTHING = Cost()
 
 def region_of(node: fx.Node) -> int | None:
     """The fused region of a node (``passes/annotate/fusion_regions.py``); None: it has none."""
-    return REGION.get(node)
+    found: int | None = node.meta.get(REGION.name)
+    return found
 
 
 def collective_full_bytes(node: fx.Node) -> int:
