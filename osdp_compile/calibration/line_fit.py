@@ -74,10 +74,12 @@ def fit_line(samples: Sequence[Sample]) -> Fit:
         raise ValueError(f"a line needs two samples, not {len(samples)}")
     seconds = np.array([s.seconds for s in samples])
     wire_bytes = np.array([s.wire_bytes for s in samples])
-    # Minimise |latency * u + rate * v - 1|. Columns of length 1 show whether there are two sizes.
     u, v = 1 / seconds, wire_bytes / seconds
-    lengths = np.linalg.norm((u, v), axis=1)
-    found, _, rank, _ = np.linalg.lstsq(np.stack((u, v), axis=1) / lengths, np.ones_like(u), 1e-6)
+    # Minimise |latency * u + rate * v - 1|. Of columns of length 1, the rank tells whether there is
+    # more than one size.
+    columns = np.stack((u, v), axis=1)
+    lengths = np.linalg.norm(columns, axis=0)
+    found, _, rank, _ = np.linalg.lstsq(columns / lengths, np.ones_like(u), rcond=1e-6)
     latency, rate = (found / lengths).tolist()
     if rank < 2 or latency < _LEAST_LATENCY_SECONDS:
         latency = _LEAST_LATENCY_SECONDS
