@@ -19,7 +19,6 @@ from osdp_compile import _torch, progress
 from osdp_compile.engine.double_backward import refusing_double_backward
 from osdp_compile.engine.inductor_fusion import in_place
 from osdp_compile.errors import OsdpError
-from osdp_compile.model import gradient_leaves
 from osdp_compile.model.find_modules import marked_name, placeholders, static_inputs
 from osdp_compile.tracking.larger_inputs import GrowingPeak, of_symbolic_size, symbols_of
 from osdp_compile.tracking.memory_watch import GraphInput, watched
@@ -264,7 +263,7 @@ def _look_at(
     base = base_parts(session)
     if others_bytes:
         base[OTHER_FRAMES] = others_bytes
-    if gradient_leaves.is_active(session.reading.key):
+    if session.reading.leaves is not None:
         # The room is for the gradients of two backwards; the graph itself holds those of one.
         own_bytes = ctx.accumulated_bytes // 2
         ctx = ctx.replace(base_bytes=ctx.base_bytes - own_bytes)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from osdp_compile.errors import OsdpError
-from osdp_compile.model import gradient_leaves
+from osdp_compile.model.gradient_leaves import gradients_of, new_leaves
 from osdp_compile.model.shard_in_place import add_gradient
 from osdp_compile.options import CheckedOptions
 from osdp_compile.tracking.session import Session, find, session_for
@@ -50,7 +50,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """
     root: nn.Module = getattr(model, "_orig_mod", model)
     session = session_for(root)
-    if (session is not None and gradient_leaves.is_active(session.reading.key)) or root in _waiting:
+    if (session is not None and session.reading.leaves is not None) or root in _waiting:
         yield  # the outer context reduces
         return
     if session is None:
@@ -62,13 +62,13 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     except BaseException:
         session = session_for(root)
         if session is not None:
-            gradient_leaves.end(session.reading.key)
+            _end(session)
         raise
     finally:
         _waiting[:] = [one for one in _waiting if one is not root]
     session = session_for(root)
     if session is not None:
-        _reduce(session, root, gradient_leaves.end(session.reading.key))
+        _reduce(session, root, _end(session))
 
 
 def begin_if_waiting(session: Session) -> None:
@@ -102,9 +102,13 @@ def _begin(session: Session, root: nn.Module) -> None:
     _check_room(session.options)
     trained = [(name, one) for name, one in _own(session, root) if one.requires_grad]
     dtype_of = session.reading.precision.gradient_dtype
-    gradient_leaves.begin(
-        session.reading.key, [(name, one, dtype_of(one)) for name, one in trained]
-    )
+    session.reading.leaves = new_leaves((name, one, dtype_of(one)) for name, one in trained)
+
+
+def _end(session: Session) -> dict[str, Tensor]:
+    """End the accumulation; returns the gradients by name."""
+    leaves, session.reading.leaves = session.reading.leaves, None
+    return gradients_of(leaves or {})
 
 
 def _own(session: Session, root: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -15,7 +15,6 @@ operators for each parameter, and for a small DTensor the dispatch takes longer 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -59,15 +58,15 @@ class Reading:
     """How the modules of one model read their parameters inside a forward.
 
     ``in_place``: parameters that are plain tensors now (``full_parameters``) read as they are.
-    ``precision``: data types of reads and of gradient reductions. ``key``: unique per model.
+    ``precision``: data types of reads and of gradient reductions.
+    ``leaves``: by parameter name, the leaf that gets its whole gradient inside ``no_sync``
+    (``osdp_compile/model/gradient_leaves.py``); None outside.
     """
-
-    _keys = itertools.count()
 
     def __init__(self, precision: Precision = OWN_PRECISION) -> None:
         self.in_place = False
         self.precision = precision
-        self.key = next(self._keys)
+        self.leaves: dict[str, Tensor] | None = None
 
     def is_cast(self) -> bool:
         """Whether uncompiled code reads parameters in these types too."""
@@ -216,8 +215,6 @@ def _reader(
     ``plain``: the parameter is no DTensor. ``dtypes``: of its marker.
     """
 
-    key = reading.key
-
     def read(module: nn.Module) -> Any:
         parameter: Any = module._parameters[attribute]
         if not torch.compiler.is_compiling():
@@ -232,8 +229,9 @@ def _reader(
                 raise_on_meta(f"parameter {name!r}")
             local = parameter.to_local()
         full = eager_markers.read(local, name, shape, sharded, *marks, **dtypes)
-        if torch.is_grad_enabled() and gradient_leaves.is_active(key, name):
-            return gradient_leaves.to_leaf(key, name, full.detach())
+        leaves = reading.leaves
+        if leaves is not None and name in leaves and torch.is_grad_enabled():
+            return gradient_leaves.to_leaf(leaves[name], full.detach())
         return full
 
     # A frame that Dynamo skips (an nn.Sequential around a graph break) may call ``read``. Dynamo

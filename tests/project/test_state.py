@@ -30,10 +30,6 @@ REASONS = {
     "osdp_compile/engine/no_sync.py": {
         "_waiting": "models inside the context; their first call finds itself here"
     },
-    "osdp_compile/model/gradient_leaves.py": {
-        "_active": "traced code asks for it, and Dynamo guards on globals",
-        "_leaves": "traced code reads them, and Dynamo guards on globals",
-    },
     "osdp_compile/model/mixed_precision.py": {"_cast": FACTS},
     "osdp_compile/optim/checks.py": {"_replaced": FACTS, "_looked_at": FACTS, "_watching": ONCE},
     "osdp_compile/planning/frames.py": {
