@@ -21,8 +21,18 @@ _CONVERSIONS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to
 
 def attribution(dataflow: Dataflow) -> list[tuple[str, ...]]:
     """Names of parameters for every node, in graph order; empty for nodes that serve none."""
+    found, weight = _weights_and_readers(dataflow)
+    _add_gradient_kernels(dataflow, found, weight)
+    return found
+
+
+def _weights_and_readers(dataflow: Dataflow) -> tuple[list[tuple[str, ...]], list[bool]]:
+    """By node, the parameters from its metadata and inputs, and whether it is a weight.
+
+    A weight is a parameter in any form: full, shard, in a bucket.
+    """
     found: list[tuple[str, ...]] = [()] * len(dataflow.nodes)
-    weight = [False] * len(dataflow.nodes)  # a parameter in any form: full, shard, in a bucket
+    weight = [False] * len(dataflow.nodes)
     for index, node in enumerate(dataflow.nodes):
         traits = dataflow.traits[index]
         called = dataflow.called[index]
@@ -45,7 +55,14 @@ def attribution(dataflow: Dataflow) -> list[tuple[str, ...]]:
                 map(weight.__getitem__, sources)
             )
         found[index] = names
-    leads: set[int] = set()  # from a reduction back to the kernel that computes its gradient
+    return found, weight
+
+
+def _add_gradient_kernels(
+    dataflow: Dataflow, found: list[tuple[str, ...]], weight: list[bool]
+) -> None:
+    """Add to ``found`` the nodes from each reduction back to the kernel of its gradient."""
+    leads: set[int] = set()
     for index in range(len(dataflow.nodes) - 1, -1, -1):
         if index in leads:
             goes_on = _passes_on(dataflow.traits[index]) or len(dataflow.inputs[index]) == 1
@@ -56,7 +73,6 @@ def attribution(dataflow: Dataflow) -> list[tuple[str, ...]]:
                 if not weight[source] and dataflow.called[source] and not found[source]:
                     found[source] = found[index]
                     leads.add(source)
-    return found
 
 
 def _own(node: fx.Node) -> tuple[tuple[str, ...], bool]:
