@@ -90,53 +90,65 @@ def add_markers(
         parameters: the name of each parameter, by placeholder.
         gradients: the placeholder of each gradient's parameter, by position in the outputs.
     """
-    graph = joint.graph
     for shard, name in parameters.items():
-        whole = shard.meta["val"]
-        users = list(shard.users)
-        first = min(users, default=None)
-        if first is None or first.op == "output":
-            continue
-        casts = all(_is_read(user, ctx) for user in users)
-        args = (shard, name, list(whole.shape), True, ctx.group_name)
-        with graph.inserting_before(first):
-            marker = graph.call_function(UNSHARD, args)
-        marker.meta["val"] = whole
-        if casts:
-            marker.meta["val"] = first.meta["val"]
-            marker.kwargs = {"dtype": first.meta["val"].dtype}
-        if ctx.reduce_dtype is not None:
-            marker.kwargs = {**marker.kwargs, "reduce_dtype": ctx.reduce_dtype}
-        for user in users:
-            if casts:
-                user.replace_all_uses_with(marker)
-                graph.erase_node(user)
-            else:
-                user.replace_input_with(shard, marker)
-    output = output_node(graph)
+        _mark_parameter(joint.graph, shard, name, ctx)
+    output = output_node(joint.graph)
     returned = list(output.args[0])  # type: ignore[arg-type]
     for index, shard in gradients.items():
-        gradient = returned[index]
-        if not isinstance(gradient, fx.Node):
-            continue
-        marks = (shard, parameters[shard], True, ctx.group_name)
-        cast = any("dtype" in user.kwargs for user in shard.users if user.target is UNSHARD)
-        for whole in _terms(gradient) if cast else [gradient]:
-            source: Any = whole.args[0] if cast else whole
-            with graph.inserting_before(output):
-                reduced = graph.call_function(REDUCE_GRAD, (source, *marks))
-            reduced.meta["val"] = whole.meta["val"]
-            if ctx.reduce_dtype is not None:
-                reduced.kwargs = {"reduce_dtype": ctx.reduce_dtype}
-            # Directly after the gradient: the reductions must not all stand at the end.
-            source.append(reduced)
-            if cast:
-                whole.replace_all_uses_with(reduced)
-                graph.erase_node(whole)
-            if whole is gradient:
-                returned[index] = reduced
+        if isinstance(returned[index], fx.Node):
+            returned[index] = _mark_gradient(returned[index], shard, parameters[shard], ctx)
     output.args = (tuple(returned),)
     joint.recompile()
+
+
+def _mark_parameter(graph: fx.Graph, shard: fx.Node, name: str, ctx: Context) -> None:
+    """Insert an ``unshard`` before the first use of a parameter."""
+    whole = shard.meta["val"]
+    users = list(shard.users)
+    first = min(users, default=None)
+    if first is None or first.op == "output":
+        return
+    casts = all(_is_read(user, ctx) for user in users)
+    args = (shard, name, list(whole.shape), True, ctx.group_name)
+    with graph.inserting_before(first):
+        marker = graph.call_function(UNSHARD, args)
+    marker.meta["val"] = whole
+    if casts:
+        marker.meta["val"] = first.meta["val"]
+        marker.kwargs = {"dtype": first.meta["val"].dtype}
+    if ctx.reduce_dtype is not None:
+        marker.kwargs = {**marker.kwargs, "reduce_dtype": ctx.reduce_dtype}
+    for user in users:
+        if casts:
+            user.replace_all_uses_with(marker)
+            graph.erase_node(user)
+        else:
+            user.replace_input_with(shard, marker)
+
+
+def _mark_gradient(gradient: fx.Node, shard: fx.Node, name: str, ctx: Context) -> fx.Node:
+    """Insert a ``reduce_grad`` after a gradient, or after each term of a gradient that is cast.
+
+    Returns the reduced gradient.
+    """
+    graph = gradient.graph
+    cast = any("dtype" in user.kwargs for user in shard.users if user.target is UNSHARD)
+    result = gradient
+    for whole in _terms(gradient) if cast else [gradient]:
+        source: Any = whole.args[0] if cast else whole
+        with graph.inserting_before(output_node(graph)):
+            reduced = graph.call_function(REDUCE_GRAD, (source, shard, name, True, ctx.group_name))
+        reduced.meta["val"] = whole.meta["val"]
+        if ctx.reduce_dtype is not None:
+            reduced.kwargs = {"reduce_dtype": ctx.reduce_dtype}
+        # Directly after the gradient: the reductions must not all stand at the end.
+        source.append(reduced)
+        if cast:
+            whole.replace_all_uses_with(reduced)
+            graph.erase_node(whole)
+        if whole is gradient:
+            result = reduced
+    return result
 
 
 def _is_read(user: fx.Node, ctx: Context) -> bool:
