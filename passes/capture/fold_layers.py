@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -259,13 +259,8 @@ def _cut(
     # All layers except the first and the last, where the step begins and ends.
     alike = range(2, max(number.values()))
     kinds = {index: _kinds(members.get(index, []), layer, place, number) for index in alike}
-    for index, own in kinds.items():
-        # Compare the reads only where the neighbours are equal layers too.
-        compared = slice(None) if before <= index <= behind else slice(3)
-        if own is None or [one[compared] for one in own] != [
-            one[compared] for one in kinds[before] or ()
-        ]:
-            return None
+    if not _are_equal(kinds, before, behind):
+        return None
     source_layer = before if phase is Phase.FORWARD else behind
     left_in = {index for index in members if index <= before or index >= behind}
     graph = fx.Graph()
@@ -291,6 +286,23 @@ def _cut(
             if node in keys:
                 OPERATOR_KEY.set(copies[node], keys[node])
     return module_of(gm, graph)
+
+
+def _are_equal(
+    kinds: Mapping[int, list[tuple[Hashable, ...]] | None], before: int, behind: int
+) -> bool:
+    """Whether all layers have the same nodes, by their descriptions (:func:`_kinds`).
+
+    ``before``, ``behind``: the layers at the gap.
+    """
+    for index, own in kinds.items():
+        # Compare the reads only where the neighbours are equal layers too.
+        compared = slice(None) if before <= index <= behind else slice(3)
+        if own is None or [one[compared] for one in own] != [
+            one[compared] for one in kinds[before] or ()
+        ]:
+            return False
+    return True
 
 
 def _kinds(
