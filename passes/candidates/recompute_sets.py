@@ -253,7 +253,7 @@ class _Growing:
     """Greedy growth of sets of saved tensors, by their numbers, at the least cost per byte."""
 
     def __init__(self, saved: Sequence[_Saved], seconds: Mapping[fx.Node, float]) -> None:
-        self.saved, self._seconds = saved, seconds
+        self.saved, self.operator_seconds = saved, seconds
         candidates = [index for index, one in enumerate(saved) if one.chain]
         users: dict[fx.Node, list[int]] = {}
         self._linked: list[set[int]] = [set(one.reads) for one in saved]
@@ -267,24 +267,24 @@ class _Growing:
         for node in sorted(users):
             if seconds[node] > 0:
                 together[tuple(users[node])] = None  # type: ignore[index]
-        self._bundles: list[tuple[int, ...]] = list(together)
-        self._with: list[list[int]] = [[] for _ in saved]  # by tensor, its bundles
-        self._running: dict[fx.Node, list[int]] = {}  # by operator, the bundles that need it
-        for number, bundle in enumerate(self._bundles):
+        self.bundles: list[tuple[int, ...]] = list(together)
+        self.bundles_of: list[list[int]] = [[] for _ in saved]  # by tensor, its bundles
+        self.bundles_running: dict[fx.Node, list[int]] = {}  # by operator, the bundles that need it
+        for number, bundle in enumerate(self.bundles):
             for index in bundle:
-                self._with[index].append(number)
-            for node in self._chain(bundle):
-                self._running.setdefault(node, []).append(number)
+                self.bundles_of[index].append(number)
+            for node in self.chain(bundle):
+                self.bundles_running.setdefault(node, []).append(number)
 
-    def _chain(self, chosen: Iterable[int]) -> dict[fx.Node, None]:
+    def chain(self, chosen: Iterable[int]) -> dict[fx.Node, None]:
         return {node: None for index in chosen for node in self.saved[index].chain}
 
-    def _bytes(self, chosen: Iterable[int]) -> int:
+    def total_bytes(self, chosen: Iterable[int]) -> int:
         return sum(self.saved[index].size_bytes for index in chosen)
 
     def seconds(self, chosen: Iterable[int]) -> float:
         """Seconds to recompute the chosen tensors."""
-        return math.fsum(self._seconds[node] for node in self._chain(chosen))
+        return math.fsum(self.operator_seconds[node] for node in self.chain(chosen))
 
     def bounds(self) -> list[int]:
         """Bounds on a cluster's bytes: half of all bytes, a quarter, ... to the least tensor."""
@@ -299,43 +299,20 @@ class _Growing:
         """
         swapped = [index for index, one in enumerate(self.saved) if one.instead is not None]
         chosen = {index: [index] for index in swapped}  # by tensor, its cluster
-        bytes_left = [self._bytes(bundle) for bundle in self._bundles]
-        seconds_left = [self.seconds(bundle) for bundle in self._bundles]
-        runs: set[fx.Node] = set()
-        waiting = list(range(len(self._bundles)))
-
-        def price(number: int) -> tuple[float, int]:
-            ratio = max(0.0, seconds_left[number]) / bytes_left[number]
-            return float(f"{ratio:.2g}"), number  # equal layers differ by rounding only
-
-        prices = {number: price(number) for number in waiting}
-
-        def add(added: list[int]) -> None:
-            changed: dict[int, None] = {}
-            for index in added:
-                for other in self._with[index]:
-                    bytes_left[other] -= self.saved[index].size_bytes
-                    changed[other] = None
-            for node in self._chain(added):
-                if node not in runs:
-                    runs.add(node)
-                    for other in self._running[node]:
-                        seconds_left[other] -= self._seconds[node]
-                        changed[other] = None
-            prices.update((other, price(other)) for other in changed if bytes_left[other])
-
-        add(swapped)
-        while waiting := [number for number in waiting if bytes_left[number]]:
-            number = min(waiting, key=prices.__getitem__)
+        bundles = _BundlePrices(self)
+        bundles.add(swapped)
+        waiting = list(range(len(self.bundles)))
+        while waiting := [number for number in waiting if bundles.bytes_left[number]]:
+            number = min(waiting, key=bundles.prices.__getitem__)
             waiting.remove(number)
-            added = [index for index in self._bundles[number] if index not in chosen]
+            added = [index for index in self.bundles[number] if index not in chosen]
             near = {other for index in added for other in self._linked[index] if other in chosen}
             cluster = sorted({*added, *(one for other in near for one in chosen[other])})
-            if near and self._bytes(cluster) > bound_bytes:
+            if near and self.total_bytes(cluster) > bound_bytes:
                 continue
             for index in cluster:
                 chosen[index] = cluster
-            add(added)
+            bundles.add(added)
             yield frozenset(chosen)
 
     def held(self, chosen: frozenset[int]) -> tuple[int, int]:
@@ -393,3 +370,38 @@ class _Growing:
         """The tensors that are not saved now, and that the chosen tensors' chains read."""
         reads = {other for index in chosen for other in self.saved[index].reads}
         return [other for other in sorted(reads - chosen) if self.saved[other].last < 0]
+
+
+class _BundlePrices:
+    """Seconds per byte of each bundle, less the tensors and operators that are chosen already.
+
+    ``bytes_left``, ``seconds_left``: by bundle, without the chosen tensors and operators.
+    """
+
+    def __init__(self, growing: _Growing) -> None:
+        self._growing = growing
+        self.bytes_left = [growing.total_bytes(bundle) for bundle in growing.bundles]
+        self.seconds_left = [growing.seconds(bundle) for bundle in growing.bundles]
+        self.prices = [self._price(number) for number in range(len(growing.bundles))]
+        self._runs: set[fx.Node] = set()
+
+    def _price(self, number: int) -> tuple[float, int]:
+        ratio = max(0.0, self.seconds_left[number]) / self.bytes_left[number]
+        return float(f"{ratio:.2g}"), number  # equal layers differ by rounding only
+
+    def add(self, added: Sequence[int]) -> None:
+        """Choose more tensors, and price the bundles that they change anew."""
+        growing, changed = self._growing, set[int]()
+        for index in added:
+            for other in growing.bundles_of[index]:
+                self.bytes_left[other] -= growing.saved[index].size_bytes
+                changed.add(other)
+        for node in growing.chain(added):
+            if node not in self._runs:
+                self._runs.add(node)
+                for other in growing.bundles_running[node]:
+                    self.seconds_left[other] -= growing.operator_seconds[node]
+                    changed.add(other)
+        for other in changed:
+            if self.bytes_left[other]:
+                self.prices[other] = self._price(other)
