@@ -149,49 +149,23 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     measured_seconds = ctx.hardware.kernel_seconds
     served = attribution(dataflow)
     phase = ctx.phase.value
-    entered: set[tuple[int, int]] = set()
-    size_bytes: list[int] = []  # of a single tensor; 0 for several results
+    reads = _Reads(dataflow, region)
     for index, node in enumerate(dataflow.nodes[:-1]):
         meta, traits, own = node.meta, dataflow.traits[index], region[index]
         meta[PHASE.name] = phase
         meta[REGION.name] = None if own == NO_REGION else own
-        value = meta.get("val")
         names = served[index]
-        own_bytes = 0 if isinstance(value, list | tuple) else bytes_of(value)
-        size_bytes.append(own_bytes)
         is_real = real[index]
-        memory_bytes = -(-own_bytes // align) * align if is_real else 0
+        memory_bytes = -(-reads.size_bytes[index] // align) * align if is_real else 0
         if traits.collective:
-            kind, full_bytes = COLLECTIVES[node.target], collective_full_bytes(node)
-            staged_bytes = full_bytes if kind in ctx.staged else 0
-            cost = cost_on(kind, full_bytes, ctx, group_of(node))
-            meta[COST.name] = Cost(
-                memory_bytes=0 if node.target is ALL_REDUCE else memory_bytes,
-                workspace_bytes=-(-staged_bytes // align) * align,
-                seconds=cost.seconds,
-                compute_overhead_seconds=cost.overhead_seconds,
-                start_delay_seconds=cost.start_delay_seconds,
-                serves=names,
-            )
+            meta[COST.name] = _collective_cost(node, memory_bytes, names, ctx)
             continue
+        in_function = on_cpu and own != NO_REGION
         if not dataflow.called[index] or traits.alias or traits.marker or traits.getitem:
-            in_function = on_cpu and own != NO_REGION
             meta[COST.name] = _cost(0, 0, 0, memory_bytes, 0.0, names, 0, in_function)
             continue
-        read_bytes = _packing_read_bytes(node) if traits.packing else 0
-        for source in () if traits.packing else dataflow.inputs[index]:
-            if own == NO_REGION:
-                read_bytes += size_bytes[source] or bytes_of(dataflow.nodes[source].meta.get("val"))
-                continue
-            root = dataflow.root[source]
-            if region[root] == own or (own, root) in entered:
-                continue
-            if not _is_tensor(dataflow.nodes[source]):
-                continue
-            entered.add((own, root))
-            # The cap is for an embedding or a gather, which reads only a part of its table.
-            source_bytes = size_bytes[source] or bytes_of(dataflow.nodes[source].meta["val"])
-            read_bytes += min(source_bytes, 4 * max(own_bytes, 1024))
+        value = meta.get("val")
+        read_bytes = _packing_read_bytes(node) if traits.packing else reads.by_kernel(index)
         write_bytes = bytes_of(value) if is_real else 0
         flops, seconds = 0, (read_bytes + write_bytes) / rate
         if traits.stands_alone:
@@ -209,14 +183,61 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
             seconds,
             names,
             workspace_bytes(node) if on_cpu else 0,
-            on_cpu and own != NO_REGION,
+            in_function,
         )
     return gm
 
 
-def _is_tensor(node: fx.Node) -> bool:
-    """Whether a node's value is one or several tensors."""
-    return isinstance(node.meta.get("val"), torch.Tensor | list | tuple)
+class _Reads:
+    """Bytes that each kernel reads.
+
+    A region reads each outside tensor once: its first node in graph order pays.
+    ``size_bytes``: by node, the bytes of a single tensor; 0 for several results.
+    """
+
+    def __init__(self, dataflow: Dataflow, region: list[int]) -> None:
+        self._dataflow, self._region = dataflow, region
+        self._entered: set[tuple[int, int]] = set()  # a region, and a tensor that it has read
+        self._values = [node.meta.get("val") for node in dataflow.nodes]
+        self.size_bytes = [
+            0 if isinstance(value, list | tuple) else bytes_of(value) for value in self._values
+        ]
+
+    def by_kernel(self, index: int) -> int:
+        """Bytes that the kernel of a node reads for this node."""
+        region, values, size_bytes = self._region, self._values, self.size_bytes
+        own, read_bytes = region[index], 0
+        for source in self._dataflow.inputs[index]:
+            if own == NO_REGION:
+                read_bytes += size_bytes[source] or bytes_of(values[source])
+                continue
+            root = self._dataflow.root[source]
+            if region[root] == own or (own, root) in self._entered:
+                continue
+            if isinstance(values[source], torch.Tensor | list | tuple):
+                self._entered.add((own, root))
+                # The cap is for an embedding or a gather, which reads only a part of its table.
+                source_bytes = size_bytes[source] or bytes_of(values[source])
+                read_bytes += min(source_bytes, 4 * max(size_bytes[index], 1024))
+        return read_bytes
+
+
+def _collective_cost(
+    node: fx.Node, memory_bytes: int, names: tuple[str, ...], ctx: Context
+) -> Cost:
+    """The cost of a collective; ``memory_bytes``: of a result that is a buffer of its own."""
+    kind, full_bytes = COLLECTIVES[node.target], collective_full_bytes(node)
+    align = ctx.hardware.allocator_alignment_bytes
+    staged_bytes = full_bytes if kind in ctx.staged else 0
+    cost = cost_on(kind, full_bytes, ctx, group_of(node))
+    return Cost(
+        memory_bytes=0 if node.target is ALL_REDUCE else memory_bytes,
+        workspace_bytes=-(-staged_bytes // align) * align,
+        seconds=cost.seconds,
+        compute_overhead_seconds=cost.overhead_seconds,
+        start_delay_seconds=cost.start_delay_seconds,
+        serves=names,
+    )
 
 
 @functools.lru_cache(maxsize=1 << 14)
