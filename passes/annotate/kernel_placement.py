@@ -15,6 +15,7 @@ kernel or read this buffer, and do not read the reduction's inputs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -78,10 +79,10 @@ class Kernels:
         self._alone = [False] * len(nodes)  # outside regions: whether it is a buffer
         reads: dict[int, dict[int, None]] = {}  # outside tensors that it reads through its region
         region = [region_of(node) for node in nodes]
-        numel: dict[int, int] = {}
         memory = [cost_of(node).memory_bytes > 0 for node in nodes]
         reduces = [is_reduction(node) for node in nodes]
         reduced: dict[int, _Loop] = {}  # of reductions and their elementwise results
+        numel = functools.cache(lambda index: _numel(nodes[index]))
         for index, node in enumerate(nodes):
             traits = dataflow.traits[index]
             if traits.getitem and not traits.fusible and dataflow.inputs[index]:
@@ -100,7 +101,7 @@ class Kernels:
                     inside.append((read, memory[read] or reduces[read]))
                     if not reduces[read]:
                         mine.update(reads[read])
-                    if read in reduced and (traits.getitem or _numel(nodes[read]) == _numel(node)):
+                    if read in reduced and (traits.getitem or numel(read) == numel(index)):
                         reduced[index] = reduced[read]
                 else:
                     outside.append(read)
@@ -110,11 +111,7 @@ class Kernels:
                 reduced[index] = once_for("loop", node, _loop_of)
             if writes:
                 loop = reduced.get(index) or once_for("loop", node, _loop_of)
-                for read in mine:
-                    if read not in numel:
-                        numel[read] = _numel(nodes[read])
-                    if numel[read] == loop.numel:
-                        keys.append(read)
+                keys += [read for read in mine if numel(read) == loop.numel]
             self._fused[index] = _Fused(tuple(inside), tuple(outside), writes, loop, tuple(keys))
 
     def places(self, order: Sequence[int]) -> list[int]:
@@ -125,15 +122,14 @@ class Kernels:
         """
         runs = [0] * len(order)
         needs = [0] * len(order)  # the last position of the inputs of a fused node's region
-        mates: dict[int, list[_Kernel]] = {}  # kernels by region and inputs
-        fused, number = self._fused, 0
+        fused, earlier = self._fused, _EarlierKernels()
         for place, index in enumerate(order):
             one = fused[index]
             if one is None:
                 source = self._same_kernel.get(index)  # all results exist at once
                 if source is None:
                     runs[index] = place
-                    number += self._alone[index]
+                    earlier.count += self._alone[index]
                 else:
                     runs[index] = runs[source]
                 continue
@@ -145,32 +141,44 @@ class Kernels:
                 # A node that writes may be in the same kernel, but not in a later kernel.
                 needed = max(needed, needs[read], runs[read] - 1 if writes else -1)
             needs[index] = needed
-            runs[index] = place
-            if not one.writes:
-                continue
-            for kernel in _earlier(mates, one.keys, number):
-                if needed < kernel.at and one.loop == kernel.loop:
-                    break
-            else:
-                kernel = _Kernel(place, one.loop, number)
-                number += 1
-            runs[index] = kernel.at
-            for key in one.keys:
-                known = mates.setdefault(key, [])
-                if kernel not in known:
-                    known.append(kernel)
+            runs[index] = earlier.joined(one, needed, place) if one.writes else place
         return runs
 
 
-def _earlier(
-    mates: dict[int, list[_Kernel]], keys: Sequence[int], number: int
-) -> Iterator[_Kernel]:
-    """Kernels that a result may join: of its region, then near kernels with a shared input."""
-    yield from mates.get(keys[0], ())
-    for tensor in keys[1:]:
-        for kernel in mates.get(tensor, ()):
-            if number - kernel.number <= FAR_KERNELS:
-                yield kernel
+class _EarlierKernels:
+    """The kernels up to a position of the schedule.
+
+    ``count``: their number, with the kernels outside of regions.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._by_key: dict[int, list[_Kernel]] = {}  # by regions and inputs
+
+    def joined(self, result: _Fused, needed: int, place: int) -> int:
+        """The position of the kernel that a result joins, or begins at ``place``.
+
+        ``needed``: the last position at which an input of the result is written.
+        """
+        for kernel in self._candidates(result.keys):
+            if needed < kernel.at and result.loop == kernel.loop:
+                break
+        else:
+            kernel = _Kernel(place, result.loop, self.count)
+            self.count += 1
+        for key in result.keys:
+            known = self._by_key.setdefault(key, [])
+            if kernel not in known:
+                known.append(kernel)
+        return kernel.at
+
+    def _candidates(self, keys: Sequence[int]) -> Iterator[_Kernel]:
+        """Kernels that a result may join: of its region, then near kernels with a shared input."""
+        yield from self._by_key.get(keys[0], ())
+        for tensor in keys[1:]:
+            for kernel in self._by_key.get(tensor, ()):
+                if self.count - kernel.number <= FAR_KERNELS:
+                    yield kernel
 
 
 def _loop_of(node: fx.Node) -> _Loop:
