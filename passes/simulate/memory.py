@@ -138,21 +138,7 @@ class MemoryModel:
         birth = self._kernels.places(order)
         death = self._deaths(order, birth)
         size, workspace = self._size, self._workspace
-        dying: list[list[int] | None] = [None] * count
-        born: list[list[int] | None] = [None] * count
-        for index, last in death.items():
-            if size[index]:
-                dies = dying[last]
-                if dies is None:
-                    dying[last] = [index]
-                else:
-                    dies.append(index)
-                first = birth[index]
-                comes = born[first]
-                if comes is None:
-                    born[first] = [index]
-                else:
-                    comes.append(index)
+        born, dying = self._by_place(birth, death)
         ends = self._function_ends(order, birth)
         staged = self._staged_bytes(order)
         freed: list[list[int]] = [[] for _ in order]
@@ -174,11 +160,10 @@ class MemoryModel:
             curve.append(here)
             if here > most_bytes:
                 most_bytes, at, over = here, place, replaced
-            if dies is not None:
-                for one in dies:
-                    if one not in replaced:
-                        death[one] = ends[place]
-                        freed[ends[place]].append(one)
+            for one in dies or ():
+                if one not in replaced:
+                    death[one] = ends[place]
+                    freed[ends[place]].append(one)
             for one in freed[place]:
                 alive_bytes -= size[one]
         return MemoryTrace(order, curve, birth, death, at, over)
@@ -211,6 +196,28 @@ class MemoryModel:
             {kind: size_bytes for kind, size_bytes in peak.items() if size_bytes},
             kept_bytes,
         )
+
+    def _by_place(
+        self, birth: list[int], death: dict[int, int]
+    ) -> tuple[list[list[int] | None], list[list[int] | None]]:
+        """By place, the nodes whose buffers are born there, and those whose buffers die there."""
+        born: list[list[int] | None] = [None] * len(birth)
+        dying: list[list[int] | None] = [None] * len(birth)
+        size = self._size
+        for index, last in death.items():
+            if size[index]:
+                dies = dying[last]
+                if dies is None:
+                    dying[last] = [index]
+                else:
+                    dies.append(index)
+                first = birth[index]
+                comes = born[first]
+                if comes is None:
+                    born[first] = [index]
+                else:
+                    comes.append(index)
+        return born, dying
 
     def _staged_bytes(self, order: list[int]) -> list[int] | None:
         """Workspace bytes at every place, the backend's copies included; None: no copies.
@@ -290,10 +297,7 @@ class MemoryModel:
         alias, readers, inlined = dataflow.alias, dataflow.readers, self._inlined
         runs = [last] * len(order)  # the place where a node's kernel runs
         death: dict[int, int] = {}
-        held = [0] * len(order)
-        for index, wait in self._held:
-            if place[wait] > held[index]:
-                held[index] = place[wait]
+        held = self._held_until(place)
         for index in reversed(order):
             if index == last:
                 continue
@@ -308,6 +312,14 @@ class MemoryModel:
         for index in self._returned:
             death[index] = last
         return death
+
+    def _held_until(self, place: list[int]) -> list[int]:
+        """For every node, the place of the last wait that its collectives hold it for; else 0."""
+        held = [0] * len(place)
+        for index, wait in self._held:
+            if place[wait] > held[index]:
+                held[index] = place[wait]
+        return held
 
 
 def memory_of(graph: fx.Graph) -> Memory:
