@@ -164,15 +164,11 @@ def timeline_of(
     """
     held = {part: size_bytes for part, size_bytes in (base or {}).items() if size_bytes}
     base_bytes = sum(held.values())
-    events: list[Event] = []
-    stalls: list[Stall] = []
     memory: list[tuple[float, int]] = []
-    exposed: dict[str, float] = {}
     now = 0.0  # time of the compute stream, as in ``simulate``
-    last: fx.Node | None = None  # the collective with the latest end
-    streams: dict[str, str] = {}  # by process group
     peak_seconds = 0.0
     peak_node = simulation.memory.peak_node
+    streams = _Streams(simulation)
     for node, alive_bytes in zip(graph.nodes, simulation.memory.curve, strict=True):
         if node is peak_node:
             peak_seconds = now
@@ -180,54 +176,16 @@ def timeline_of(
         arriving = node.op == node.next.op == "placeholder" and node is not peak_node
         if not arriving and (not memory or memory[-1][1] != base_bytes + alive_bytes):
             memory.append((now, base_bytes + alive_bytes))
-        start, end = simulation.start[node], simulation.end[node]
-        if is_collective(node):
-            last = node if last is None or end >= simulation.end[last] else last
-            number = len(streams) + 1
-            stream = streams.setdefault(
-                group_of(node), NETWORK if number == 1 else f"{NETWORK} {number}"
-            )
-            if end > start:
-                events.append(
-                    Event(
-                        node.name, label_of(node), stream, start, end, serves=cost_of(node).serves
-                    )
-                )
-            compute_overhead_seconds = cost_of(node).compute_overhead_seconds
-            if compute_overhead_seconds > 0:
-                label = f"processor's share of {label_of(node)}"
-                events.append(Event(node.name, label, COMPUTE, now, now + compute_overhead_seconds))
-            now += compute_overhead_seconds
-            continue
-        if start > now:  # only a wait begins after the stream is free
-            source = node.args[0]
-            assert node.target is WAIT and isinstance(source, fx.Node)
-            stalls.append(Stall(source.name, label_of(source), now, start))
-            exposed[source.name] = exposed.get(source.name, 0.0) + start - now
-        if end > start:
-            events.append(
-                Event(node.name, label_of(node), COMPUTE, start, end, serves=cost_of(node).serves)
-            )
-        now = end
-    if last is not None and simulation.step_seconds > now:
-        stalls.append(Stall(last.name, label_of(last), now, simulation.step_seconds))
-        exposed[last.name] = exposed.get(last.name, 0.0) + simulation.step_seconds - now
+        now = streams.communicate(node, now) if is_collective(node) else streams.compute(node, now)
+    streams.end(now)
     ends = (simulation.step_seconds, base_bytes + simulation.memory.kept_bytes)
     if memory[-1] != ends:
         memory.append(ends)
-    why = {node.name: reason.value for node, reason in reasons(simulation).items()}
     return Timeline(
         phase=phase,
         step_seconds=simulation.step_seconds,
-        events=tuple(
-            dataclasses.replace(
-                event, exposed_seconds=exposed[event.name], reason=why.get(event.name, "")
-            )
-            if event.stream != COMPUTE and event.name in exposed
-            else event
-            for event in events
-        ),
-        stalls=tuple(stalls),
+        events=streams.explained_events(),
+        stalls=tuple(streams.stalls),
         memory=tuple(memory),
         base=held,
         peak_bytes=base_bytes + simulation.peak_bytes,
@@ -235,6 +193,75 @@ def timeline_of(
         peak_at=peak_node.name,
         peak_buffers=largest_first([*part_buffers(held), *_alive(graph, simulation)]),
     )
+
+
+class _Streams:
+    """The events of all streams and the stalls of compute, recorded node by node."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.stalls: list[Stall] = []
+        self._simulation = simulation
+        self._events: list[Event] = []
+        self._exposed_seconds: dict[str, float] = {}  # by collective
+        self._names: dict[str, str] = {}  # of network streams, by process group
+        self._last: fx.Node | None = None  # the collective with the latest end
+
+    def communicate(self, node: fx.Node, now: float) -> float:
+        """Record a collective. Returns the time of the compute stream after its start."""
+        start, end = self._simulation.start[node], self._simulation.end[node]
+        if self._last is None or end >= self._simulation.end[self._last]:
+            self._last = node
+        number = len(self._names) + 1
+        stream = self._names.setdefault(
+            group_of(node), NETWORK if number == 1 else f"{NETWORK} {number}"
+        )
+        cost = cost_of(node)
+        if end > start:
+            self._events.append(
+                Event(node.name, label_of(node), stream, start, end, serves=cost.serves)
+            )
+        computed = now + cost.compute_overhead_seconds
+        if cost.compute_overhead_seconds > 0:
+            label = f"processor's share of {label_of(node)}"
+            self._events.append(Event(node.name, label, COMPUTE, now, computed))
+        return computed
+
+    def compute(self, node: fx.Node, now: float) -> float:
+        """Record a kernel, and the stall before it. Returns the time of the compute stream."""
+        start, end = self._simulation.start[node], self._simulation.end[node]
+        if start > now:  # only a wait begins after the stream is free
+            source = node.args[0]
+            assert node.target is WAIT and isinstance(source, fx.Node)
+            self._stall(source, now, start)
+        if end > start:
+            serves = cost_of(node).serves
+            self._events.append(
+                Event(node.name, label_of(node), COMPUTE, start, end, serves=serves)
+            )
+        return end
+
+    def end(self, now: float) -> None:
+        """Record the stall between the end of compute and the end of the step."""
+        if self._last is not None and self._simulation.step_seconds > now:
+            self._stall(self._last, now, self._simulation.step_seconds)
+
+    def _stall(self, collective: fx.Node, start: float, end: float) -> None:
+        name, exposed = collective.name, self._exposed_seconds
+        self.stalls.append(Stall(name, label_of(collective), start, end))
+        exposed[name] = exposed.get(name, 0.0) + end - start
+
+    def explained_events(self) -> tuple[Event, ...]:
+        """The events; an exposed collective has its exposed seconds and their cause."""
+        exposed = self._exposed_seconds
+        why = {node.name: reason.value for node, reason in reasons(self._simulation).items()}
+        return tuple(
+            dataclasses.replace(
+                event, exposed_seconds=exposed[event.name], reason=why.get(event.name, "")
+            )
+            if event.stream != COMPUTE and event.name in exposed
+            else event
+            for event in self._events
+        )
 
 
 def _alive(graph: fx.Graph, simulation: Simulation) -> list[Buffer]:
