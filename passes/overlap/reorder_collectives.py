@@ -64,48 +64,59 @@ def reorder(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     tasks = _jobs(graph)
     if not tasks:
         return gm
-    original = list(graph.nodes)
-    sequence = None if ctx.deciding else _sequence(original, tasks, ctx)
-    total = _total_bytes(tasks)
-    bound = ctx.plan.in_flight_bytes
-    cap = allowed = total if bound is None else bound
     memory = MemoryModel(DATAFLOW.get(gm) or Dataflow(graph))
-    free_bytes = _free_bytes(graph, tasks, memory, ctx)
-    problem = ScheduleProblem(original, tasks, _seconds)
-    spare_bytes = 0  # safety margin of the headroom
-    output = output_node(graph)
-    tried: list[tuple[MemoryTrace, Scheduler]] = []
-    trace: MemoryTrace | None = None
-    while True:
-        headroom = (
-            None if free_bytes is None else Headroom([free - spare_bytes for free in free_bytes])
-        )
-        scheduler = Scheduler(problem, cap, sequence, headroom)
-        order = scheduler.run()
-        if ctx.limit_bytes is None:
-            break
-        trace = memory.trace([*order, output])
-        tried.append((trace, scheduler))
-        above_bytes = ctx.base_bytes + trace.peak_bytes - ctx.limit_bytes
-        if above_bytes <= 0:
-            break
-        if cap == 0:
-            trace, scheduler = min(tried, key=lambda one: one[0].peak_bytes)
-            break
-        spare_bytes += above_bytes
-        if len(tried) >= _ROOM_TRIES or (headroom is not None and not headroom.any_at_first):
-            cap = 0  # without any headroom, even less of it gives the same schedule
+    bound = ctx.plan.in_flight_bytes
+    allowed_bytes = _total_bytes(tasks) if bound is None else bound
+    scheduler, trace = _schedule_within_limit(graph, tasks, allowed_bytes, memory, ctx)
     _apply(graph, scheduler.result)
     if ctx.deciding and trace is None:
-        trace = memory.trace([*scheduler.result, output])
+        trace = memory.trace([*scheduler.result, output_node(graph)])
     if trace is not None:
         MEMORY.set(gm, memory.described(trace))
     if not ctx.deciding:
         graph.lint()
     for task in tasks:
-        HELD_BACK.set(task.start, _held_back(task, scheduler, allowed))
+        HELD_BACK.set(task.start, _held_back(task, scheduler, allowed_bytes))
         DRAINED.set(task.start, task in scheduler.drained)
     return gm
+
+
+def _schedule_within_limit(
+    graph: fx.Graph,
+    tasks: list[CollectiveTask],
+    allowed_bytes: int,
+    memory: MemoryModel,
+    ctx: Context,
+) -> tuple[Scheduler, MemoryTrace | None]:
+    """The first schedule within the memory limit, or the one with the least peak; its memory.
+
+    ``allowed_bytes``: in-flight limit of the first schedules. The memory is None without a limit.
+    """
+    original, output = list(graph.nodes), output_node(graph)
+    sequence = None if ctx.deciding else _sequence(original, tasks, ctx)
+    free_bytes = _free_bytes(graph, tasks, memory, ctx)
+    problem = ScheduleProblem(original, tasks, _seconds)
+    cap_bytes = allowed_bytes
+    spare_bytes = 0  # safety margin of the headroom
+    tried: list[tuple[Scheduler, MemoryTrace]] = []
+    while True:
+        headroom = (
+            None if free_bytes is None else Headroom([free - spare_bytes for free in free_bytes])
+        )
+        scheduler = Scheduler(problem, cap_bytes, sequence, headroom)
+        order = scheduler.run()
+        if ctx.limit_bytes is None:
+            return scheduler, None
+        trace = memory.trace([*order, output])
+        tried.append((scheduler, trace))
+        above_bytes = ctx.base_bytes + trace.peak_bytes - ctx.limit_bytes
+        if above_bytes <= 0:
+            return scheduler, trace
+        if cap_bytes == 0:
+            return min(tried, key=lambda one: one[1].peak_bytes)
+        spare_bytes += above_bytes
+        if len(tried) >= _ROOM_TRIES or (headroom is not None and not headroom.any_at_first):
+            cap_bytes = 0  # without any headroom, even less of it gives the same schedule
 
 
 def _held_back(task: CollectiveTask, scheduler: Scheduler, allowed_bytes: int) -> Reason:
