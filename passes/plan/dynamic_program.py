@@ -64,9 +64,6 @@ def choices_of(parameter: Parameter, ctx: Context) -> list[Choice]:
         cost = cost_on(kind, size_bytes, ctx, dim)
         return cost.overhead_seconds - spared * cost.start_seconds
 
-    def update(state: int) -> float:
-        return ctx.hardware.update_seconds(state, 1)
-
     def sharded(
         keep: Decision, again: Decision, ranks: int, dim: MeshDim | None = None
     ) -> tuple[Choice, Choice]:
@@ -82,7 +79,9 @@ def choices_of(parameter: Parameter, ctx: Context) -> list[Choice]:
             if dim is not None and ctx.mesh_dims is not None:
                 reductions.append(("all_reduce", parameter.shard_bytes(ranks), ctx.mesh_dims[0]))
         forward, backward = link(*gather), sum(link(*one) for one in reductions)
-        computing = update(part) + sum(busy(*one) for one in (gather, *reductions))
+        computing = ctx.hardware.update_seconds(part, 1) + sum(
+            busy(*one) for one in (gather, *reductions)
+        )
         return (
             Choice(keep, part + full, forward, backward, computing),
             Choice(again, part, forward, forward + backward, computing + busy(*gather)),
@@ -90,7 +89,8 @@ def choices_of(parameter: Parameter, ctx: Context) -> list[Choice]:
 
     whole = parameter.state_bytes(1)
     reduce_whole, occupied = (link("all_reduce"), busy("all_reduce")) if trained else (0.0, 0.0)
-    found = [Choice(Decision.REPLICATE, whole, 0.0, reduce_whole, update(whole) + occupied)]
+    compute_seconds = ctx.hardware.update_seconds(whole, 1) + occupied
+    found = [Choice(Decision.REPLICATE, whole, 0.0, reduce_whole, compute_seconds)]
     if ctx.mesh_dims is not None and shardable(parameter.shape, ctx.mesh_dims[1].size):
         inner = ctx.mesh_dims[1]
         found += sharded(Decision.SHARD_HOST_KEEP, Decision.SHARD_HOST_REGATHER, inner.size, inner)
