@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -60,7 +61,8 @@ from passes.annotate.training_state import held_between_steps
 from passes.capture.captured_step import Captured, NothingSaved
 from passes.pipeline import Pass, default_passes, validate
 from passes.plan.planner import complete
-from passes.types.context import Context
+from passes.types.context import Context, MeshDim
+from passes.types.hardware import Hardware
 from passes.types.plan import Plan
 from passes.types.units import format_bytes, format_limit
 
@@ -185,122 +187,51 @@ def first_call_of_sharded(
         _log(session)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Groups:
+    """The process groups of a first call.
+
+    ``ranks``: over all ranks. ``along``: by mesh dimension, the outer first; empty for a flat mesh.
+    ``uses_p2p``: gathers and scatters are P2P messages.
+    """
+
+    ranks: dist.ProcessGroup
+    along: Mapping[str, dist.ProcessGroup]
+    device: torch.device
+    uses_p2p: bool
+
+    def mesh_dims(self, hardware: Hardware) -> tuple[MeshDim, MeshDim] | None:
+        """The mesh dimensions along which the profile has rates."""
+        dims = [mesh_dim(name, group) for name, group in self.along.items()]
+        return mesh_dims_of(dims, hardware, self.uses_p2p)
+
+
 @progress.of_first_call
 def _session(step: _Step, options: CheckedOptions, to_train: bool = True) -> Session:
     """Agree on the options, measure, decide on a plan, shard the model. Collective."""
     passes = tuple(options.passes or default_passes())
     validate(passes)
-    entries, mesh = step.entries, step.mesh
+    entries, ranks = step.entries, step.mesh.get_group()
     device = entries[0].parameter.device
-    group, along = mesh.get_group(), groups_along(options.mesh)
-    mesh_dims = [mesh_dim(name, one) for name, one in along.items()]
+    groups = _Groups(ranks, groups_along(options.mesh), device, group_uses_p2p(ranks, device))
     check_if_waiting([entry.parameter for entry in entries], options)
-    uses_p2p = group_uses_p2p(group, device)
     lines = [*options.lines(), *fingerprint(step.gm, entries)]
-    agree([f"gathers and scatters by messages: {uses_p2p}", *lines], group)
+    agree([f"gathers and scatters by messages: {groups.uses_p2p}", *lines], ranks)
 
     optimizers = OptimizerIndex(entry.parameter for entry in entries)
-    accumulated_bytes = 0
-    if options.accumulate is True:
-        accumulated_bytes = accumulated_bytes_of(entries, options.precision)
     others = OtherModels()
     if options.memory_limit_bytes is not None:
-        others = other_models(entries, group, _compiled)
-    held_bytes = held_bytes_of(step.roots, step.inputs, entries) + accumulated_bytes
-    held_bytes += others.held_bytes
-    spare_bytes = _spare_bytes(entries, held_bytes, options)
-    progress.stage("measuring the machine")
-    hardware = hardware_of(
-        group,
-        device,
-        spare_bytes,
-        options.hardware,
-        mesh.mesh_dim_names[0] if mesh.mesh_dim_names else None,
-        along,
-    )
-    context = Context(
-        plan=Plan((), world_size=mesh.size()),
-        hardware=hardware,
-        parameters=tuple(described(entry, optimizers, options.optimizer) for entry in entries),
-        world_size=mesh.size(),
-        rank=mesh.get_local_rank(),
-        group_name=group.group_name,
-        base_bytes=held_bytes,
-        accumulated_bytes=accumulated_bytes,
-        adds_gradients=options.accumulate == "reduced"
-        or (not options.accumulate and any(one.parameter.grad is not None for one in entries)),
-        other_models_bytes=others.held_bytes,
-        between_bytes=others.running_bytes,
-        limit_bytes=options.memory_limit_bytes,
-        uses_p2p=uses_p2p,
-        staged=staged_kinds(group, device),
-        param_dtype=options.precision.param_dtype,
-        reduce_dtype=options.precision.reduce_dtype,
-        mesh_dims=mesh_dims_of(mesh_dims, hardware, uses_p2p),
-    )
-
-    captured: list[Captured] = []  # on rank 0; with several frames on all ranks
+        others = other_models(entries, ranks, _compiled)
+    context, spare_bytes = _context_before_plan(step, options, groups, optimizers, others)
+    decision = _PlanDecision(step, options, passes, groups, others, context)
     if step.frames and not (options.plan is not None and options.plan.order):
-        # The graph break may be at a collective of the model itself: all ranks run it.
-        progress.stage("tracing")
-        captured.append(step.captured(context, passes))
-        unseen_bytes = unseen_bytes_of(captured[0], context)
-        context = context.replace(base_bytes=context.base_bytes + unseen_bytes)
-    given: list[Plan] = []
+        decision.trace_frames()
+    decision.measure_operators(spare_bytes, to_train)
+    plan = from_rank_zero(decision.plan, ranks)
 
-    def prepare() -> bool:
-        """Check a given plan, trace the step if it is needed; True: measure its operators."""
-        if options.plan is not None:
-            check_fits(
-                options.plan,
-                entries,
-                context.world_size,
-                _name_of_given_plan(step),
-                context.ranks_of_a_host,
-            )
-            given.append(options.plan)
-            known = options.plan.order and options.plan.prediction is not None  # a saved plan
-            if known or not to_train:
-                return False
-        if not captured:
-            progress.stage("tracing")
-            captured.append(step.captured(context, passes))
-        return options.hardware is None and backend_of(group, device.type) != "fake"
-
-    def decide() -> Plan:
-        if not captured:
-            return given[0]
-        if given:
-            try:
-                return complete(given[0], captured[0], context, passes)
-            except NothingSaved as error:
-                raise PlanMismatch(f"the plan given in options does not fit: {error}") from None
-        progress.stage("planning")
-        asked = context.replace(slices=slices_of(options.slices, context.parameters))
-
-        def under(limit_bytes: int | None) -> Plan:
-            own = asked.replace(limit_bytes=limit_bytes)
-            return planned_whole(captured[0], own, passes, options.search)
-
-        if options.memory_limit_bytes is None:
-            return under(None)
-        whole_bytes = sum(one.full_bytes for one in context.parameters)
-        return planned_under_share(under, others, options.memory_limit_bytes, whole_bytes)
-
-    measures = from_rank_zero(prepare, group)
-    if measures:
-        progress.stage("measuring operators")
-        first = captured[0] if captured else None
-        hardware = with_step_seconds(first, context, group, device, spare_bytes)
-    hardware = from_rank_zero(lambda: hardware, group)
-    two = mesh_dims_of(mesh_dims, hardware, uses_p2p)
-    context = context.replace(hardware=hardware, mesh_dims=two)
-    if measures:  # keep it also if the limit is refused: the error's limit is of this profile
-        keep(hardware, group, device, along)
-    plan = from_rank_zero(decide, group)
-    for one in (group, *along.values()):
+    for one in (ranks, *groups.along.values()):
         register_group(one)
-    context = context.replace(plan=plan)
+    context = decision.context.replace(plan=plan)
     if options.plan is None and (options.search == "thorough" or others.pending_bytes):
         # The plan's schedule is for a lower limit. A higher limit would change the schedule.
         context = context.replace(limit_bytes=plan.memory_limit_bytes)
@@ -311,12 +242,155 @@ def _session(step: _Step, options: CheckedOptions, to_train: bool = True) -> Ses
     renewed = step.lay_out(context, optimizers)
     held = held_between_steps(context, plan)
     context = context.replace(base_bytes=context.base_bytes + sum(held.values()))
-    session = Session(plan, mesh, context, options, passes, step.reading, step.frames)
+    session = Session(plan, step.mesh, context, options, passes, step.reading, step.frames)
     names = [entry.name for entry in entries]
     remember(session, [root for _, root in step.roots], list(zip(names, renewed, strict=True)))
     _watch(session, renewed, others.watched_bytes + others.pending_bytes)
     begin_if_waiting(session)
     return session
+
+
+def _context_before_plan(
+    step: _Step,
+    options: CheckedOptions,
+    groups: _Groups,
+    optimizers: OptimizerIndex,
+    others: OtherModels,
+) -> tuple[Context, int]:
+    """The machine, the parameters and the memory held, to plan with. Collective.
+
+    The second result is the memory limit of measurements, in bytes.
+    """
+    entries, mesh = step.entries, step.mesh
+    accumulated_bytes = 0
+    if options.accumulate is True:
+        accumulated_bytes = accumulated_bytes_of(entries, options.precision)
+    held_bytes = held_bytes_of(step.roots, step.inputs, entries) + accumulated_bytes
+    held_bytes += others.held_bytes
+    spare_bytes = _spare_bytes(entries, held_bytes, options)
+    progress.stage("measuring the machine")
+    hardware = hardware_of(
+        groups.ranks,
+        groups.device,
+        spare_bytes,
+        options.hardware,
+        mesh.mesh_dim_names[0] if mesh.mesh_dim_names else None,
+        groups.along,
+    )
+    context = Context(
+        plan=Plan((), world_size=mesh.size()),
+        hardware=hardware,
+        parameters=tuple(described(entry, optimizers, options.optimizer) for entry in entries),
+        world_size=mesh.size(),
+        rank=mesh.get_local_rank(),
+        group_name=groups.ranks.group_name,
+        base_bytes=held_bytes,
+        accumulated_bytes=accumulated_bytes,
+        adds_gradients=options.accumulate == "reduced"
+        or (not options.accumulate and any(one.parameter.grad is not None for one in entries)),
+        other_models_bytes=others.held_bytes,
+        between_bytes=others.running_bytes,
+        limit_bytes=options.memory_limit_bytes,
+        uses_p2p=groups.uses_p2p,
+        staged=staged_kinds(groups.ranks, groups.device),
+        param_dtype=options.precision.param_dtype,
+        reduce_dtype=options.precision.reduce_dtype,
+        mesh_dims=groups.mesh_dims(hardware),
+    )
+    return context, spare_bytes
+
+
+class _PlanDecision:
+    """The way of one step to its plan: trace, measure operators, plan.
+
+    ``context``: the context to plan with. Tracing and measuring complete it.
+    """
+
+    def __init__(
+        self,
+        step: _Step,
+        options: CheckedOptions,
+        passes: Sequence[Pass],
+        groups: _Groups,
+        others: OtherModels,
+        context: Context,
+    ) -> None:
+        self.context = context
+        self._step, self._options, self._passes = step, options, passes
+        self._groups, self._others = groups, others
+        self._captured: Captured | None = None  # on rank 0; with several frames on all ranks
+
+    def _trace(self) -> Captured:
+        progress.stage("tracing")
+        self._captured = self._step.captured(self.context, self._passes)
+        return self._captured
+
+    def trace_frames(self) -> None:
+        """Trace a step of several frames. Collective.
+
+        The graph break may be at a collective of the model itself: all ranks run it.
+        """
+        unseen_bytes = unseen_bytes_of(self._trace(), self.context)
+        self.context = self.context.replace(base_bytes=self.context.base_bytes + unseen_bytes)
+
+    def measure_operators(self, spare_bytes: int, to_train: bool) -> None:
+        """Trace the step, and measure its operators, if the plan is not known yet. Collective."""
+        group, device = self._groups.ranks, self._groups.device
+        measures = from_rank_zero(lambda: self._prepare(to_train), group)
+        hardware = self.context.hardware
+        if measures:
+            progress.stage("measuring operators")
+            hardware = with_step_seconds(self._captured, self.context, group, device, spare_bytes)
+        hardware = from_rank_zero(lambda: hardware, group)
+        self.context = self.context.replace(
+            hardware=hardware, mesh_dims=self._groups.mesh_dims(hardware)
+        )
+        if measures:  # keep it also if the limit is refused: the error's limit is of this profile
+            keep(hardware, group, device, self._groups.along)
+
+    def _prepare(self, to_train: bool) -> bool:
+        """Check a given plan, trace the step if it is needed; True: measure its operators."""
+        given = self._options.plan
+        if given is not None:
+            check_fits(
+                given,
+                self._step.entries,
+                self.context.world_size,
+                _name_of_given_plan(self._step),
+                self.context.ranks_of_a_host,
+            )
+            is_saved = given.order and given.prediction is not None
+            if is_saved or not to_train:
+                return False
+        if self._captured is None:
+            self._trace()
+        backend = backend_of(self._groups.ranks, self._groups.device.type)
+        return self._options.hardware is None and backend != "fake"
+
+    def plan(self) -> Plan:
+        """The given plan, completed for the traced step, or the planner's plan."""
+        options, given = self._options, self._options.plan
+        if self._captured is None:
+            assert given is not None
+            return given
+        if given is not None:
+            try:
+                return complete(given, self._captured, self.context, self._passes)
+            except NothingSaved as error:
+                raise PlanMismatch(f"the plan given in options does not fit: {error}") from None
+        progress.stage("planning")
+        if options.memory_limit_bytes is None:
+            return self._plan_under(None)
+        whole_bytes = sum(one.full_bytes for one in self.context.parameters)
+        return planned_under_share(
+            self._plan_under, self._others, options.memory_limit_bytes, whole_bytes
+        )
+
+    def _plan_under(self, limit_bytes: int | None) -> Plan:
+        assert self._captured is not None
+        slices = slices_of(self._options.slices, self.context.parameters)
+        context = self.context.replace(slices=slices, limit_bytes=limit_bytes)
+        return planned_whole(self._captured, context, self._passes, self._options.search)
 
 
 def _name_of_given_plan(step: _Step) -> str:
