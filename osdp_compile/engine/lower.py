@@ -99,55 +99,7 @@ def lower(
     ``compile_inner``: the compiler of each lowered graph (default: Inductor).
     ``observe``: called with the graph after every pass.
     """
-    static = static_inputs(gm, inputs, _name_in_session)
-    parameters = frozenset(p.name for p in session.context.parameters)
-    watch = _observer(session, observe)
-    own = tuple(sorted(name for name in static.values() if name in parameters))
-    step = CompiledStep((_torch.current_frame(), own))
-    symbols = symbols_of(inputs)
-    # The values below live as long as the graph: they hold no real input.
-    growing = of_symbolic_size([inputs[i] for i, name in static.items() if name == "batch"])
-    called_with = _called_with(inputs, static)
-    difference = session.watch.lowers(step.frame, called_with, session.frames)
-    session.observed.interrupted()
-
-    def partition(
-        joint: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        _mark(joint, static, parameters, Phase.FORWARD)
-        joint = run(session.passes, Stage.JOINT, joint, session.context, watch)
-        forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
-        settle_rng_states(forward, backward, kwargs["num_fwd_outputs"])
-        _mark_kept(forward, backward)
-        step.parameters = frozenset(unshard_of(node).name for node in unshards(forward.graph))
-        _warn_of_rows_at_once(forward, step.parameters, session)
-        both = step_module(forward, backward)
-        both = run(session.passes, Stage.STEP, both, session.context, watch)
-        _warn_of_not_recomputed(forward, NOT_RECOMPUTED.get(both, []), session)
-        forward, backward = graphs_of(both)
-        step.returned_bytes = returned_bytes(forward.graph, backward.graph)
-        return forward, backward
-
-    def inner(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        phase = Phase.BACKWARD if kwargs.get("is_backward") else Phase.FORWARD
-        if kwargs.get("is_inference"):
-            phase = Phase.INFERENCE
-        _mark(graph, static, parameters, phase)
-        ctx = session.context.replace(phase=phase)
-        others_bytes = _held_by_other_frames(graph, session, step, phase)
-        ctx = ctx.replace(base_bytes=ctx.base_bytes + others_bytes)
-        if phase is Phase.INFERENCE:
-            graph = run(session.passes, Stage.JOINT, graph, ctx, watch)
-        graph = run(session.passes, Stage.PARTS, graph, ctx, watch)
-        _look_at(graph, ctx, session, step, others_bytes, difference)
-        if symbols and phase in step.timelines:
-            alive = {one.name for one in step.timelines[phase].peak_buffers}
-            step.growing[phase] = GrowingPeak(graph.graph, alive, growing, symbols)
-        for key in MODULE_KEYS:
-            key.pop(graph)  # Inductor's cache key covers everything in a graph
-        with in_place():
-            return (compile_inner or _torch.compile_fx_inner)(graph, example_inputs, **kwargs)
-
+    lowering = _Lowering(gm, inputs, session, compile_inner or _torch.compile_fx_inner, observe)
     shown: AbstractContextManager[None] = contextlib.nullcontext()
     if compile_inner is None:  # Inductor is slow
         shown = progress.compiling(_torch.recompile_reason(), first=not session.observed.graphs)
@@ -155,12 +107,13 @@ def lower(
         compiled: Any = _torch.compile_fx(
             gm,
             list(inputs),
-            inner_compile=inner,
+            inner_compile=lowering.compile_part,
             config_patches={
                 **_torch.KEEP_ORDER,
-                "custom_partitioner_fn": _torch.Partitioner(partition),
+                "custom_partitioner_fn": _torch.Partitioner(lowering.partition),
             },
         )
+    step = lowering.step
     if Phase.FORWARD in step.timelines:
         compiled = timed(compiled, session.observed, step.frame)
         limit_bytes = session.options.memory_limit_bytes
@@ -168,6 +121,80 @@ def lower(
             compiled = watched(compiled, session.watch, step, limit_bytes)
         compiled = refusing_double_backward(compiled)
     return compiled
+
+
+class _Lowering:
+    """Partition and passes of one graph, as Inductor calls them.
+
+    It lives as long as the compiled graph. So it holds no real input.
+
+    ``step``: the compiled graphs, filled in as they are lowered.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        session: Session,
+        compile_inner: Compiler,
+        observe: Observer | None,
+    ) -> None:
+        static = static_inputs(gm, inputs, _name_in_session)
+        self._static, self._session, self._compile_inner = static, session, compile_inner
+        self._parameters = frozenset(p.name for p in session.context.parameters)
+        self._watch = _observer(session, observe)
+        own = tuple(sorted(name for name in static.values() if name in self._parameters))
+        self.step = CompiledStep((_torch.current_frame(), own))
+        self._symbols = symbols_of(inputs)
+        batch = [inputs[index] for index, name in static.items() if name == "batch"]
+        self._growing = of_symbolic_size(batch)
+        called_with = _called_with(inputs, static)
+        self._difference = session.watch.lowers(self.step.frame, called_with, session.frames)
+        session.observed.interrupted()
+
+    def partition(
+        self, joint: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Partition a joint graph into forward and backward, and run the passes before lowering."""
+        session, step = self._session, self.step
+        _mark(joint, self._static, self._parameters, Phase.FORWARD)
+        joint = run(session.passes, Stage.JOINT, joint, session.context, self._watch)
+        forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+        settle_rng_states(forward, backward, kwargs["num_fwd_outputs"])
+        _mark_kept(forward, backward)
+        step.parameters = frozenset(unshard_of(node).name for node in unshards(forward.graph))
+        _warn_of_rows_at_once(forward, step.parameters, session)
+        both = step_module(forward, backward)
+        both = run(session.passes, Stage.STEP, both, session.context, self._watch)
+        _warn_of_not_recomputed(forward, NOT_RECOMPUTED.get(both, []), session)
+        forward, backward = graphs_of(both)
+        step.returned_bytes = returned_bytes(forward.graph, backward.graph)
+        return forward, backward
+
+    def compile_part(
+        self, graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+    ) -> Any:
+        """Lower and compile a forward, a backward, or a graph for inference."""
+        session, step = self._session, self.step
+        phase = Phase.BACKWARD if kwargs.get("is_backward") else Phase.FORWARD
+        if kwargs.get("is_inference"):
+            phase = Phase.INFERENCE
+        _mark(graph, self._static, self._parameters, phase)
+        ctx = session.context.replace(phase=phase)
+        others_bytes = _held_by_other_frames(graph, session, step, phase)
+        ctx = ctx.replace(base_bytes=ctx.base_bytes + others_bytes)
+        if phase is Phase.INFERENCE:
+            graph = run(session.passes, Stage.JOINT, graph, ctx, self._watch)
+        graph = run(session.passes, Stage.PARTS, graph, ctx, self._watch)
+        _look_at(graph, ctx, session, step, others_bytes, self._difference)
+        if self._symbols and phase in step.timelines:
+            alive = {one.name for one in step.timelines[phase].peak_buffers}
+            growing = GrowingPeak(graph.graph, alive, self._growing, self._symbols)
+            step.growing[phase] = growing
+        for key in MODULE_KEYS:
+            key.pop(graph)  # Inductor's cache key covers everything in a graph
+        with in_place():
+            return self._compile_inner(graph, example_inputs, **kwargs)
 
 
 def _called_with(inputs: Sequence[Any], static: dict[int, str]) -> tuple[GraphInput, ...]:
