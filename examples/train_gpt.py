@@ -100,12 +100,17 @@ def generate(model: nn.Module, prompt: str, length: int, temperature: float = 0.
     return bytes(text.tolist()).decode(errors="replace")
 
 
+def join_ranks() -> tuple[int, int]:
+    """Join the ranks that torchrun started. Returns this rank and the number of ranks."""
+    if "RANK" not in os.environ:
+        return 0, 1
+    dist.init_process_group("gloo")
+    return dist.get_rank(), dist.get_world_size()
+
+
 def main() -> None:
     args = arguments()
-    if "RANK" in os.environ:  # torchrun started us
-        dist.init_process_group("gloo")
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    rank, world_size = join_ranks()
     console = Console(quiet=rank != 0)
     train_text, held_out_text = standard_library()
     console.print(f"{len(train_text):,} bytes of text, {len(held_out_text):,} held out")

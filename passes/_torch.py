@@ -12,13 +12,9 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-# 2.11.0 to 2.15.0: origins of joint-graph inputs and outputs (node.meta["desc"]).
-from torch._functorch._aot_autograd.descriptors import (  # noqa: F401
-    AOTInput,
-    AOTOutput,
-    GradAOTOutput,
-    InputMutationAOTOutput,
-)
+# 2.11.0 to 2.15.0: the origin of a joint graph's output that writes into an input
+# (node.meta["desc"]).
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
 # 2.11.0 to 2.15.0: thresholds of `StorageBox.should_realize_on_reuse`.
 from torch._inductor import config as _inductor_settings
@@ -32,13 +28,23 @@ from torch._prims.rng_prims import (
 )
 
 # 2.11.0 to 2.15.0: FakeTensorMode of a graph's values; computes `meta["val"]` of new nodes.
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: F401
-
-# 2.11.0 to 2.15.0: deepcopy refuses lazily compiled graph modules; it accepts plain ones.
-from torch.fx.graph_module import GraphModule  # noqa: F401
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 # 2.11.0 to 2.15.0: the policy tags that the partitioner obeys (node.meta["recompute"]).
-from torch.utils.checkpoint import CheckpointPolicy  # noqa: F401
+from torch.utils.checkpoint import CheckpointPolicy
+
+__all__ = [
+    "GRAPHSAFE_RUN_WITH_RNG_STATE",
+    "RUN_AND_SAVE_RNG_STATE",
+    "RUN_WITH_RNG_STATE",
+    "CheckpointPolicy",
+    "FakeTensorMode",
+    "InputMutationAOTOutput",
+    "RealizeThresholds",
+    "called",
+    "copied_graph",
+    "realize_thresholds",
+]
 
 
 class RealizeThresholds(NamedTuple):

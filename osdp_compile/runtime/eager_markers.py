@@ -66,7 +66,8 @@ def _unshard(
     all_gather_single(full, shard.contiguous(), group=group)
     if rows * ranks == shape[0]:
         return full
-    return torch.ops.osdp.unpack(full, ranks, 0, shape, hosts=hosts)
+    whole: Tensor = torch.ops.osdp.unpack(full, ranks, 0, shape, hosts=hosts)
+    return whole
 
 
 @torch.library.impl("osdp::reduce_grad", "CompositeExplicitAutograd")
@@ -129,11 +130,12 @@ def read(
         marks: :attr:`passes.types.shard_layout.ShardLayout.marks`.
         dtypes: :meth:`osdp_compile.model.mixed_precision.Precision.marks`.
     """
+    whole: Tensor = local
     if sharded or dtypes or torch.compiler.is_compiling():
-        return torch.ops.osdp.unshard(local, name, shape, sharded, *marks, **dtypes)
-    if not torch.is_grad_enabled():
-        return local
-    return _Replicated.apply(local, name, *marks)
+        whole = torch.ops.osdp.unshard(local, name, shape, sharded, *marks, **dtypes)
+    elif torch.is_grad_enabled():
+        whole = _Replicated.apply(local, name, *marks)
+    return whole
 
 
 # Frames that Dynamo could not trace (nn.LSTM's) call this; Dynamo must not compile it by itself.

@@ -387,7 +387,8 @@ def _end_before(graph: fx.Graph, layer: int) -> fx.Node:
 
     ``layer``: the first layer that runs after the gap.
     """
-    return next(node for node in graph.nodes if _of_its_own(node) == layer).prev
+    first: fx.Node = next(node for node in graph.nodes if _of_its_own(node) == layer)
+    return first.prev
 
 
 def _of_its_own(node: fx.Node) -> int | None:
@@ -465,7 +466,7 @@ def recomputes_regularly(folded: Folded, one: Plan, ctx: Context) -> bool:
     if NOT_RECOMPUTED.of(recompute(step_module(forward, backward), ctx)):
         return False
     copied = itertools.accumulate(RECOMPUTED.is_set(node) for node in backward.graph.nodes)
-    until = dict(zip(backward.graph.nodes, copied, strict=True))
+    until: dict[fx.Node, int] = dict(zip(backward.graph.nodes, copied, strict=True))
     anchors = _anchors(backward.graph)
     before, behind = folded.at_the_cut
     return (

@@ -180,7 +180,8 @@ def tensor_inputs(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def output_node(graph: fx.Graph) -> fx.Node:
-    return next(iter(reversed(graph.nodes)))
+    output: fx.Node = next(iter(reversed(graph.nodes)))
+    return output
 
 
 def output_nodes(graph: fx.Graph) -> list[fx.Node]:
@@ -196,7 +197,7 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
     """
     for node in graph.nodes:
         value = node.meta.get("val")
-        mode = getattr(value, "fake_mode", None)
+        mode: FakeTensorMode | None = getattr(value, "fake_mode", None)
         if mode is not None:
             return mode
     raise ValueError("no node of this graph carries a fake tensor in meta['val']")

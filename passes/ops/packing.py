@@ -75,7 +75,7 @@ def _pack_columns_shape(
 
 @torch.library.impl("osdp::pack_columns", "CompositeExplicitAutograd")
 def _pack_columns(tensors: list[Tensor], ranks: int, inner: int = 1, hosts: int = 1) -> Tensor:
-    packed = _pack_columns_shape(tensors, ranks, inner, hosts)
+    packed: Tensor = _pack_columns_shape(tensors, ranks, inner, hosts)
     table = _by_rank(packed, ranks, inner, hosts)
     start = 0
     for tensor in tensors:

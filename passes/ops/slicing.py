@@ -127,7 +127,8 @@ def _take_slice(
     slices = Slices(whole.shape[dim], count, ranks, hosts)
     if slices.even:
         strips = whole.unflatten(dim, (ranks, count, slices.strip)).select(dim + 1, index)
-        return strips.clone(memory_format=torch.contiguous_format).flatten(dim, dim + 1)
+        part: Tensor = strips.clone(memory_format=torch.contiguous_format)
+        return part.flatten(dim, dim + 1)
     return torch.cat([whole.narrow(dim, *strip) for strip in slices.strips(index)], dim)
 
 

@@ -32,7 +32,8 @@ from passes.graph.step_module import graphs_of
 from passes.ops.markers import unshard_of, unshards
 from passes.ops.slicing import JOIN_SLICES, TAKE_SLICE, Slices, slice_name
 from passes.recompute.recompute_activations import PartitionBoundary, save_instead
-from passes.split.split_operators import Sliced, splits, splitter_of
+from passes.split.split_operators import splits, splitter_of
+from passes.split.split_rules import Sliced
 from passes.types.context import Context
 
 

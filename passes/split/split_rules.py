@@ -404,7 +404,8 @@ def _slice_taken(splitter: Splitter, node: fx.Node) -> Found:
         Slices(_shape(source)[dim], count, *cut),
     ):
         return None
-    return found.nodes[index]
+    taken: fx.Node = found.nodes[index]
+    return taken
 
 
 def _embedded(splitter: Splitter, node: fx.Node) -> Found:

@@ -143,14 +143,18 @@ def _walk(
                 flying[node] = _InFlight(reply, args[0], args[0].clone())
                 values[node] = _garbage_like(reply)
         elif node.target is WAIT:
-            flight = flying.pop(node.args[0])
-            if not torch.equal(flight.source, flight.as_started):
-                raise RanksError(f"{node.args[0]}: its input changed before the wait")
-            values[node] = args[0].copy_(flight.result)
+            values[node] = args[0].copy_(_landed(node.args[0], flying.pop(node.args[0])))
         else:
             values[node] = node.target(*args, **kwargs)
         _compare_with_meta(node, values[node])
     raise AssertionError("a graph without an output")
+
+
+def _landed(start: fx.Node, flight: _InFlight) -> Tensor:
+    """The result of a collective at its wait."""
+    if not torch.equal(flight.source, flight.as_started):
+        raise RanksError(f"{start}: its input changed before the wait")
+    return flight.result
 
 
 def _garbage_like(value: Tensor) -> Tensor:
