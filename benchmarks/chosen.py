@@ -25,12 +25,10 @@ a machine that does nothing else.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -41,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import in_turns
-from benchmarks.hosts import Hosts, HostsError
+from benchmarks.hosts import Hosts, hosts_and_cache, parser_for
 from benchmarks.launch import measure_on
 from benchmarks.random_plans import random_plans
 from benchmarks.train import Work
@@ -258,11 +256,7 @@ def record(work: Work, hardware: Hardware, contests: Sequence[Contest]) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--rate", default="400mbit", help="what each host may send")
+    parser = parser_for(__doc__)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--batch", type=int, default=4, help="sequences of 128 tokens a rank")
@@ -279,19 +273,13 @@ def main() -> None:
         console = Console(width=140)
     given.out.parent.mkdir(parents=True, exist_ok=True)
     contests: list[Contest] = []
-    try:
-        with (
-            Hosts(given.hosts, given.rate) as hosts,
-            tempfile.TemporaryDirectory(prefix="osdp-bench-cache") as cache,
-        ):
-            for contest, hardware in measured(hosts, work, options, Path(cache)):
-                console.print(table(contest))
-                contests.append(contest)
-                where = {"hosts": given.hosts, "rate": given.rate}
-                text = json.dumps({**where, **record(work, hardware, contests)}, indent=1)
-                given.out.write_text(text + "\n")
-    except HostsError as error:
-        sys.exit(str(error))
+    with hosts_and_cache(given.hosts, given.rate) as (hosts, cache):
+        for contest, hardware in measured(hosts, work, options, cache):
+            console.print(table(contest))
+            contests.append(contest)
+            where = {"hosts": given.hosts, "rate": given.rate}
+            text = json.dumps({**where, **record(work, hardware, contests)}, indent=1)
+            given.out.write_text(text + "\n")
     held = claims(contests)
     for claim, holds in held.items():
         console.print(("[green]yes[/green] " if holds else "[red]no[/red]  ") + claim)

@@ -10,17 +10,15 @@ what else the machine does hits both alike.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.hosts import Hosts, HostsError
+from benchmarks.hosts import Hosts, hosts_and_cache, parser_for
 from benchmarks.launch import measure_on
 from benchmarks.train import Work
 
@@ -43,11 +41,7 @@ def pairs(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--rate", default="400mbit", help="what each host may send")
+    parser = parser_for(__doc__)
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--layers", type=int, default=Work.layers)
     parser.add_argument("--width", type=int, default=Work.width)
@@ -57,11 +51,8 @@ def main() -> None:
     console = Console()
     options = {"memory_limit": given.memory_limit} if given.memory_limit else {}
     work = Work(layers=given.layers, width=given.width)
-    try:
-        with Hosts(given.hosts, given.rate) as hosts:
-            found = pairs(hosts, work, given.pairs, options, console)
-    except HostsError as error:
-        sys.exit(str(error))
+    with hosts_and_cache(given.hosts, given.rate) as (hosts, _):
+        found = pairs(hosts, work, given.pairs, options, console)
     ratios = [ours / theirs for theirs, ours in found]
     made = Table(title=f"seconds of the first call, {given.layers} layers of {given.width}")
     for head in (PEER, "osdp", "ratio"):

@@ -17,6 +17,7 @@ As a command: ``python -m benchmarks.hosts --hosts 2 --rate 400mbit -- python tr
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -238,20 +239,38 @@ def _exit_on_signal(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)  # unwinds the stack, and with it the `with` that made the hosts
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+def parser_for(description: str | None) -> argparse.ArgumentParser:
+    """The arguments of a measurement on hosts: ``--hosts`` and ``--rate``."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rate", default="400mbit", help="what each host may send")
+    return parser
+
+
+@contextlib.contextmanager
+def hosts_and_cache(count: int, rate: str, ranks_per_host: int = 1) -> Iterator[tuple[Hosts, Path]]:
+    """Hosts, and an empty folder for caches. A HostsError ends the program with its text."""
+    try:
+        with (
+            Hosts(count, rate, ranks_per_host) as hosts,
+            tempfile.TemporaryDirectory(prefix="osdp-bench-cache") as folder,
+        ):
+            yield hosts, Path(folder)
+    except HostsError as error:
+        sys.exit(str(error))
+
+
+def main() -> None:
+    parser = parser_for(__doc__)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and what each rank runs")
     given = parser.parse_args()
     command = given.command[1:] if given.command[:1] == ["--"] else given.command
     if not command:
         parser.error("no command given")
-    try:
-        with Hosts(given.hosts, given.rate) as hosts:
-            hosts.run(command)
-    except HostsError as error:
-        sys.exit(str(error))
+    with hosts_and_cache(given.hosts, given.rate) as (hosts, _):
+        hosts.run(command)
 
 
 if __name__ == "__main__":

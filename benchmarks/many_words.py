@@ -11,10 +11,7 @@ beside it, and what operators as a whole need at least.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ from rich.console import Console
 
 from benchmarks.claims import conclude
 from benchmarks.compare import LOSS_TOLERANCE
-from benchmarks.hosts import Hosts, HostsError
+from benchmarks.hosts import Hosts, hosts_and_cache, parser_for
 from benchmarks.launch import measure_on
 from benchmarks.tasks import MANY_WORDS, MANY_WORDS_TOKENS
 from benchmarks.train import Work
@@ -81,22 +78,12 @@ def claims(found: Found) -> dict[str, bool]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--rate", default="400mbit", help="what each host may send")
+    parser = parser_for(__doc__)
     parser.add_argument("--out", type=Path, default=Path("many_words.json"))
     given = parser.parse_args()
     console = Console()
-    try:
-        with (
-            Hosts(given.hosts, given.rate) as hosts,
-            tempfile.TemporaryDirectory(prefix="osdp-bench-cache") as cache,
-        ):
-            found = measure(hosts, Path(cache))
-    except HostsError as error:
-        sys.exit(str(error))
+    with hosts_and_cache(given.hosts, given.rate) as (hosts, cache):
+        found = measure(hosts, cache)
     console.print(
         f"osdp: {found.step_seconds:.2f} s a step, {format_bytes(found.peak_bytes)} at the peak "
         f"(predicted {format_bytes(found.predicted_bytes)}); "

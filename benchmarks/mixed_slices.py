@@ -14,11 +14,8 @@ by from turn to turn.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import statistics
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +25,7 @@ from rich.table import Table
 
 from benchmarks import in_turns
 from benchmarks.claims import conclude
-from benchmarks.hosts import Hosts, HostsError
+from benchmarks.hosts import hosts_and_cache, parser_for
 from benchmarks.launch import measure_on
 from benchmarks.slices import COUNTS, WORK
 from osdp_compile import Hardware, InfeasibleLimit, Plan
@@ -145,11 +142,7 @@ def table(rows: list[Row]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--rate", default="400mbit", help="what each host may send")
+    parser = parser_for(__doc__)
     parser.add_argument("--points", type=int, default=10, help="limits")
     parser.add_argument("--most", type=bytes_of, help="the largest limit, as 345MiB")
     parser.add_argument("--turns", type=int, default=3)
@@ -157,26 +150,19 @@ def main() -> None:
     given = parser.parse_args()
     console = Console()
     rows: list[Row] = []
-    try:
-        with (
-            Hosts(given.hosts, given.rate) as hosts,
-            tempfile.TemporaryDirectory(prefix="osdp-bench-cache") as name,
-        ):
-            cache = Path(name)
-            measure_on(hosts, WORK, "osdp", "least", {}, cache, cache / "profiles")
-            (kept,) = (cache / "profiles").glob("*.json")
-            hardware = Hardware.load(kept)
-            step = trace(WORK.model(), WORK.inputs_of(0), optimizer="adamw")
-            for row in planned(step, given.hosts, hardware, given.points, given.most):
-                console.print(f"[dim]{format_bytes(row.limit_bytes)}: {_sliced(row.mixed)}[/dim]")
-                if not row.same:
-                    plans = [row.mixed, row.alike]
-                    row.mixed_seconds, row.alike_seconds = in_turns.measure(
-                        hosts, WORK, plans, hardware, given.turns, _STEPS, cache
-                    )
-                rows.append(row)
-    except HostsError as error:
-        sys.exit(str(error))
+    with hosts_and_cache(given.hosts, given.rate) as (hosts, cache):
+        measure_on(hosts, WORK, "osdp", "least", {}, cache, cache / "profiles")
+        (kept,) = (cache / "profiles").glob("*.json")
+        hardware = Hardware.load(kept)
+        step = trace(WORK.model(), WORK.inputs_of(0), optimizer="adamw")
+        for row in planned(step, given.hosts, hardware, given.points, given.most):
+            console.print(f"[dim]{format_bytes(row.limit_bytes)}: {_sliced(row.mixed)}[/dim]")
+            if not row.same:
+                plans = [row.mixed, row.alike]
+                row.mixed_seconds, row.alike_seconds = in_turns.measure(
+                    hosts, WORK, plans, hardware, given.turns, _STEPS, cache
+                )
+            rows.append(row)
     console.print(table(rows))
     slowest = min(row.gain for row in rows)
     claim = (

@@ -14,12 +14,9 @@ sharded).
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import statistics
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,7 @@ from rich.table import Table
 
 from benchmarks.claims import conclude
 from benchmarks.compare import LOSS_TOLERANCE
-from benchmarks.hosts import Hosts, HostsError
+from benchmarks.hosts import Hosts, hosts_and_cache, parser_for
 from benchmarks.launch import measure_on
 from benchmarks.train import Work
 from passes.types.units import format_bytes
@@ -172,23 +169,13 @@ def table(rows: list[Row], held_bytes: int) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--rate", default="400mbit", help="what each host may send")
+    parser = parser_for(__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("slices.json"))
     given = parser.parse_args()
     console = Console()
-    try:
-        with (
-            Hosts(given.hosts, given.rate) as hosts,
-            tempfile.TemporaryDirectory(prefix="osdp-bench-cache") as cache,
-        ):
-            rows, only = measure(hosts, given.repeats, Path(cache), console)
-    except HostsError as error:
-        sys.exit(str(error))
+    with hosts_and_cache(given.hosts, given.rate) as (hosts, cache):
+        rows, only = measure(hosts, given.repeats, cache, console)
     held_bytes = state_bytes(WORK, given.hosts)
     console.print(table(rows, held_bytes))
     console.print(

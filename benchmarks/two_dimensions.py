@@ -10,14 +10,11 @@ to other hosts shares the host's rate.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hosts import Hosts, HostsError
+from benchmarks.hosts import Hosts, hosts_and_cache, parser_for
 from benchmarks.launch import measure_on
 from benchmarks.train import Work
 
@@ -40,23 +37,15 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--hosts", type=int, default=2)
+    parser = parser_for(__doc__)
     parser.add_argument("--ranks-per-host", type=int, default=2)
-    parser.add_argument("--rate", default="400mbit", help="what each host may send")
     parser.add_argument("--batch", type=int, default=2, help="sequences of 128 tokens a rank")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--limit", help="osdp's memory limit, as 150MiB (default: none)")
     given = parser.parse_args()
-    try:
-        with (
-            Hosts(given.hosts, given.rate, given.ranks_per_host) as hosts,
-            tempfile.TemporaryDirectory(prefix="osdp-bench-cache") as cache,
-        ):
-            options = {"memory_limit": given.limit} if given.limit else {}
-            found = measure(hosts, Work(batch=given.batch), Path(cache), given.repeats, options)
-    except HostsError as error:
-        sys.exit(str(error))
+    with hosts_and_cache(given.hosts, given.rate, given.ranks_per_host) as (hosts, cache):
+        options = {"memory_limit": given.limit} if given.limit else {}
+        found = measure(hosts, Work(batch=given.batch), cache, given.repeats, options)
     seconds = {
         name: statistics.median(one["step_seconds"] for one in results)
         for name, results in found.items()
