@@ -39,6 +39,7 @@ from osdp_compile.optim.checks import replaced
 from osdp_compile.optim.rebind import OptimizerIndex
 from osdp_compile.runtime import eager_markers
 from osdp_compile.runtime.inside_forward import is_inside_forward
+from osdp_compile.runtime.meshes import placed_like
 from passes.types.context import Context
 from passes.types.decision import Decision
 from passes.types.plan import Plan
@@ -312,7 +313,7 @@ def shard_in_place(
         new.__dict__.update(old.__dict__)  # user attributes
         if old.grad is not None:
             local = laid_out.to_local().detach()
-            new.grad = gradient_like(laid_out, _mean_gradient(entry, local, decision, cut))
+            new.grad = placed_like(laid_out, _mean_gradient(entry, local, decision, cut))
             old.grad = None
         for module, attribute in entry.places:
             module._parameters[attribute] = new
@@ -337,18 +338,6 @@ def _free(whole: nn.Parameter) -> None:
     if whole.is_floating_point() and whole.element_size() > 1:  # not all 1-byte types have NaN
         single.fill_(float("nan"))
     whole.data = single.expand(whole.shape)
-
-
-def gradient_like(parameter: DTensor, local: Tensor) -> DTensor:
-    """This rank's part of a gradient as a DTensor with the parameter's layout."""
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 def keep_in_place(
@@ -414,7 +403,7 @@ def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
         there = parameter.grad
         (there.to_local() if isinstance(there, DTensor) else there).add_(gradient)
     elif isinstance(parameter, DTensor):
-        parameter.grad = gradient_like(parameter, gradient)
+        parameter.grad = placed_like(parameter, gradient)
     else:
         parameter.grad = gradient
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from osdp_compile.runtime.meshes import placed_like
+
 
 def step_on_rows(
     param: DTensor,
@@ -58,14 +60,7 @@ def step_on_rows(
         variance.lerp_(grad * grad, share)
         estimate = variance.to_local().clone()
     own = estimate.clamp_(min=eps1 * eps1).rsqrt_().mul_(grad.to_local())
-    update = DTensor.from_local(
-        own,
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )
+    update = placed_like(param, own)
     param.to_local().add_(own, alpha=-alpha / max(1.0, _norm(update) / (root * d)))
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from osdp_compile import _torch
 from passes.types.context import MeshDim
@@ -44,6 +46,18 @@ def own_mesh(flat: DeviceMesh, given: DeviceMesh | None, plan: Plan) -> DeviceMe
     if plan.within_hosts and given is not None:
         return mesh_of_shards(given, groups_along(given))
     return flat
+
+
+def placed_like(parameter: DTensor, local: Tensor) -> DTensor:
+    """This rank's part of a tensor as a DTensor with the mesh and placements of a parameter."""
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def groups_along(mesh: DeviceMesh | None) -> dict[str, dist.ProcessGroup]:
