@@ -11,11 +11,8 @@ from __future__ import annotations
 
 from networkx.utils import UnionFind
 
-from passes.annotate.realized import read_elsewhere
+from passes.annotate.realized import NO_REGION, read_elsewhere
 from passes.graph.dataflow import Dataflow
-
-#: The region number of a node outside all regions.
-NO_REGION = -1
 
 
 def _depths(dataflow: Dataflow) -> list[int]:
@@ -72,13 +69,12 @@ def materialized(dataflow: Dataflow, region: list[int], on_cpu: bool = True) -> 
     """Whether each node's output is a buffer in memory, in graph order.
 
     True for every node outside regions that is no view. True for a node in a region if the graph
-    returns it, if a node outside the region reads it, or if Inductor realizes it for a loop of
-    another size (``passes/annotate/realized.py``).
+    returns it, if a barrier reads it, or if Inductor realizes it for a loop of another size or in
+    another region (``passes/annotate/realized.py``).
     """
     returned = dataflow.returned()
     last = len(dataflow.nodes) - 1
-    fused = [own != NO_REGION for own in region]
-    elsewhere = read_elsewhere(dataflow, fused, on_cpu)
+    elsewhere = read_elsewhere(dataflow, region, on_cpu)
     return [
         index != last
         and not dataflow.alias[index]
@@ -86,7 +82,7 @@ def materialized(dataflow: Dataflow, region: list[int], on_cpu: bool = True) -> 
             own == NO_REGION
             or index in returned
             or index in elsewhere
-            or any(map(own.__ne__, map(region.__getitem__, dataflow.readers[index])))
+            or NO_REGION in map(region.__getitem__, dataflow.readers[index])
         )
         for index, own in enumerate(region)
     ]

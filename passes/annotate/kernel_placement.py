@@ -97,7 +97,8 @@ class Kernels:
             mine = reads[index] = {}
             for source in dataflow.inputs[index]:
                 read = dataflow.written[source]
-                if region[read] == own:
+                inlined = region[read] is not None and not (memory[read] or reduces[read])
+                if region[read] == own or inlined:
                     inside.append((read, memory[read] or reduces[read]))
                     if not reduces[read]:
                         mine.update(reads[read])

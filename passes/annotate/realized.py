@@ -29,6 +29,9 @@ from passes.graph.op_traits import is_reduction
 #: runs over its input in another order.
 Loop = int | tuple[int, ...]
 
+#: The region number of a node outside all regions.
+NO_REGION = -1
+
 _aten = torch.ops.aten
 #: Operators with an ``exp``, ``log``, ``sigmoid`` or ``tanh`` in Inductor's kernel.
 _HEAVY = {
@@ -112,7 +115,7 @@ class _Realized:
         node, most = nodes[index], self.thresholds
         if self.dataflow.traits[index].getitem:
             return is_reduction(nodes[self.dataflow.inputs[index][0]])
-        if is_reduction(node):
+        if is_reduction(node) or any(map(self._is_in_memory_for, node.users)):
             return True
         # Inductor counts loads as operators.
         if loads > most.accumulated_reads or operators + loads > most.operators:
@@ -121,6 +124,10 @@ class _Realized:
         if (heavy or (most.broadcast_is_use and is_dear)) and self._is_broadcast(index):
             return True
         return is_dear and self._most_users(node) > 1
+
+    def _is_in_memory_for(self, user: fx.Node) -> bool:
+        """Whether a direct user needs its inputs in memory: a barrier, or the graph's output."""
+        return not self.fused[self.dataflow.place[user]] and not self._is_view(user)
 
     def _most_users(self, node: fx.Node) -> int:
         """The most users of a node or of one of its views: Inductor counts them one by one."""
@@ -164,12 +171,14 @@ def _reduction_loop(node: fx.Node) -> Loop:
     return (*sizes, *sorted(reduced))
 
 
-def read_elsewhere(dataflow: Dataflow, fused: list[bool], on_cpu: bool) -> set[int]:
+def read_elsewhere(dataflow: Dataflow, region: list[int], on_cpu: bool) -> set[int]:
     """Realized results that another loop reads than the one that computes them.
 
-    ``fused``: whether a node is computed in a fused kernel, by index in graph order. A kernel on a
-    CPU keeps no result of a reduction for the elements that were reduced; one on a GPU does.
+    ``region``: the region of every node, in graph order. Regions run apart, and so do their loops.
+    A kernel on a CPU keeps no result of a reduction for the elements that were reduced; one on a
+    GPU does.
     """
+    fused = [own != NO_REGION for own in region]
     realized = _Realized(dataflow, fused, on_cpu)
     nodes = dataflow.nodes
     last = len(nodes) - 1
@@ -187,7 +196,7 @@ def read_elsewhere(dataflow: Dataflow, fused: list[bool], on_cpu: bool) -> set[i
         reduces = is_reduction(source)
         loops[index] = frozenset((_reduction_loop(source),)) if reduces else own
         home = own if on_cpu else own | loops[index]
-        if elsewhere <= home:
+        if elsewhere <= home and all(region[index] == region[reader] for reader in readers):
             continue
         if index not in realized:
             loops[index] = elsewhere

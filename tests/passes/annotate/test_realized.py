@@ -81,6 +81,28 @@ def norm_of_two_results(s, x):
     return ((x - mean) * (var + 1e-5).rsqrt(),)
 
 
+def light_on_both_sides_of_a_product(s, x):
+    root = s[0].view(32, 16).abs()
+    return ((root * ((root * 2) @ s[1].view(32, 16).t() @ s[2].view(32, 16))).sum(0),)
+
+
+def heavy_on_both_sides_of_a_product(s, x):
+    root = s[0].view(32, 16).exp()
+    return ((root * ((root * 2) @ s[1].view(32, 16).t() @ s[2].view(32, 16))).sum(0),)
+
+
+def read_by_a_product_and_later(s, x):
+    root = s[0].view(32, 16).abs()
+    return ((root * (root @ s[1].view(32, 16).t() @ s[2].view(32, 16))).sum(0),)
+
+
+def returned_and_read_later(s, x):
+    """Of the sum, two loads are left: the returned tensor is loaded as one."""
+    root = s[0] + s[1] + s[2] + s[3]
+    both = root + s[4]
+    return root, x * both, (x + both).sum(0)
+
+
 FUNCTIONS = (
     many_reads,
     few_reads,
@@ -94,6 +116,10 @@ FUNCTIONS = (
     inlined_in_between,
     norm,
     norm_of_two_results,
+    light_on_both_sides_of_a_product,
+    heavy_on_both_sides_of_a_product,
+    read_by_a_product_and_later,
+    returned_and_read_later,
 )
 
 
@@ -119,7 +145,9 @@ def allocated(function) -> list[int]:
     with config.patch(fx_graph_cache=False, allow_buffer_reuse=False):
         _, (code,) = run_and_get_code(torch.compile(function), *inputs())
     shapes = re.findall(r"= empty_strided_cpu\(\(([\d, ]+)\)", code)
-    return sorted(math.prod(int(size) for size in shape.split(",") if size) for shape in shapes)
+    return sorted(
+        math.prod(int(size) for size in shape.split(",") if size.strip()) for shape in shapes
+    )
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
