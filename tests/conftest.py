@@ -19,18 +19,36 @@ _LONG_FILES += ("test_slice_some.py", "test_snapshots.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run files first whose tests use ranks or take a minute or more.
+    """Mark each test by what it needs. Run files first that use ranks or take a minute or more.
 
     pytest-xdist gives whole files to its workers (``--dist loadfile``), so that all tests of a
     file use the same ranks. The short files then fill the ends of the workers.
     """
+    for item in items:
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if fixtures & {"two_ranks", "four_ranks", "native_ranks"}:
+            item.add_marker("ranks")
+        elif "inductor_cache" in fixtures:
+            item.add_marker("inductor")
+        if not any(item.get_closest_marker(name) for name in ("ranks", "inductor")):
+            item.add_marker("unit")
     long = {
         item.path
         for item in items
-        if item.path.name in _LONG_FILES
-        or {"two_ranks", "four_ranks", "native_ranks"} & set(getattr(item, "fixturenames", ()))
+        if item.path.name in _LONG_FILES or item.get_closest_marker("ranks")
     }
     items.sort(key=lambda item: item.path not in long)
+
+
+@pytest.fixture(autouse=True)
+def no_inductor_in_unit_tests(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that compiles in this process must be marked ``inductor``."""
+    if request.node.get_closest_marker("unit") is None:
+        yield
+        return
+    error = AssertionError("Inductor compiles here: mark the test with pytest.mark.inductor")
+    with mock.patch("torch._inductor.graph.GraphLowering.compile_to_module", side_effect=error):
+        yield
 
 
 def pytest_collection_finish() -> None:

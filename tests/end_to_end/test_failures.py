@@ -18,6 +18,8 @@ from osdp_compile.engine.lower import lower
 from tests.ranks import RankFailed, Ranks
 from tests.training import SLOW, normal_batch
 
+pytestmark = pytest.mark.ranks
+
 TIMEOUT_SECONDS = 3.0
 #: The timeout, and what a busy machine makes of it; without one it is half an hour.
 PROMPT_SECONDS = 60.0

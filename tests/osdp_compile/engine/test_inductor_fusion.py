@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
 from osdp_compile.engine.inductor_fusion import in_place
+
+pytestmark = pytest.mark.inductor
 
 
 def read_and_kept(x, one, other):

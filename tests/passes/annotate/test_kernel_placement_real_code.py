@@ -26,6 +26,8 @@ from passes.graph.metadata import COST, STATIC
 from passes.simulate.memory import MemoryModel
 from tests.passes.inductor_code import Compiled, compiled_step
 
+pytestmark = pytest.mark.inductor
+
 WIDTH = 64
 
 
@@ -295,8 +297,8 @@ def test_the_peak_is_that_of_the_code(case, compiled):
     for node in graph.nodes:
         if node.op != "output":
             cost = cost_of(node)
-            node.meta[COST] = dataclasses.replace(cost, workspace_bytes=0)  # not in the code
-            if node.op == "placeholder" and not node.meta.get(STATIC):
+            COST.set(node, dataclasses.replace(cost, workspace_bytes=0))  # not in the code
+            if node.op == "placeholder" and not STATIC.is_set(node):
                 freed[node.name] = cost.memory_bytes
     predicted_bytes = MemoryModel(Dataflow(graph)).trace().peak_bytes
     least, most = KNOWN_PEAKS.get(case, PEAK)

@@ -15,6 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from passes.annotate.fusion_regions import materialized, regions
 from passes.graph.dataflow import Dataflow
 
+pytestmark = pytest.mark.inductor
+
 SMALL, LARGE = (32, 1, 16), (32, 24, 16)
 
 

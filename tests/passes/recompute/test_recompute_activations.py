@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 
 import pytest
 import torch
@@ -16,13 +15,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from passes.candidates.recompute_sets import recompute_sets
 from passes.capture.captured_step import Captured, NothingSaved, lay_out
 from passes.graph.fx_utils import copy_module, output_node, output_nodes
 from passes.graph.metadata import RECOMPUTED
 from passes.pipeline import default_passes
 from passes.plan.planner import Infeasible, make_plan
-from passes.plan.predict import predict
 from passes.recompute.recompute_activations import PartitionBoundary, keys_of
 from passes.types.context import Context
 from passes.types.decision import Decision
@@ -204,28 +201,6 @@ def test_an_input_that_the_step_writes_is_not_read_again():
     reads = [read.name for chain in chains.values() if chain for read in chain[1]]
     assert any(chain is None and node.op != "placeholder" for node, chain in chains.items())
     assert not any("count" in name for name in reads)
-
-
-def test_sets_hold_less_and_take_longer_one_after_the_other():
-    captured, ctx = of_blocks(4, rows=64)
-    sets = recompute_sets(captured, ctx, 6)
-    assert len(sets) > 3
-    for one, after in itertools.pairwise(sets):
-        assert one.held_bytes > after.held_bytes
-        assert one.seconds < after.seconds
-    plan = decided(ctx, AGAIN, bucket_bytes=0)
-    changes = [{"recompute": one.recompute, "also_save": one.also_save} for one in sets]
-    said = [
-        predict(captured, plan.replace(**change), ctx, PASSES).prediction
-        for change in [{}, changes[0], changes[-1]]
-    ]
-    assert said[0].recomputed_bytes == said[0].recomputed_seconds == 0
-    peaks = [one.peak_bytes for one in said]
-    assert peaks == sorted(peaks, reverse=True)
-    assert said[-1].recomputed_seconds > said[1].recomputed_seconds > 0
-    # As when people checkpoint each block: what begins a block is saved, and not what it makes.
-    assert any(key.startswith("1:add") for key in sets[-1].also_save)
-    assert said[-1].peak["activations"] < said[0].peak["activations"] / 2
 
 
 def least_bytes(captured: Captured, ctx: Context) -> int:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from passes.capture.captured_step import lay_out
 from passes.graph.fx_utils import is_collective
-from passes.graph.metadata import COLLECTIVE, GATHERED, GRADIENT_OF
+from passes.graph.metadata import COLLECTIVE, GRADIENT_OF
 from passes.ops.slicing import JOIN_SLICES, PAD_SLICE, TAKE_SLICE, TRIM_SLICE, cut_into
 from passes.pipeline import Stage, default_passes, run
 from passes.plan.predict import predict
@@ -173,71 +173,6 @@ def test_the_two_linears_of_an_mlp_kept_or_replicated(slices: int, hidden: int, 
     check_step(training, in_slices(slices), decision)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize(
-    ("slices", "hidden", "kept_slices"), [(2, 48, 1), (4, 48, 3), (3, 23, 1), (8, 23, 5), (2, 9, 2)]
-)
-def test_some_slices_of_an_mlp_kept(world_size: int, slices: int, hidden: int, kept_slices: int):
-    torch.manual_seed(0)
-    batches = [torch.randn(3, 6) for _ in range(world_size)]
-    training = trained(Mlp(hidden, bias=True), batches)
-    check_step(training, in_slices(slices), kept_slices=kept_slices)
-
-
-def test_some_slices_of_an_embedding_and_a_batched_weight_kept():
-    torch.manual_seed(0)
-    words = [torch.randint(0, 11, (2, 5)) for _ in range(2)]
-    training = trained(Words(), words)
-    check_step(training, {"words.weight": (2, 1, None)}, kept_slices=1)
-    experts = trained(Experts(), [torch.randn(5, 3, 6) for _ in range(2)])
-    for along in (0, 1, 2):
-        check_step(experts, {"weight": (2, along, None)}, kept_slices=1)
-
-
-@pytest.mark.parametrize("kept_slices", range(5))
-def test_what_is_kept_is_not_gathered_again(kept_slices: int):
-    step, ctx = capture_step(Mlp(48, bias=False), torch.randn(3, 6), world_size=2)
-    plan = decided(ctx, AGAIN, bucket_bytes=0)
-    found = predict(step, sliced(plan, in_slices(4), kept_slices), ctx, default_passes())
-    gathered = {
-        name
-        for node in found.backward.graph.nodes
-        if is_collective(node) and (purpose := COLLECTIVE.of(node)).gathers
-        for name in purpose.names
-    }
-    assert {name for name in gathered if "#" in name} == {
-        f"{name}#{index}"
-        for name in (UP_AND_DOWN if kept_slices < 4 else ())
-        for index in range(kept_slices, 4)
-    }
-    given = [
-        GATHERED.of(node)
-        for node in found.backward.graph.find_nodes(op="placeholder")
-        if GATHERED.is_set(node)
-    ]
-    assert sorted(given) == sorted(
-        f"{name}#{index}" for name in UP_AND_DOWN for index in range(kept_slices)
-    )
-
-
-def test_every_slice_that_is_kept_takes_its_own_bytes_and_spares_a_gather():
-    step, ctx = capture_step(Mlp(1 << 12, bias=False), torch.randn(3, 6), world_size=2)
-    tight = ctx.replace(limit_bytes=1)  # no overlap
-    plan = decided(ctx, AGAIN, bucket_bytes=0)
-    said = [
-        predict(step, sliced(plan, in_slices(8), kept), tight, default_passes()).prediction
-        for kept in range(8)
-    ]
-    assert all(one.exposed_seconds > more.exposed_seconds for one, more in itertools.pairwise(said))
-    # With the first few the most is held elsewhere: in the backward, and not at its beginning.
-    slice_bytes = sum(ctx.parameter(name).full_bytes for name in UP_AND_DOWN) // 8
-    more_bytes = [more.peak_bytes - one.peak_bytes for one, more in itertools.pairwise(said)]
-    assert more_bytes[2:] == [slice_bytes] * 5
-    keep = decided(ctx, Decision.SHARD_KEEP, bucket_bytes=0)
-    whole = predict(step, keep, tight, default_passes())
-    assert said[7].peak_bytes < whole.prediction.peak_bytes
-
-
 @pytest.mark.parametrize("along", [0, 1])
 @pytest.mark.parametrize("slices", [2, 3])
 @pytest.mark.parametrize("name", ["up.weight", "down.weight"])
@@ -274,15 +209,6 @@ def test_a_gated_mlp(slices: int):
     check_step(trained(Gated(), batches), rows)
 
 
-@pytest.mark.parametrize("slices", [2, 3])
-@pytest.mark.parametrize("name", ["words.weight", "mix.weight", "head.weight"])
-def test_words_and_their_head(name: str, slices: int):
-    torch.manual_seed(0)
-    batches = [torch.randint(0, 11, (2, 5)) for _ in range(2)]
-    along = 1 if name == "words.weight" else 0
-    check_step(trained(Words(), batches), {name: (slices, along, None)})
-
-
 @pytest.mark.parametrize("decision", [AGAIN, Decision.SHARD_KEEP, Decision.REPLICATE])
 @pytest.mark.parametrize("again", [False, True], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("slices", [2, 3])
@@ -304,33 +230,6 @@ def logits_of(model: nn.Module, batch: Tensor) -> tuple[str, ...]:
     return found
 
 
-@pytest.mark.parametrize("slices", [2, 5])
-def test_logits_are_never_there_whole(slices: int):
-    batch = torch.randint(0, 64, (2, 5))
-    model = Guessing()
-    captured, ctx = capture_step(model, batch, world_size=2)
-    plan = sliced(
-        decided(ctx, AGAIN, bucket_bytes=0), {"head.weight": (slices, OF_INPUT, None)}
-    ).replace(recompute=logits_of(model, batch))
-    laid = lay_out(captured, plan, ctx, default_passes())
-    for gm, phase in ((laid.forward, Phase.FORWARD), (laid.backward, Phase.BACKWARD)):
-        lowered = run(default_passes(), Stage.PARTS, gm, ctx.replace(plan=plan, phase=phase))
-        rows = [
-            node.meta["val"].shape[0]
-            for node in lowered.graph.nodes
-            if isinstance(node.meta.get("val"), Tensor) and node.meta["val"].shape[1:] == (64,)
-        ]
-        assert rows
-        assert max(row for row in rows if row != 8) == 10 // slices  # 8: the weight, laid out
-
-
-@pytest.mark.parametrize("along", [0, 1, 2])
-def test_a_batched_weight(along: int):
-    torch.manual_seed(0)
-    batches = [torch.randn(5, 3, 6) for _ in range(2)]
-    check_step(trained(Experts(), batches), {"weight": (2, along, None)})
-
-
 @pytest.mark.parametrize(("ranks", "hosts"), [(1, 1), (2, 1), (3, 1), (4, 2)])
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 @pytest.mark.parametrize("size", [1, 5, 12, 16, 23])
@@ -348,26 +247,6 @@ def test_slices_of_a_dimension_are_put_together_again(
         padded = PAD_SLICE(rows, size, cut.count, index, ranks, hosts)
         assert padded.shape[0] == ranks * cut.strip
         assert torch.equal(TRIM_SLICE(padded, size, cut.count, index, ranks, hosts), rows)
-
-
-def test_what_is_made_of_nothing_is_not_added_up():
-    """The logarithm of a padding's zero would make not a number of all."""
-
-    class Logarithm(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(6, 6)
-            self.up = nn.Linear(6, 23, bias=False)
-            self.down = nn.Linear(23, 5, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = torch.log(self.up(self.first(x)).square())
-            return self.down(hidden) + hidden.sum(-1, keepdim=True)
-
-    torch.manual_seed(0)
-    batches = [torch.randn(3, 6, dtype=torch.double) for _ in range(2)]
-    rows = {"up.weight": (3, 0, None), "down.weight": (3, 1, "up.weight")}
-    check_step(trained(Logarithm().double(), batches), rows)
 
 
 def test_nothing_of_an_mlp_is_there_in_one_piece():
