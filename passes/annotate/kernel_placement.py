@@ -7,6 +7,9 @@ region also joins if both regions read one tensor of that size and the kernels a
 (both halves of a gated unit's backward read the gradient of the product). A sum over leading
 dimensions (a bias's gradient) loops over columns and its input is written by rows: two kernels.
 
+A pointwise result without a buffer is computed inside each reader, in other regions too: its
+readers read its inputs.
+
 Inductor never repeats a reduction: its result is a buffer if another kernel reads it. So a
 reduction's kernel has a position of its own. Elementwise results of one reduction run in this
 kernel or read this buffer, and do not read the reduction's inputs.
