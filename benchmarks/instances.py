@@ -25,9 +25,9 @@ from osdp_compile.planning.traced_step import TracedStep, predicted, trace
 from passes.annotate.training_state import state_bytes
 from passes.candidates.recompute_sets import recompute_sets
 from passes.candidates.slice_groups import find_slice_groups
-from passes.plan.evaluator import RECOMPUTE_SETS
+from passes.plan.constants import CONSTANTS
+from passes.plan.neighbours import SLICES
 from passes.plan.predict import predict
-from passes.plan.slice_some import SLICES
 from passes.types.context import Context
 from passes.types.decision import DECISIONS, Decision
 from passes.types.hardware import Hardware, LinkRate
@@ -62,7 +62,7 @@ class Instance:
         if kind == "recompute":
             every += [
                 plan.replace(recompute=one.recompute, also_save=one.also_save)
-                for one in recompute_sets(self.step.captured, ctx, RECOMPUTE_SETS)
+                for one in recompute_sets(self.step.captured, ctx, CONSTANTS.recompute_sets)
                 for plan in every
             ]
         if kind == "slices":

@@ -22,7 +22,8 @@ from torch import fx
 
 from passes.annotate.collectives import cost_on
 from passes.annotate.flops import flops_of
-from passes.annotate.fusion_regions import NO_REGION, materialized, regions
+from passes.annotate.fusion_regions import materialized, regions
+from passes.annotate.realized import NO_REGION
 from passes.annotate.workspace import workspace_bytes
 from passes.graph.attribution import attribution
 from passes.graph.dataflow import Dataflow

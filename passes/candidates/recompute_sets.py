@@ -28,12 +28,22 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
 from torch import fx
 
 from passes.annotate.annotate_costs import annotate, cost_of, stands_alone
 from passes.annotate.collectives import cost_on
 from passes.capture.captured_step import Captured
-from passes.graph.fx_utils import bytes_of, copy_module, is_alias, is_getitem, positions, root_of
+from passes.graph.fx_utils import (
+    bytes_of,
+    copy_module,
+    is_alias,
+    is_getitem,
+    output_node,
+    positions,
+    root_of,
+)
+from passes.graph.metadata import LAYER
 from passes.graph.op_traits import effective_users
 from passes.ops.markers import UNSHARD, unshards
 from passes.recompute.recompute_activations import PartitionBoundary, keys_of
@@ -65,6 +75,8 @@ class _Saved:
 
     ``first``, ``last``: the first and the last place in the backward that uses it. For a tensor
     that is not saved now, ``last`` is -1.
+    ``count``: the number of layers whose tensors it stands for.
+    ``born``, ``done``: the place in the forward where it is made, and the last one that reads it.
     ``chain``: the operators that recompute it; empty if that is impossible.
     ``reads``: the numbers of the other tensors that the chain reads.
     ``instead``: the number of the tensor to save instead if this one is recomputed, or None.
@@ -74,50 +86,85 @@ class _Saved:
     size_bytes: int
     first: int
     last: int
+    count: int
+    born: int
+    done: int
     chain: tuple[fx.Node, ...]
     reads: frozenset[int]
     instead: int | None = None
 
 
-def recompute_sets(
-    captured: Captured,
-    ctx: Context,
-    most: int,
-    alike: Mapping[str, Sequence[str]] | None = None,
-) -> list[RecomputeSet]:
-    """Up to ``most`` sets, each with less memory and more time than the one before it.
+def recompute_sets(captured: Captured, ctx: Context, most: int) -> list[RecomputeSet]:
+    """Up to ``most`` sets, each with less memory and more time than the one before it."""
+    return Recomputation(captured, ctx).sets(most)
+
+
+class Recomputation:
+    """The recomputation of a step's saved tensors: sets of them, and what any set spares.
 
     ``alike``: by key, the keys of all tensors that are recomputed together with it. They may be
     outside of this step (:attr:`passes.capture.fold_layers.Folded.alike`).
+    ``stands_for``: a layer of a folded step, and the number of layers that its tensors stand for.
     """
-    alike = alike or {}
-    forward = annotate(copy_module(captured.forward), ctx.replace(phase=Phase.FORWARD))
-    saved = _saved_tensors(forward.graph, captured.backward.graph)
-    together = _together(saved, alike)
-    saved = _all_or_none(saved, together)
-    search = _Growing(saved, _seconds_of(forward.graph, ctx))
-    found: list[frozenset[int]] = []
-    for bound_bytes in search.bounds():
-        grown = list(search.grow(bound_bytes))
-        sampled = [*grown[:: len(grown) // _MOST_SAMPLES + 1], *grown[-1:]]
-        found += dict.fromkeys(_closed(chosen, together) for chosen in sampled)
 
-    def keys(chosen: Iterable[int]) -> tuple[str, ...]:
-        own = (key for index in chosen for key in saved[index].keys)
-        return tuple(dict.fromkeys(one for key in own for one in alike.get(key, (key,))))
+    def __init__(
+        self,
+        captured: Captured,
+        ctx: Context,
+        alike: Mapping[str, Sequence[str]] | None = None,
+        stands_for: tuple[int, int] = (0, 1),
+    ) -> None:
+        self._alike = alike or {}
+        forward = annotate(copy_module(captured.forward), ctx.replace(phase=Phase.FORWARD))
+        self._nodes = len(forward.graph.nodes), len(captured.backward.graph.nodes)
+        saved = _saved_tensors(forward.graph, captured.backward.graph, *stands_for)
+        self._together = _together(saved, self._alike)
+        self._saved = _all_or_none(saved, self._together)
+        self._search = _Growing(self._saved, _seconds_of(forward.graph, ctx))
+        self._number = {key: number for number, one in enumerate(saved) for key in one.keys}
+        self._spared: dict[tuple[str, ...], tuple[np.ndarray, float]] = {}
 
-    picked: list[RecomputeSet] = []
-    for chosen in _spaced(search, found, most):
-        useful = _closed(search.without_useless(chosen), together)
-        picked.append(
-            RecomputeSet(
-                keys(index for index in sorted(useful) if saved[index].last >= 0),
-                keys(search.besides(useful)),
-                search.held(useful)[0],
-                search.seconds(useful),
+    def sets(self, most: int) -> list[RecomputeSet]:
+        """Up to ``most`` sets, each with less memory and more time than the one before it."""
+        search, saved = self._search, self._saved
+        found: list[frozenset[int]] = []
+        for bound_bytes in search.bounds():
+            grown = list(search.grow(bound_bytes))
+            sampled = [*grown[:: len(grown) // _MOST_SAMPLES + 1], *grown[-1:]]
+            found += dict.fromkeys(_closed(chosen, self._together) for chosen in sampled)
+        picked: list[RecomputeSet] = []
+        for chosen in _spaced(search, found, most):
+            useful = _closed(search.without_useless(chosen), self._together)
+            picked.append(
+                RecomputeSet(
+                    self._keys(index for index in sorted(useful) if saved[index].last >= 0),
+                    self._keys(search.besides(useful)),
+                    search.held(useful)[0],
+                    search.seconds(useful),
+                )
             )
-        )
-    return picked
+        return picked
+
+    def _keys(self, chosen: Iterable[int]) -> tuple[str, ...]:
+        own = (key for index in chosen for key in self._saved[index].keys)
+        return tuple(dict.fromkeys(one for key in own for one in self._alike.get(key, (key,))))
+
+    def spared(self, recompute: tuple[str, ...]) -> tuple[np.ndarray, float]:
+        """What the recomputation of some tensors spares, and its seconds.
+
+        ``recompute``: keys, as of a :class:`RecomputeSet`.
+
+        Returns the bytes at each node of the forward and then of the backward, estimated without
+        a schedule.
+        """
+        if recompute not in self._spared:
+            chosen = {self._number[key] for key in recompute if key in self._number}
+            found = frozenset(chosen)
+            self._spared[recompute] = (
+                self._search.spared_at(found, self._nodes),
+                self._search.seconds(found),
+            )
+        return self._spared[recompute]
 
 
 def _all_or_none(saved: Sequence[_Saved], together: Sequence[Sequence[int]]) -> list[_Saved]:
@@ -164,8 +211,11 @@ def _spaced(
                 break
 
 
-def _saved_tensors(forward: fx.Graph, backward: fx.Graph) -> list[_Saved]:
-    """The saved tensors, and the tensors that could be saved instead, in the forward's order."""
+def _saved_tensors(forward: fx.Graph, backward: fx.Graph, layer: int, layers: int) -> list[_Saved]:
+    """The saved tensors, and the tensors that could be saved instead, in the forward's order.
+
+    Tensors of ``layer`` stand for those of ``layers`` layers.
+    """
     cut = PartitionBoundary(forward, backward)
     keys = keys_of(forward)
     returned = {root_of(node) for node in _returned(forward, cut)}
@@ -178,7 +228,8 @@ def _saved_tensors(forward: fx.Graph, backward: fx.Graph) -> list[_Saved]:
     besides = dict.fromkeys(node for node in instead.values() if node is not None)
     roots = sorted({*views, *besides})
     number = {node: index for index, root in enumerate(roots) for node in views.get(root, [root])}
-    place = positions(backward)
+    place, forward_place = positions(backward), positions(forward)
+    end = output_node(forward)
     found: list[_Saved] = []
     for index, root in enumerate(roots):
         own = views.get(root, [root])
@@ -199,6 +250,9 @@ def _saved_tensors(forward: fx.Graph, backward: fx.Graph) -> list[_Saved]:
                 bytes_of(root.meta["val"]),
                 min(uses, default=len(place)),
                 max(uses, default=-1),
+                layers if layer and LAYER.get(root) == layer else 1,
+                forward_place[root],
+                max((forward_place[u] for u in effective_users(root) if u is not end), default=0),
                 tuple(sorted(chain)),
                 frozenset(number[node] for node in reads if node in number) - {index},
                 number[other] if other is not None and chain else None,
@@ -315,19 +369,44 @@ class _Growing:
             bundles.add(added)
             yield frozenset(chosen)
 
-    def held(self, chosen: frozenset[int]) -> tuple[int, int]:
-        """The most bytes of saved and recomputed tensors at once, and the first such place."""
+    def spared_at(self, chosen: frozenset[int], nodes: tuple[int, int]) -> np.ndarray:
+        """Bytes fewer than with nothing recomputed, at each place of the forward and backward.
+
+        ``nodes``: the numbers of nodes of the two graphs.
+        """
+        forward, backward = nodes
+        changes = np.zeros(forward + backward + 2, dtype=np.int64)
+        besides = self.besides(chosen)
+        for indices, sign in (([i for i in chosen if self.saved[i].last >= 0], 1), (besides, -1)):
+            for index in indices:  # from its last use in the forward to the end of the forward
+                one = self.saved[index]
+                changes[max(one.born, one.done) + 1] += sign * one.count * one.size_bytes
+                changes[forward] -= sign * one.count * one.size_bytes
+        for own, sign in ((frozenset[int](), 1), (chosen, -1)):
+            for index, start, end in self._alive(own):
+                one = self.saved[index]
+                count = 1 if index in own else one.count
+                changes[forward + min(start, backward)] += sign * count * one.size_bytes
+                changes[forward + min(end + 1, backward)] -= sign * count * one.size_bytes
+        return np.cumsum(changes[: forward + backward])
+
+    def _alive(self, chosen: frozenset[int]) -> Iterator[tuple[int, int, int]]:
+        """The tensors that the backward holds, with the first and the last place there."""
         starts = self._starts(chosen)
         ends = [one.last for one in self.saved]
         for index in chosen:
             for other in self.saved[index].reads:
                 ends[other] = max(ends[other], starts[index])
+        for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            if start <= end:  # else neither saved nor read
+                yield index, start, end
+
+    def held(self, chosen: frozenset[int]) -> tuple[int, int]:
+        """The most bytes of saved and recomputed tensors at once, and the first such place."""
         changes: dict[int, int] = {}
-        for start, end, one in zip(starts, ends, self.saved, strict=True):
-            if start > end:  # neither saved nor read
-                continue
-            changes[start] = changes.get(start, 0) + one.size_bytes
-            changes[end + 1] = changes.get(end + 1, 0) - one.size_bytes
+        for index, start, end in self._alive(chosen):
+            changes[start] = changes.get(start, 0) + self.saved[index].size_bytes
+            changes[end + 1] = changes.get(end + 1, 0) - self.saved[index].size_bytes
         now = most = place = 0
         for where in sorted(changes):
             now += changes[where]

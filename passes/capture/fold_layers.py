@@ -123,6 +123,16 @@ class Folded:
         """The layers directly before and after the gap, numbered from 1 as in node metadata."""
         return self.inner[0], self.inner[-1] + 2
 
+    @functools.cached_property
+    def gap(self) -> tuple[int, int]:
+        """The places of the last nodes before the gap, in the forward and in the backward."""
+        before, behind = self.at_the_cut
+        places = [
+            next(place for place, node in enumerate(gm.graph.nodes) if _of_its_own(node) == layer)
+            for gm, layer in ((self.captured.forward, behind), (self.captured.backward, before))
+        ]
+        return places[0] - 1, places[1] - 1
+
     def without_inner(self, plan: Plan) -> Plan:
         """The plan without the recomputations of the layers left out."""
         gone = self._gone

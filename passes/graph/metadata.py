@@ -136,3 +136,6 @@ PACKABLE: Key[fx.GraphModule, list[Packable]] = Key("packable", "bucket")
 
 #: All keys of modules.
 MODULE_KEYS: tuple[Key[fx.GraphModule, Any], ...] = (MEMORY, DATAFLOW, NOT_RECOMPUTED, PACKABLE)
+#: Names of a module's nodes and the bytes alive at each while no collective overlaps compute. Only
+#: while planning under a memory limit.
+UNSCHEDULED: Key[fx.GraphModule, list[tuple[str, int]]] = Key("unscheduled", "reorder")

@@ -39,7 +39,15 @@ from torch import fx
 from passes.annotate.annotate_costs import collective_full_bytes, cost_of
 from passes.graph.dataflow import Dataflow
 from passes.graph.fx_utils import ALL_REDUCE, COLLECTIVES, output_node, positions, root_of
-from passes.graph.metadata import AFTER_WAIT, COLLECTIVE, DATAFLOW, DRAINED, HELD_BACK, MEMORY
+from passes.graph.metadata import (
+    AFTER_WAIT,
+    COLLECTIVE,
+    DATAFLOW,
+    DRAINED,
+    HELD_BACK,
+    MEMORY,
+    UNSCHEDULED,
+)
 from passes.graph.op_traits import is_fusible
 from passes.overlap.list_scheduler import (
     CollectiveTask,
@@ -65,9 +73,14 @@ def reorder(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     if not tasks:
         return gm
     memory = MemoryModel(DATAFLOW.get(gm) or Dataflow(graph))
+    unscheduled = None
+    if ctx.limit_bytes is not None:
+        unscheduled = list(zip(graph.nodes, memory.trace().curve, strict=True))
+        if ctx.deciding:
+            UNSCHEDULED.set(gm, [(node.name, size_bytes) for node, size_bytes in unscheduled])
     bound = ctx.plan.in_flight_bytes
     allowed_bytes = _total_bytes(tasks) if bound is None else bound
-    scheduler, trace = _schedule_within_limit(graph, tasks, allowed_bytes, memory, ctx)
+    scheduler, trace = _schedule_within_limit(graph, tasks, allowed_bytes, memory, unscheduled, ctx)
     _apply(graph, scheduler.result)
     if ctx.deciding and trace is None:
         trace = memory.trace([*scheduler.result, output_node(graph)])
@@ -86,15 +99,20 @@ def _schedule_within_limit(
     tasks: list[CollectiveTask],
     allowed_bytes: int,
     memory: MemoryModel,
+    unscheduled: list[tuple[fx.Node, int]] | None,
     ctx: Context,
 ) -> tuple[Scheduler, MemoryTrace | None]:
     """The first schedule within the memory limit, or the one with the least peak; its memory.
 
-    ``allowed_bytes``: in-flight limit of the first schedules. The memory is None without a limit.
+    ``allowed_bytes``: in-flight limit of the first schedules. ``unscheduled``: the nodes in their
+    order and the bytes alive at each, without any overlap. It and the memory are None without a
+    limit.
     """
     original, output = list(graph.nodes), output_node(graph)
     sequence = None if ctx.deciding else _sequence(original, tasks, ctx)
-    free_bytes = _free_bytes(graph, tasks, memory, ctx)
+    free_bytes = None
+    if unscheduled is not None and ctx.limit_bytes is not None:
+        free_bytes = _free_bytes(unscheduled, tasks, ctx.limit_bytes - ctx.base_bytes)
     problem = ScheduleProblem(original, tasks, _seconds)
     cap_bytes = allowed_bytes
     spare_bytes = 0  # safety margin of the headroom
@@ -132,15 +150,13 @@ def _held_back(task: CollectiveTask, scheduler: Scheduler, allowed_bytes: int) -
 
 
 def _free_bytes(
-    graph: fx.Graph, tasks: list[CollectiveTask], memory: MemoryModel, ctx: Context
-) -> list[int] | None:
-    """Free bytes at each compute node without any overlap; None: no memory limit."""
-    if ctx.limit_bytes is None:
-        return None
+    unscheduled: list[tuple[fx.Node, int]], tasks: list[CollectiveTask], limit_bytes: int
+) -> list[int]:
+    """Free bytes at each compute node without any overlap."""
     mine = moved(tasks)
     free_bytes: list[int] = []
-    for node, alive_bytes in zip(graph.nodes, memory.trace().curve, strict=True):
-        left = ctx.limit_bytes - ctx.base_bytes - alive_bytes
+    for node, alive_bytes in unscheduled:
+        left = limit_bytes - alive_bytes
         if is_compute(node, mine):
             free_bytes.append(left)
         elif free_bytes:  # a collective after the compute node may need more memory than the node

@@ -1,55 +1,58 @@
 """The planner: find the decisions with the fastest step under the memory limit.
 
-The problem. For every parameter i choose d(i) in {replicate, shard and keep gathered, shard and
-regather}, on a two-level mesh over all ranks or within each host, and a set R of saved activations
-that the backward recomputes. Minimise the step's seconds subject to peak bytes <= limit. The
-simulator gives both values for the schedule that the passes emit. Neither is a sum over
-parameters.
+The problem. A candidate x has a decision d(i) for every parameter i (replicate; shard and keep
+gathered; shard and regather; on a two-level mesh the same within each host), a set of saved tensors
+that the backward recomputes, slice groups with their numbers of slices, and a bucket size.
+Minimise T(x), the step's seconds, subject to max over p of M(x, p) <= L: the bytes at every place p
+of the step, and the limit. The simulator gives T and M for the schedule that the passes emit.
+Neither is a sum over parameters.
 
-The method has two levels:
+The recurrence (``dynamic_program.py``). An item j is a group of alike parameters (``items.py``). An
+option o gives its first k members one decision and the others another one::
 
-1. *Dynamic programming over memory* on an additive model (``passes/plan/dynamic_program.py``), for
-   several weights of the forward's and the backward's communication. Hidden communication costs
-   nothing, so a plan may move bytes from the backward, which contains all all-reduces, to the
-   forward.
-2. *The simulator decides.* For each weighting, the budget v is lowered by the simulated peak's
-   excess over the limit, and by growing steps, until the plan fits. Then the fastest simulated
-   plan that fits is refined: its bucket size, and its decisions for one parameter group, or for one
-   or two parameters, at a time.
+    f[j][v] = min over o of f[j-1][v - w(j, o)] + c(j, o)
+    c(j, o) = wf * forward communication + wb * backward communication + computing
+    w(j, o) = bytes at the place where M binds
 
-Slices (``passes/plan/slice_some.py``) are tried on the fastest plan that fits, and on faster plans
-that do not fit.
+The prices (``prices.py``) come from the simulation of a candidate x and judge candidates near it.
+wf and wb are the exposed shares of x's communication. The place where M binds is that of the peak;
+if the solution has its peak at another place, both bind.
 
-R is empty if the fastest plan fits with all its overlap. Otherwise the first level makes plans for
-some recompute sets (``passes/candidates/recompute_sets.py``): for the middle one, and then for its
-neighbours in the direction of the faster step.
+The search (``search.py``). Start from uniform plans; if none fits, also from plans that recompute.
+Evaluate the neighbours (``neighbours.py``) of the best candidate x in the order of their promise at
+x's prices: the dynamic program's solutions, other decisions for a group or one parameter, bucket
+sizes, recompute sets and slices, the last two with the dynamic program's decisions for them too. Go
+to the first one that is better, with its prices. The objective is (bytes above L summed over all
+places, T).
+
+The search stops if no neighbour is better, also from the best candidates with other slices and
+recomputed tensors and after two changes, or if the evaluation budget is used up. The budget follows
+from the size of the graph, not from time. If nothing fits, the same climb with L = 0 finds the
+least memory, and the search goes on from the first candidate that fits.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from passes.candidates.candidate import Candidate
 from passes.capture.captured_step import Captured
 from passes.capture.fold_layers import Folded
 from passes.pipeline import Pass
-from passes.plan.bucket_sizes import SIZED_PLANS, share_sizes, size_buckets, size_buckets_of_sets
 from passes.plan.evaluator import PlanEvaluator
 from passes.plan.explain import explained
-from passes.plan.least_memory import least_memory
-from passes.plan.mix_layers import mix_layers
 from passes.plan.orders import orders, with_fastest_order
-from passes.plan.predict import predict
-from passes.plan.propose import look_at_uniform, propose_all, recompute_some
-from passes.plan.refine import look_at_all, refine, refine_other_slices
-from passes.plan.slice_some import slice_some
+from passes.plan.predict import LoweredStep, predict
+from passes.plan.search import Search
 from passes.types.context import Context
 from passes.types.plan import Plan, Prediction
 from passes.types.units import format_bytes, format_limit, is_decimal
 
-#: Share of the evaluation budget that refinement may use before the search for bucket sizes.
-_REFINED_FIRST = 2 / 3
+#: Number of the fastest plans to predict as they will run, which changes their time a little.
+_LOWERED = 8
 #: Number of the fastest plans for which to search a better order of collectives.
 _ORDERED = 3
 
@@ -96,7 +99,7 @@ def least_limit(captured: Captured | Folded, ctx: Context, passes: Sequence[Pass
     It does not depend on ``ctx.limit_bytes``.
     """
     with _young_garbage_only():
-        return least_memory(PlanEvaluator(captured, ctx.replace(limit_bytes=0), passes))
+        return _least(captured, ctx, passes)[-1]
 
 
 def _searched(
@@ -106,47 +109,55 @@ def _searched(
     say: Callable[[str], None],
 ) -> Plan:
     evaluator = PlanEvaluator(captured, ctx, passes, say)
-    uniform = look_at_uniform(evaluator)
-    recompute_some(evaluator, propose_all(evaluator))
-    slice_some(evaluator)
-    if ctx.limit_bytes is not None and not evaluator.feasible(1):
-        least = least_memory(evaluator)
+    search = Search(evaluator)
+    search.fastest()
+    most = 1 if isinstance(captured, Folded) else _LOWERED
+    found = list(itertools.islice(_lowered(evaluator, evaluator.fitting()), most))
+    if ctx.limit_bytes is not None and not found:
+        key, plan, least = _least(captured, ctx, passes, enough_bytes=ctx.limit_bytes)
         if least.peak_bytes > ctx.limit_bytes:
             raise Infeasible(ctx.limit_bytes, least, ctx.world_size)
-    size_buckets_of_sets(evaluator)
-    evaluator = size_buckets(evaluator, 1)
-    if isinstance(captured, Folded):  # a large model: small evaluation budget
-        refine(evaluator)
-        mix_layers(evaluator)
-    else:
-        refine_other_slices(evaluator, _REFINED_FIRST)
-        refine(evaluator, _REFINED_FIRST)
-        best = None
-        while best != (best := evaluator.fastest()):
-            evaluator = size_buckets(evaluator, SIZED_PLANS)
-            share_sizes(evaluator)
-            refine(evaluator)  # from the fastest plan with its new bucket size
-        look_at_all(evaluator)
-        share_sizes(evaluator)
-    found = evaluator.feasible()
+        search.start_again(key)
+        found = list(itertools.islice(_lowered(evaluator, evaluator.fitting()), most))
+        if not found:
+            found = [(plan, predict(captured, plan, ctx, passes))]
     if isinstance(captured, Folded):
         plan = explained(*found[0], ctx, captured.representatives(found[0][0]))
         return plan.replace(order={})  # the order covers a few layers only
-    # Uniform plans too: regathering everything leaves the most headroom, which the first order
-    # may not use.
-    known = [plan for plan, _ in found[:_ORDERED]]
-    others = [
-        (evaluator.seen[key][0], evaluator.lowered(key))
-        for key in evaluator.fitting()
-        if key in uniform
-    ]
-    others = [
-        pair for pair in others if pair[0] not in known and evaluator.fits(pair[1].prediction)
-    ]
-    found = [*found[:_ORDERED], *others]
+    found = sorted(found, key=_step_seconds)[:_ORDERED]
+    if evaluator.is_short:
+        # Regathering everything leaves the most headroom, which the first order may not use.
+        uniform = [key for key in evaluator.fitting() if len({*key.decisions}) == 1]
+        found += _lowered(evaluator, uniform)
     ordered = [with_fastest_order(*pair, captured, ctx, passes) for pair in found]
-    fastest = min(ordered, key=lambda pair: pair[1].prediction.step_seconds)
-    return explained(*fastest, ctx, {})
+    return explained(*min(ordered, key=_step_seconds), ctx, {})
+
+
+def _lowered(
+    evaluator: PlanEvaluator, keys: Iterable[Candidate]
+) -> Iterator[tuple[Plan, LoweredStep]]:
+    """The plans that still fit when they are lowered with their own order."""
+    for key in keys:
+        step = evaluator.lowered(key)
+        if evaluator.fits(step.prediction):
+            yield evaluator.seen[key].plan, step
+
+
+def _step_seconds(pair: tuple[Plan, LoweredStep]) -> float:
+    return pair[1].prediction.step_seconds
+
+
+def _least(
+    captured: Captured | Folded, ctx: Context, passes: Sequence[Pass], enough_bytes: int = 0
+) -> tuple[Candidate, Plan, Prediction]:
+    """The candidate with the least memory, or the first one that takes little enough.
+
+    Its plan has an order without overlap.
+    """
+    evaluator = PlanEvaluator(captured, ctx.replace(limit_bytes=0), passes)
+    best = Search(evaluator, enough_bytes).least()
+    plan = evaluator.seen[best].plan.replace(memory_limit_bytes=ctx.limit_bytes)
+    return best, plan, evaluator.lowered(best).prediction
 
 
 @contextmanager

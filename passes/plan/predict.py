@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 from torch import fx
 
+from passes.annotate.annotate_costs import cost_of
 from passes.annotate.training_state import (
     EARLIER_GRADIENTS,
     OTHER_MODELS,
@@ -19,8 +21,8 @@ from passes.annotate.training_state import (
 )
 from passes.capture.captured_step import Captured, lay_out
 from passes.capture.fold_layers import Folded, Seconds, put_in, recomputed_of, seconds_of
-from passes.graph.fx_utils import shared_values
-from passes.graph.metadata import MEMORY
+from passes.graph.fx_utils import is_collective, shared_values
+from passes.graph.metadata import MEMORY, UNSCHEDULED
 from passes.pipeline import Pass, Stage, run
 from passes.recompute.recompute_activations import recomputed
 from passes.simulate.lent import returned_bytes
@@ -37,6 +39,43 @@ class LoweredStep:
     forward: fx.GraphModule
     backward: fx.GraphModule
     simulations: tuple[Simulation, Simulation]
+    #: Bytes of the base in the forward and in the backward, and the bytes at the optimizer's step.
+    base_bytes: tuple[int, int, int]
+
+    def bytes_at(self, places: tuple[Mapping[str, int], Mapping[str, int]]) -> np.ndarray:
+        """Bytes alive at each captured node while no collective overlaps compute, then at the
+        optimizer's step.
+
+        ``places``: by captured node's name, its place in the forward and in the backward. A node
+        that lowering adds counts for the captured node before it.
+        """
+        curves = []
+        for gm, simulation, place_of, base in zip(
+            (self.forward, self.backward), self.simulations, places, self.base_bytes, strict=False
+        ):
+            names = [node.name for node in gm.graph.nodes]
+            # Without collectives there is only one schedule.
+            own = list(zip(names, simulation.memory.curve, strict=True))
+            curve = np.zeros(len(place_of), dtype=np.int64)
+            place = 0
+            for name, alive_bytes in UNSCHEDULED.get(gm, own):
+                place = place_of.get(name, place)
+                curve[place] = max(curve[place], base + alive_bytes)
+            curves.append(curve)
+        return np.concatenate([*curves, [self.base_bytes[2]]])
+
+    def seconds_at(self, places: tuple[Mapping[str, int], Mapping[str, int]]) -> np.ndarray:
+        """Seconds of computing at each captured node; 0 at the optimizer's step."""
+        found = []
+        for gm, place_of in zip((self.forward, self.backward), places, strict=True):
+            seconds = np.zeros(len(place_of))
+            place = 0
+            for node in gm.graph.nodes:
+                place = place_of.get(node.name, place)
+                if not is_collective(node):
+                    seconds[place] += cost_of(node).seconds
+            found.append(seconds)
+        return np.concatenate([*found, [0.0]])
 
 
 def predict(
@@ -109,7 +148,14 @@ def _predict(
         recomputed_bytes=recomputed_bytes,
         recomputed_seconds=recomputed_seconds,
     )
-    return LoweredStep(prediction, lowered[0], lowered[1], (forward, backward))
+    held_bytes = sum(base.values())
+    return LoweredStep(
+        prediction,
+        lowered[0],
+        lowered[1],
+        (forward, backward),
+        (held_bytes, held_bytes + returned, sum(peaks[3].values())),
+    )
 
 
 def _between(ctx: Context, forward: Simulation) -> dict[str, int]:

@@ -9,9 +9,9 @@ import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from passes.plan.dynamic_program import UNITS, Choice, Table
+from passes.candidates.choices import Choice
+from passes.plan.dynamic_program import UNITS, best_options
 from passes.types.decision import Decision
-from tests.passes.graphs import context, parameter
 
 INSTANCES = 120
 #: How far memory in units is from bytes, at most: 1 % of the limit.
@@ -86,27 +86,39 @@ def test_as_cheap_as_an_integer_program_within_the_memory_discretisation(seed):
     least = sum(min(option.memory_bytes for option in options) for options in instance)
     most = sum(max(option.memory_bytes for option in options) for options in instance)
     limit = round(least * 1.03 + draw.random() * (most - least))
-    table = Table(instance, weights, context([parameter("w", (2, 2))], limit_bytes=limit))
-    assert table.unit_bytes <= limit / UNITS  # finer than 1 % of the limit
-    decisions = table.best(limit)
-    assert decisions is not None
-    memory = table.memory_bytes(decisions)
-    found = sum(
-        cost(next(o for o in options if o.decision == decision), weights)
-        for options, decision in zip(instance, decisions, strict=True)
-    )
-    assert memory <= limit * (1 + DISCRETISATION)
+    picks = best_options(*tables(instance, weights), limit)
+    assert picks is not None
+    chosen = [options[pick] for options, pick in zip(instance, picks, strict=True)]
+    memory = sum(option.memory_bytes for option in chosen)
+    found = sum(cost(option, weights) for option in chosen)
+    assert memory <= limit
     within = by_highs(instance, weights, limit * (1 - DISCRETISATION))
-    at_most = by_highs(instance, weights, max(limit, memory))
+    at_most = by_highs(instance, weights, limit)
     assert at_most is not None and found >= at_most * (1 - 1e-5)
     assert within is None or found <= within * (1 + 1e-5)
 
 
+def tables(
+    instance: list[list[Choice]], weights: tuple[float, float]
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    values = [np.array([cost(option, weights) for option in options]) for options in instance]
+    sizes = [np.array([option.memory_bytes for option in options]) for options in instance]
+    return values, sizes
+
+
 def test_a_budget_that_nothing_fits_in_has_no_decisions():
-    draw = random.Random(0)
-    instance = choices(draw, 10)
+    instance = choices(random.Random(0), 10)
     least = sum(min(option.memory_bytes for option in options) for options in instance)
-    ctx = context([parameter("w", (2, 2))], limit_bytes=2 * least)
-    table = Table(instance, (1.0, 1.0), ctx)
-    assert table.best(least // 2) is None
-    assert table.best(-1) is None
+    given = tables(instance, (1.0, 1.0))
+    assert best_options(*given, least) is not None
+    assert best_options(*given, least - 1) is None
+    assert best_options(*given, -1) is None
+
+
+def test_without_a_budget_each_item_has_its_best_option():
+    values = [np.array([3.0, 1.0, 2.0]), np.array([1.0, 5.0])]
+    assert best_options(values, [np.array([1, 9, 1]), np.array([7, 1])], None) == [1, 0]
+
+
+def test_units_are_finer_than_a_percent():
+    assert 1 / UNITS < DISCRETISATION

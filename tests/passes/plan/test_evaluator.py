@@ -1,15 +1,14 @@
-"""The plan evaluator: what need not be priced again."""
+"""The plan evaluator: what need not be evaluated again, and what a simulation says by place."""
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 import torch
 from torch import nn
 
+from passes.candidates.candidate import Candidate
 from passes.pipeline import default_passes
-from passes.plan.evaluator import Candidate, PlanEvaluator
+from passes.plan.evaluator import PlanEvaluator
 from passes.types.decision import Decision
 from tests.passes.captures import capture_step
 
@@ -21,24 +20,42 @@ def test_sizes_that_pack_alike_cost_the_same(decision: Decision) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 96), nn.Linear(96, 8))
     captured, ctx = capture_step(model, torch.randn(16, 64))
+    decisions = (decision,) * len(ctx.parameters)
+    found = {}
+    for size in SIZES:  # each by an evaluator that knows no other size
+        evaluator = PlanEvaluator(captured, ctx, default_passes())
+        found[size] = evaluator.evaluate(Candidate(decisions, size))
     evaluator = PlanEvaluator(captured, ctx, default_passes())
-    key = Candidate((decision,) * len(ctx.parameters))
-    priced = {size: evaluator.price(key, ctx, size) for size in SIZES}
-    alike = 0
-    for one, other in itertools.combinations(SIZES, 2):
-        same_order = priced[one][0].order == priced[other][0].order
-        assert evaluator.packs_alike(key, one, other) == same_order
-        if same_order:
-            alike += 1
-            assert priced[one][1] == priced[other][1]
-    assert 0 < alike < len(SIZES) * (len(SIZES) - 1) // 2
+    left = evaluator.left
+    for size in SIZES:
+        assert evaluator.evaluate(Candidate(decisions, size)).prediction == found[size].prediction
+    orders = {str(found[size].plan.order) for size in SIZES}
+    assert 1 < len(orders) < len(SIZES)
+    assert left - evaluator.left == len(orders)
 
 
-def test_a_size_that_packs_alike_is_not_priced_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    captured, ctx = capture_step(nn.Linear(64, 64, bias=False), torch.randn(16, 64))
+def test_the_next_sizes_pack_otherwise() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    captured, ctx = capture_step(model, torch.randn(16, 64))
     evaluator = PlanEvaluator(captured, ctx, default_passes())
-    key = Candidate((Decision.SHARD_KEEP,))
+    key = Candidate((Decision.SHARD_KEEP,) * len(ctx.parameters), 1 << 15)
     evaluator.evaluate(key)
-    monkeypatch.setattr(evaluator, "price", lambda *_: pytest.fail("priced again"))
-    assert not evaluator.with_buckets(key, 1 << 12)
-    assert 1 << 12 in evaluator.sizes[key]
+    sizes = evaluator.other_sizes(key)
+    assert sizes and all(size != key.bucket_bytes for size in sizes)
+    for size in sizes:
+        other = evaluator.evaluate(key.replace(bucket_bytes=size))
+        assert other.plan.order != evaluator.seen[key].plan.order
+
+
+def test_bytes_by_place_are_those_of_the_simulator() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 16))
+    captured, ctx = capture_step(model, torch.randn(16, 64))
+    ctx = ctx.replace(limit_bytes=0)  # no overlap
+    evaluator = PlanEvaluator(captured, ctx, default_passes())
+    for option in range(3):
+        found = evaluator.evaluate(evaluator.uniform(option))
+        assert found.bytes_at is not None
+        assert found.bytes_at.max() == found.prediction.peak_bytes
+        assert len(found.bytes_at) == len(found.seconds_at)

@@ -13,6 +13,7 @@ from torch import nn
 
 from passes.annotate.annotate_costs import annotate, cost_of
 from passes.annotate.training_state import optimizer_temporary_bytes, state_bytes
+from passes.candidates.choices import Choice, choices_of
 from passes.capture.captured_step import Captured
 from passes.graph.fx_utils import COLLECTIVES, group_of, is_collective
 from passes.graph.metadata import COLLECTIVE
@@ -20,7 +21,6 @@ from passes.overlap.bucket_collectives import bucket
 from passes.overlap.hierarchical_collectives import hierarchical
 from passes.overlap.reorder_collectives import order_of
 from passes.pipeline import default_passes
-from passes.plan.dynamic_program import Choice, choices_of
 from passes.plan.planner import Infeasible, make_plan
 from passes.shard.lower_markers import shard
 from passes.types.context import Context, Parameter

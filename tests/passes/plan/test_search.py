@@ -1,4 +1,4 @@
-"""Slices that the planner chooses: where they make room, and nowhere else."""
+"""The search: slices where they make room and nowhere else, and the least memory."""
 
 from __future__ import annotations
 
@@ -7,14 +7,24 @@ import torch
 from torch import Tensor, nn
 
 from passes.capture.captured_step import Captured
+from passes.overlap.bucket_collectives import bucket_bytes_for
 from passes.pipeline import default_passes
-from passes.plan.evaluator import Candidate, PlanEvaluator
-from passes.plan.planner import Infeasible, make_plan
+from passes.plan.evaluator import PlanEvaluator
+from passes.plan.planner import Infeasible, complete, make_plan
 from passes.plan.predict import predict
+from passes.plan.search import Search
 from passes.types.context import Context
 from passes.types.decision import Decision
 from passes.types.plan import OF_INPUT, Plan
 from tests.passes.captures import capture_step
+from tests.passes.plan.test_planner import (
+    MODELS,
+    PASSES,
+    captured,
+    every_plan,
+    limits,
+    peak_of,
+)
 from tests.passes.split.test_split_operators import Guessing, Mlp
 
 
@@ -78,39 +88,6 @@ def test_by_hand_whatever_else_is_decided():
     assert found.decision("up.weight") == Decision.SHARD_REGATHER
 
 
-def test_slices_and_decisions_are_changed_apart():
-    step, ctx = capture_step(Mlp(256, bias=False), torch.randn(3, 6), world_size=4)
-    evaluator = PlanEvaluator(step, ctx, default_passes())
-    key = Candidate((Decision.SHARD_KEEP,) * len(ctx.parameters))
-    (slice_group,) = [one for one in evaluator.slice_groups if "up.weight" in one.names]
-    kept = evaluator.slicing(key, slice_group, 4)
-    assert kept.decisions == key.decisions
-    assert evaluator.slicing(key, slice_group, 4, 8) == kept  # all of both weights
-    split = evaluator.slicing(key, slice_group, 4, 5)
-    decided = dict(zip((one.name for one in ctx.parameters), split.decisions, strict=True))
-    # The backward reads the last weight first: that one is kept, and of the other one slice.
-    assert decided["up.weight"] == Decision.SHARD_REGATHER
-    assert decided["down.weight"] == decided["first.weight"] == Decision.SHARD_KEEP
-    assert {one.name: one.kept_slices for one in split.splits} == {"up.weight": 1, "down.weight": 0}
-    whole = evaluator.slicing(split, slice_group, 1)
-    replicated = evaluator.deciding(kept, (Decision.REPLICATE,) * len(ctx.parameters))
-    for one, slices in (
-        (kept, (4, 8)),
-        (split, (4, 5)),
-        (whole, (1, None)),
-        (replicated, (4, None)),
-    ):
-        assert evaluator.slices_of(one, slice_group) == slices
-    assert evaluator.deciding(split, key.decisions) == kept
-    again = evaluator.slicing(key, slice_group, 4, 0)
-    tight = ctx.replace(limit_bytes=1)
-    peaks = [
-        evaluator.price(one, tight, 0)[1].peak_bytes
-        for one in (again, split, kept, evaluator.slicing(again, slice_group, 1))
-    ]
-    assert peaks[0] < peaks[1] <= peaks[2] and peaks[0] < peaks[3]
-
-
 @pytest.mark.thorough
 def test_memory_is_filled_slice_by_slice():
     """Between all gathered again and all kept there are steps in time, each with its slices."""
@@ -126,3 +103,67 @@ def test_memory_is_filled_slice_by_slice():
     seconds = [plan.prediction.step_seconds for plan in found]
     assert kept == sorted(kept) and len(set(kept)) > 2
     assert seconds == sorted(seconds, reverse=True) and seconds[-1] < seconds[0]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_an_infeasible_limit_says_the_least_and_that_works(model: str):
+    step, ctx = captured(model)
+    with pytest.raises(Infeasible, match="is below the least possible") as caught:
+        make_plan(step, ctx.replace(limit_bytes=1000), PASSES)
+    least = caught.value.least_bytes
+    assert peak_of(make_plan(step, ctx.replace(limit_bytes=least), PASSES)) <= least
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_least_limit_is_about_that_of_the_smallest_of_all_plans(model: str, monkeypatch):
+    step, ctx = captured(model)
+    # Those plans run nothing in slices, and recompute nothing.
+    tight = ctx.replace(limit_bytes=1000, slices=())
+    monkeypatch.setattr("passes.plan.evaluator.PlanEvaluator.sets", [])
+    with pytest.raises(Infeasible) as caught:
+        make_plan(step, tight, PASSES)
+    start = bucket_bytes_for(tight)
+    sizes = [size for size in (start, start // 4, start // 16, start // 64) if size >= 1 << 10]
+    peaks = [
+        peak_of(complete(one.replace(bucket_bytes=size), step, tight, PASSES))
+        for one in every_plan(tight)
+        for size in sizes
+    ]
+    assert min(peaks) <= caught.value.least_bytes <= 1.05 * min(peaks)
+
+
+@pytest.mark.parametrize("model", ["even", "biased"])
+def test_no_single_decision_that_fits_is_faster(model: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("passes.plan.evaluator.PlanEvaluator.sets", [])
+    step, ctx = captured(model)
+    limited = ctx.replace(limit_bytes=limits(step, ctx, 5)[2], slices=())
+    evaluator = PlanEvaluator(step, limited, PASSES)
+    uniform = min(evaluator.evaluated_rank(evaluator.uniform(option)) for option in range(3))
+    best = Search(evaluator).fastest()
+    assert evaluator.rank(best) < uniform
+    assert evaluator.left > 0, "the budget ended the search, not its goal"
+    for index, options in enumerate(evaluator.choices):
+        for option in options:
+            key = best.deciding([(index, option.decision)], limited)
+            assert evaluator.evaluated_rank(key) >= evaluator.rank(best)
+
+
+def test_all_decisions_of_a_small_step_are_evaluated(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("passes.plan.evaluator.PlanEvaluator.sets", [])
+    step, ctx = captured("even")
+    limited = ctx.replace(limit_bytes=limits(step, ctx, 5)[2], slices=())
+    evaluator = PlanEvaluator(step, limited, PASSES)
+    Search(evaluator).fastest()
+    assert len({key.decisions for key in evaluator.seen}) == 3**3  # three weights, three each
+
+
+def test_nothing_depends_on_the_order_of_hashes():
+    """The same evaluations in the same order, twice in one process."""
+    step, ctx = captured("hourglass")
+    limited = ctx.replace(limit_bytes=limits(step, ctx, 5)[1])
+    seen = []
+    for _ in range(2):
+        evaluator = PlanEvaluator(step, limited, PASSES)
+        Search(evaluator).fastest()
+        seen.append(list(evaluator.seen))
+    assert seen[0] == seen[1]

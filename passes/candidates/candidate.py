@@ -1,0 +1,135 @@
+"""Candidates: the decisions of a plan before it is priced, and the changes from one to the next."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from passes.candidates.recompute_sets import RecomputeSet
+from passes.candidates.slice_groups import SliceGroup
+from passes.types.context import Context
+from passes.types.decision import Decision, Scope
+from passes.types.plan import ParameterPlan, Split
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """The decisions of a plan.
+
+    ``decisions``: of every parameter, in the context's order. ``bucket_bytes``: the bucket size.
+    ``recompute``, ``also_save``, ``splits``: as in :class:`passes.types.plan.Plan`.
+    """
+
+    decisions: tuple[Decision, ...]
+    bucket_bytes: int
+    recompute: tuple[str, ...] = ()
+    also_save: tuple[str, ...] = ()
+    splits: tuple[Split, ...] = ()
+
+    def __hash__(self) -> int:  # of hundreds of decisions, and asked for often
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        parts = self.decisions, self.bucket_bytes, self.recompute, self.also_save, self.splits
+        return hash(parts)
+
+    def replace(self, **changes: Any) -> Candidate:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def recomputing(self, one: RecomputeSet | None) -> Candidate:
+        """The same with this recompute set; None: without recomputation."""
+        return self.replace(
+            recompute=one.recompute if one else (), also_save=one.also_save if one else ()
+        )
+
+    def deciding(self, changes: Iterable[tuple[int, Decision]], ctx: Context) -> Candidate:
+        """The same with other decisions for some parameters, by index.
+
+        Only regathered weights keep some of their slices.
+        """
+        decisions = list(self.decisions)
+        for index, decision in changes:
+            decisions[index] = decision
+        if not any(one.kept_slices for one in self.splits):
+            return self.replace(decisions=tuple(decisions))
+        by_name = _by_name(decisions, ctx)
+        splits = (
+            one if by_name[one.name].regathers else one._replace(kept_slices=0)
+            for one in self.splits
+        )
+        return self.replace(decisions=tuple(decisions), splits=tuple(splits))
+
+    def slicing(
+        self, slice_group: SliceGroup, slices: int, kept: int | None, ctx: Context
+    ) -> Candidate:
+        """The same with a slice group in this number of slices; 1: whole.
+
+        ``kept``: the number of slices that each layer keeps gathered; the others are regathered
+        (:meth:`SliceGroup.keeping`). None: the decisions on the weights stay. They also stay if
+        the rows of the input are sliced.
+        """
+        others = [one for one in self.splits if one.name not in slice_group.names]
+        if slices == 1:
+            return self.replace(splits=tuple(others))
+        split = slice_group.into(slices)
+        decisions = list(self.decisions)
+        if kept is not None and not slice_group.of_input:
+            keeping = slice_group.keeping(slices, kept)
+            for index, one in enumerate(ctx.parameters):
+                if one.name in keeping:
+                    whole = keeping[one.name] == slices
+                    scope = decisions[index].scope if decisions[index].sharded else Scope.ALL
+                    decisions[index] = Decision(scope, keep=whole)
+            split = tuple(one._replace(kept_slices=keeping[one.name] % slices) for one in split)
+        again = [name for name in slice_group.recompute if name not in self.recompute]
+        return self.replace(
+            decisions=tuple(decisions),
+            recompute=(*self.recompute, *again),
+            splits=tuple(sorted([*others, *split])),
+        )
+
+    def slices_of(self, slice_group: SliceGroup, ctx: Context) -> tuple[int, int | None]:
+        """The number of slices of a slice group, and the number that each layer keeps gathered.
+
+        The latter is None if the group is whole, if a weight is replicated, or if the rows of the
+        input are sliced.
+        """
+        own = {(one.name, one.along): one for one in self.splits}
+        places = [(name, along) for name, along, _ in slice_group.layers[0].along]
+        if not all(place in own for place in places):
+            return 1, None
+        split = [own[place] for place in places]
+        by_name = _by_name(self.decisions, ctx)
+        if slice_group.of_input or not all(by_name[one.name].sharded for one in split):
+            return split[0].slices, None
+        kept = (one.slices if by_name[one.name].keep else one.kept_slices for one in split)
+        return split[0].slices, sum(kept)
+
+
+def _by_name(decisions: Sequence[Decision], ctx: Context) -> dict[str, Decision]:
+    return dict(zip((one.name for one in ctx.parameters), decisions, strict=True))
+
+
+def rows_of(
+    ctx: Context, decisions: Sequence[Decision], splits: Sequence[Split] = ()
+) -> tuple[ParameterPlan, ...]:
+    """The rows of a plan, with the state bytes that each decision saves between steps."""
+    sliced = {one.name: one for one in splits}
+    rows = []
+    for p, decision in zip(ctx.parameters, decisions, strict=True):
+        split = sliced.get(p.name, Split(p.name, 1))
+        saved_bytes = p.state_bytes(1) - p.state_bytes(ctx.cut(decision).ranks)
+        rows.append(
+            ParameterPlan(
+                **split._asdict(),
+                shape=p.shape,
+                dtype=p.dtype,
+                decision=decision,
+                saved_bytes=saved_bytes,
+            )
+        )
+    return tuple(rows)

@@ -1,0 +1,227 @@
+"""Footprints: the bytes and the collectives of every decision, by place in the captured step.
+
+Places are the nodes of the captured forward, of the captured backward, and at last the optimizer's
+step. Parameter i with decision d takes m(i, d, p) bytes at place p:
+
+* its local state between steps;
+* its gathered copy, from the first use in the forward to the last one in the backward if it is
+  kept, or within each graph if it is regathered;
+* its gradient, whole where it is made, and local from there on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from passes.candidates.candidate import Candidate
+from passes.graph.op_traits import effective_users
+from passes.ops.markers import REDUCE_GRAD, reduce_grad_of, unshard_of, unshards
+from passes.plan.evaluator import PlanEvaluator
+from passes.types.decision import DECISIONS, Decision
+from passes.types.plan import OF_INPUT, Split
+
+NUMBER = {decision: number for number, decision in enumerate(DECISIONS)}
+
+
+class Interval(NamedTuple):
+    """Bytes that are alive from the first place to the last one."""
+
+    first: int
+    last: int
+    size_bytes: int
+
+
+class Overlap(NamedTuple):
+    """A collective that can overlap compute.
+
+    ``place``: of the first use of a gathered weight, or of the gradient. ``kind``: 0: a gather in
+    the forward, 1: a gather in the backward, 2: a reduction. ``size_bytes``: more bytes alive while
+    it is in flight.
+    """
+
+    place: int
+    kind: int
+    size_bytes: int
+    seconds: float
+
+
+class Lifetime(NamedTuple):
+    """The places of one parameter's uses; None: there are none.
+
+    ``left_out``: the parameter's layer is left out of a folded step; its places are at the gap.
+    """
+
+    forward: tuple[int, int] | None
+    backward: tuple[int, int] | None
+    gradient: int | None
+    left_out: bool = False
+
+
+class Footprints:
+    """The bytes and seconds of all decisions of a step's parameters.
+
+    ``seconds_of``: by parameter and decision, seconds of communication in the forward, in the
+    backward, and of computing; NaN: the decision is impossible.
+    """
+
+    def __init__(self, evaluator: PlanEvaluator) -> None:
+        self.ctx = evaluator.ctx
+        self.places = sum(map(len, evaluator.place_of)) + 1
+        self._lifetimes = _lifetimes(evaluator)
+        self._ranks = [
+            self.ctx.cut(one).ranks if self.ctx.mesh_dims or not one.within_host else 1
+            for one in DECISIONS
+        ]
+        self.seconds_of = np.full((len(evaluator.choices), len(DECISIONS), 3), np.nan)
+        for index, options in enumerate(evaluator.choices):
+            for one in options:
+                self.seconds_of[index, NUMBER[one.decision]] = (
+                    one.forward_seconds,
+                    one.backward_seconds,
+                    one.compute_seconds,
+                )
+        #: The parameters whose collectives are in the graphs, by index.
+        self.inside = [n for n, life in enumerate(self._lifetimes) if not life.left_out]
+        #: By parameter and decision, bytes that the optimizer's step allocates and frees.
+        self._temporary = np.array(
+            [
+                [2 * p.shard_bytes(ranks) if p.requires_grad else 0 for ranks in self._ranks]
+                for p in self.ctx.parameters
+            ]
+        )
+        self._intervals: dict[tuple[int, Decision, Split | None], list[Interval]] = {}
+        self._overlaps: dict[tuple[int, Decision, Split | None], list[Overlap]] = {}
+
+    def intervals(self, index: int, decision: Decision, split: Split | None) -> list[Interval]:
+        """The bytes of a parameter with a decision: m(i, d, p) is the sum over its intervals."""
+        key = index, decision, split
+        if key not in self._intervals:
+            self._intervals[key] = self._found_intervals(*key)
+        return self._intervals[key]
+
+    def _found_intervals(
+        self, index: int, decision: Decision, split: Split | None
+    ) -> list[Interval]:
+        p, end = self.ctx.parameters[index], self.places - 1
+        life, ranks = self._lifetimes[index], self.ctx.cut(decision).ranks
+        gradient_bytes = p.shard_bytes(ranks) if p.requires_grad else 0
+        found = [Interval(0, end, p.state_bytes(ranks) - gradient_bytes)]
+        if life.gradient is not None:
+            found.append(Interval(life.gradient, end, gradient_bytes))
+        if not decision.sharded:
+            return found
+        slices = 1 if split is None or split.along == OF_INPUT else split.slices
+        kept = 1.0 if decision.keep else split.kept_slices / slices if split else 0.0
+        if life.forward is not None:
+            last = (life.backward or life.forward)[1]
+            found.append(Interval(life.forward[0], last, round(kept * p.full_bytes)))
+        if life.left_out:  # whole one after the other, and never all of them
+            return found
+        slice_bytes = p.full_bytes // slices
+        if kept < 1:
+            found += [Interval(*own, slice_bytes) for own in (life.forward, life.backward) if own]
+        if life.gradient is not None:
+            found.append(Interval(life.gradient, life.gradient, slice_bytes))
+        return found
+
+    def overlaps(self, index: int, decision: Decision, split: Split | None) -> list[Overlap]:
+        """The collectives of a sharded parameter, one of ``inside``."""
+        key = index, decision, split
+        if key not in self._overlaps:
+            life = self._lifetimes[index]
+            gather, reduction, _ = self.seconds_of[index, NUMBER[decision]]
+            slices = 1 if split is None or split.along == OF_INPUT else split.slices
+            size_bytes = self.ctx.parameters[index].full_bytes // slices
+            found = []
+            if life.forward:
+                found.append(Overlap(life.forward[0], 0, size_bytes, gather / slices))
+            if decision.regathers:
+                reduction -= gather
+                if life.backward:
+                    found.append(Overlap(life.backward[0], 1, size_bytes, gather / slices))
+            if life.gradient is not None:
+                seconds = max(0.0, reduction) / slices
+                found.append(Overlap(life.gradient, 2, size_bytes, seconds))
+            self._overlaps[key] = found
+        return self._overlaps[key]
+
+    def changes_of(self, key: Candidate, indices: Iterable[int]) -> np.ndarray:
+        """The sum over some parameters of m(i, d, p), as changes from place to place."""
+        changes = np.zeros(self.places + 1, dtype=np.int64)
+        splits = {one.name: one for one in key.splits}
+        for index in indices:
+            split = splits.get(self.ctx.parameters[index].name)
+            for first, last, size_bytes in self.intervals(index, key.decisions[index], split):
+                changes[first] += size_bytes
+                changes[last + 1] -= size_bytes
+        return changes
+
+    def temporary_bytes(self, key: Candidate) -> int:
+        """Bytes that the optimizer's step allocates and frees: those of the largest shard."""
+        numbers = [NUMBER[decision] for decision in key.decisions]
+        return int(self._temporary[np.arange(len(numbers)), numbers].max(initial=0))
+
+    def bytes_of(self, key: Candidate) -> np.ndarray:
+        """The sum over all parameters of m(i, d, p), by place."""
+        found = np.cumsum(self.changes_of(key, range(len(key.decisions)))[:-1])
+        found[-1] += self.temporary_bytes(key)
+        return found
+
+    def bytes_at(self, place: int, splits: tuple[Split, ...]) -> np.ndarray:
+        """By parameter and decision, m(i, d, p); 0 for an impossible decision."""
+        by_name = {one.name: one for one in splits}
+        found = np.zeros(self.seconds_of.shape[:2])
+        for index, number in zip(*np.nonzero(~np.isnan(self.seconds_of[:, :, 0])), strict=True):
+            split = by_name.get(self.ctx.parameters[index].name)
+            found[index, number] = sum(
+                one.size_bytes
+                for one in self.intervals(int(index), DECISIONS[number], split)
+                if one.first <= place <= one.last
+            )
+        return found
+
+    def totals(self, key: Candidate) -> np.ndarray:
+        """Seconds of communication in the forward, in the backward, and of computing."""
+        numbers = [NUMBER[decision] for decision in key.decisions]
+        found: np.ndarray = self.seconds_of[np.arange(len(numbers)), numbers].sum(axis=0)
+        return found
+
+
+def _lifetimes(evaluator: PlanEvaluator) -> list[Lifetime]:
+    """The lifetime of every parameter, in the context's order."""
+    graphs, offset = evaluator.graphs, len(evaluator.place_of[0])
+    uses: list[dict[str, tuple[int, int]]] = []
+    for gm, places, start in zip(
+        (graphs.forward, graphs.backward), evaluator.place_of, (0, offset), strict=True
+    ):
+        found = {}
+        for node in unshards(gm.graph):
+            own = [places[u.name] + start for u in effective_users(node) if u.op != "output"]
+            if own:
+                found[unshard_of(node).name] = min(own), max(own)
+        uses.append(found)
+    gradients = {
+        reduce_grad_of(node).name: evaluator.place_of[1][node.name] + offset
+        for node in graphs.backward.graph.nodes
+        if node.target is REDUCE_GRAD
+    }
+    alive = {
+        one.name: Lifetime(uses[0].get(one.name), uses[1].get(one.name), gradients.get(one.name))
+        for one in evaluator.ctx.parameters
+    }
+    if evaluator.folded is not None:
+        folded, (forward, backward) = evaluator.folded, evaluator.folded.gap
+        backward += offset
+        for layer in folded.inner:
+            likes = folded.layers[folded.inner[0] - 1]
+            for name, like in zip(folded.layers[layer], likes, strict=True):
+                alive[name] = Lifetime(
+                    (forward, forward) if alive[like].forward else None,
+                    (backward, backward) if alive[like].backward else None,
+                    None if alive[like].gradient is None else backward,
+                    left_out=True,
+                )
+    return [alive[one.name] for one in evaluator.ctx.parameters]

@@ -1,0 +1,262 @@
+"""Neighbours: the changes of a candidate, ordered by what the prices say they gain."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Hashable, Iterable, Iterator
+
+from passes.candidates.candidate import Candidate
+from passes.candidates.slice_groups import SliceGroup
+from passes.plan.constants import CONSTANTS
+from passes.plan.evaluator import PlanEvaluator
+from passes.plan.items import Solver, items_of, layers_of, tiny_ones
+from passes.plan.prices import Prices, Reference
+
+#: The numbers of slices to try.
+SLICES = (2, 4, 8)
+#: Most parameters for changes of two at once.
+_MOST_PAIRED = 24
+
+#: A name for a change of a candidate.
+Change = Hashable
+Moves = dict[Change, Candidate]
+
+
+class Neighbourhood:
+    """The neighbours of candidates of one evaluator.
+
+    ``promising``: only changes that the prices recommend. Otherwise also others, and changes of
+    two and of all decisions.
+    """
+
+    def __init__(self, evaluator: PlanEvaluator) -> None:
+        self.evaluator = evaluator
+        self.prices = Prices(evaluator)
+        self.promising = True
+        self._items = items_of(evaluator)
+        self._solver = Solver(self.prices.footprints, self._items)
+        self._tiny, self._layer_of = tiny_ones(evaluator), layers_of(evaluator)
+        #: The layers at which the decisions of a folded step may change; [0]: it is not folded.
+        self._counts: list[int] = sorted(
+            {count for item in self._items if item.in_layers for count in item.counts}
+        ) or [0]
+
+    def of(self, best: Candidate, within: bool = False) -> Iterator[tuple[Change, Candidate]]:
+        """The neighbours of an evaluated candidate, with the changes that lead to them.
+
+        Kinds of changes take turns. ``within``: keep the sliced operators and the recomputed
+        tensors.
+        """
+        reference = self.prices.near(best)
+        program = self._worth(reference, self._proposals(reference, best), exact=True)
+        kinds = [
+            program[: CONSTANTS.proposed] if self.promising else program,
+            self._buckets(reference, best),
+            self._worth(reference, self._groups(best), exact=True),
+            self._worth(reference, self._singles(best), exact=True),
+        ]
+        if self.evaluator.is_short:
+            if not within:
+                kinds.append(self._worth(reference, self._recomputed(reference, best)))
+            kinds.append(self._worth(reference, self._sliced(reference, best, within)))
+        for row in itertools.zip_longest(*kinds):
+            yield from (pair for pair in row if pair is not None)
+        if not self.promising:
+            yield from self._ordered(reference, self._pairs(best))
+            yield from self._ordered(reference, self._all(best))
+
+    def _proposals(self, reference: Reference, structure: Candidate) -> Moves:
+        """The dynamic program's plans for a structure: at several prices and budgets."""
+        limit_bytes = self.evaluator.target_bytes
+        headroom = [0]
+        if self.evaluator.is_short:  # collectives in flight take memory too
+            largest = max(one.full_bytes for one in self.evaluator.ctx.parameters)
+            headroom = [0, largest, 2 * largest]
+        weights = [(one, other) for one in CONSTANTS.weights for other in CONSTANTS.weights]
+        if self.evaluator.folded is not None:
+            weights = [reference.weights, weights[0]]
+        found: Moves = {}
+        for pair, less, count in itertools.product(weights, headroom, self._counts):
+            budget = None if limit_bytes is None else limit_bytes - less
+            solved = self._solver.solve(reference, structure, pair, budget, count)
+            if solved is not None:
+                found[solved] = solved
+        return found
+
+    def _proposal(self, reference: Reference, structure: Candidate) -> list[Candidate]:
+        """The dynamic program's plan for a structure at the reference's prices; empty: none."""
+        solved = (
+            self._solver.solve(
+                reference, structure, reference.weights, self.evaluator.target_bytes, count
+            )
+            for count in self._counts
+        )
+        found = [key for key in solved if key is not None]
+        return sorted(found, key=lambda key: reference.judge(key).rank)[:1]
+
+    def _ordered(self, reference: Reference, moves: Moves) -> list[tuple[Change, Candidate]]:
+        """Changes by the forecasts of their candidates."""
+        judged = [
+            (reference.judge(key).rank, number, (change, key))
+            for number, (change, key) in enumerate(moves.items())
+            if key != reference.key
+        ]
+        return [pair for _, _, pair in sorted(judged, key=lambda one: one[:2])]
+
+    def _worth(
+        self, reference: Reference, moves: Moves, exact: bool = False
+    ) -> list[tuple[Change, Candidate]]:
+        """Changes by their forecasts, without those that promise too much memory or time.
+
+        ``exact``: the forecast of the memory is, as of changes of decisions only.
+        """
+        above, seconds = self.evaluator.rank(reference.key)
+        most_above = round((1 - CONSTANTS.least_gain) * above)
+        most_seconds = CONSTANTS.slower * seconds
+        found = []
+        for change, key in self._ordered(reference, moves):
+            promise = reference.judge(key)
+            fast_enough = above or not self.promising or promise.seconds < most_seconds
+            if fast_enough and (promise.above <= most_above or not exact):
+                found.append((change, key))
+        return found
+
+    def _groups(self, best: Candidate) -> Moves:
+        """Other decisions for a group of alike parameters."""
+        now = self._layer_of_change(best)
+        found: Moves = {
+            ("group", place, option): best.deciding(item.changes(option), self.evaluator.ctx)
+            for place, item in enumerate(self._items)
+            if len(item.members) > 1
+            for option, count in enumerate(item.counts)
+            if not (item.in_layers and now and count not in (0, now))
+        }
+        return found | self._other_layers(best, now) if now else found
+
+    def _other_layers(self, best: Candidate, now: int) -> Moves:
+        """The decisions of a folded step's layers change at another layer."""
+        items = [item for item in self._items if item.in_layers]
+        least, most = self._counts[1], self._counts[-1]
+        found: Moves = {}
+        for count in sorted({*self._counts[1:], now - 1, now + 1}):
+            changes = [
+                (index, best.decisions[item.members[0 if self._layer_of[index] < count else -1]])
+                for item in items
+                for index in item.members
+            ]
+            if least <= count <= most:
+                found["layer", count] = best.deciding(changes, self.evaluator.ctx)
+        return found
+
+    def _layer_of_change(self, best: Candidate) -> int:
+        """The layer of a folded step at which the decisions change; 0: they do not."""
+        for item in self._items:
+            own = [best.decisions[index] for index in item.members]
+            if item.in_layers and own[0] != own[-1]:
+                return next(place for place, one in enumerate(own) if one != own[0])
+        return 0
+
+    def _singles(self, best: Candidate) -> Moves:
+        """Another decision for one parameter."""
+        return {
+            ("single", index, one.decision): best.deciding(
+                [(index, one.decision)], self.evaluator.ctx
+            )
+            for index, options in enumerate(self.evaluator.choices)
+            if index not in self._tiny and index not in self._layer_of
+            for one in options
+            if one.decision != best.decisions[index]
+        }
+
+    def _pairs(self, best: Candidate) -> Moves:
+        """Other decisions for two parameters, if there are few."""
+        options = [[one.decision for one in own] for own in self.evaluator.choices]
+        if len(options) > _MOST_PAIRED:
+            return {}
+        return {
+            (one, d, other, e): best.deciding([(one, d), (other, e)], self.evaluator.ctx)
+            for one, other in itertools.combinations(range(len(options)), 2)
+            for d in options[one]
+            for e in options[other]
+            if best.decisions[one] != d and best.decisions[other] != e
+        }
+
+    def _all(self, best: Candidate) -> Moves:
+        """Other decisions for all parameters, if there are few."""
+        options = [[one.decision for one in own] for own in self.evaluator.choices]
+        if math.prod(map(len, options)) > self.evaluator.left:
+            return {}
+        return {
+            decisions: best.deciding(enumerate(decisions), self.evaluator.ctx)
+            for decisions in itertools.product(*options)
+        }
+
+    def _recomputed(self, reference: Reference, best: Candidate) -> Moves:
+        """Other recompute sets, with these decisions and the best ones; without alike tensors."""
+        found: Moves = {}
+        for number, one in enumerate((None, *self.evaluator.sets)):
+            structure = best.recomputing(one)
+            if structure != best:
+                found["recompute", number] = structure
+                for key in self._proposal(reference, structure):
+                    found["recompute", number, "program"] = key
+        groups: dict[str, list[str]] = {}
+        for name in best.recompute:
+            groups.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+        for pattern, group in groups.items():
+            left = tuple(name for name in best.recompute if name not in group)
+            also = best.also_save if left else ()
+            found["without", pattern] = best.replace(recompute=left, also_save=also)
+        return found
+
+    def _sliced(self, reference: Reference, best: Candidate, within: bool) -> Moves:
+        """Slice groups in other numbers of slices, and with other numbers of kept slices."""
+        found: Moves = {}
+        ctx = self.evaluator.ctx
+        for place, group in enumerate(self.evaluator.slice_groups):
+            now, _ = best.slices_of(group, ctx)
+            if within and now == 1:
+                continue
+            start = self._without_rivals(best, group)
+            for slices in (*reversed(SLICES), *(() if within else (1,))):
+                for kept in self._numbers_kept(best, group, slices):
+                    key = start.slicing(group, slices, kept, ctx)
+                    found["slice", place, slices, kept] = key
+                    if kept is None and slices != now:
+                        for proposal in self._proposal(reference, key):
+                            found["slice", place, slices, "program"] = proposal
+        for split in best.splits:
+            left = tuple(one for one in best.splits if one.name != split.name)
+            found["whole", split.name] = best.replace(splits=left)
+        return found
+
+    def _without_rivals(self, best: Candidate, group: SliceGroup) -> Candidate:
+        """A candidate in which other groups with a weight of this group are whole."""
+        ctx = self.evaluator.ctx
+        for other in self.evaluator.slice_groups:
+            rivals = other is not group and other.names & group.names
+            if rivals and best.slices_of(other, ctx)[0] > 1:
+                best = best.slicing(other, 1, None, ctx)
+        return best
+
+    def _numbers_kept(
+        self, best: Candidate, group: SliceGroup, slices: int
+    ) -> Iterable[int | None]:
+        """Numbers of slices to keep gathered; None: the decisions on the weights stay."""
+        if slices == 1 or group.of_input:
+            return [None]
+        fits = self.evaluator.rank(best)[0] == 0
+        return [None, *range(group.most_kept(slices) + 1 if fits else 1)]
+
+    def _buckets(self, reference: Reference, best: Candidate) -> list[tuple[Change, Candidate]]:
+        """The next bucket sizes that pack differently, with these decisions and the best ones."""
+        found: list[tuple[Change, Candidate]] = []
+        for size in self.evaluator.other_sizes(best):
+            structure = best.replace(bucket_bytes=size)
+            found.append((("bucket", size), structure))
+            found += [
+                (("bucket", size, "program"), key) for key in self._proposal(reference, structure)
+            ]
+        return found

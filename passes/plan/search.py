@@ -1,0 +1,183 @@
+"""The search: one hill climb over one neighbourhood (``neighbours.py``).
+
+The module's docstring of ``planner.py`` has the problem, the recurrence, the prices and the
+stopping rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from passes.candidates.candidate import Candidate
+from passes.plan.constants import CONSTANTS
+from passes.plan.evaluator import PlanEvaluator
+from passes.plan.neighbours import Change, Neighbourhood
+from passes.types.decision import DECISIONS
+
+
+class Search:
+    """A search for the fastest candidate of an evaluator, or for the one with the least memory.
+
+    ``enough_bytes``: a search for the least memory ends with a candidate of this peak.
+    """
+
+    def __init__(self, evaluator: PlanEvaluator, enough_bytes: int = 0) -> None:
+        self.evaluator, self._enough_bytes = evaluator, enough_bytes
+        self._neighbours = Neighbourhood(evaluator)
+        #: Changes that gained nothing, with the structure that they were tried on.
+        self._useless: set[tuple[object, ...]] = set()
+
+    def fastest(self) -> Candidate:
+        """The fastest candidate within the limit; if none is found, the one nearest to it."""
+        evaluator = self.evaluator
+        limited = evaluator.ctx.limit_bytes is not None
+        keys = [evaluator.uniform(option) for option in range(len(DECISIONS) if limited else 1)]
+        for key in keys:
+            evaluator.evaluate(key)
+        evaluator.is_short = limited and evaluator.is_limited(min(keys, key=evaluator.seconds))
+        if all(evaluator.rank(key)[0] for key in keys):
+            keys += self._lean()
+        return self._onwards(min(keys, key=evaluator.evaluated_rank))
+
+    def least(self) -> Candidate:
+        """The candidate with the least peak, or the first one that is low enough.
+
+        It climbs to a peak a little below the best one, again and again.
+        """
+        evaluator = self.evaluator
+        keys = [evaluator.uniform(option) for option in range(len(DECISIONS))]
+        best = min([*keys, *self._lean()], key=evaluator.peak_bytes)
+        while not self._is_enough(best) and evaluator.left > 0:
+            evaluator.target_bytes = round(CONSTANTS.lower * evaluator.peak_bytes(best))
+            self._climb(best)
+            reached = min(evaluator.seen, key=evaluator.peak_bytes)
+            if evaluator.peak_bytes(reached) == evaluator.peak_bytes(best):
+                break
+            best = reached
+        return best
+
+    def start_again(self, key: Candidate) -> Candidate:
+        """The best candidate that climbs from another start lead to, with a new budget."""
+        self.evaluator.left = self.evaluator.affordable()
+        self.evaluator.evaluate(key)
+        return self._onwards(key)
+
+    def _onwards(self, best: Candidate) -> Candidate:
+        """The best candidate that climbs from here lead to.
+
+        The first climbs follow the prices, the last ones look at all changes. A folded step, whose
+        evaluations take long, has the first ones only.
+        """
+        folded = self.evaluator.folded is not None
+        for self._neighbours.promising in (True,) if folded else (True, False):
+            best = self._climb(best)
+            if self.evaluator.rank(best)[0] == 0:
+                best = self._other_structures(best)
+        self._neighbours.promising = True
+        return best
+
+    def _lean(self) -> list[Candidate]:
+        """Candidates with little memory: all weights regathered, with each recompute set."""
+        start = self.evaluator.uniform(2)
+        start = start.replace(bucket_bytes=start.bucket_bytes // 4)
+        return [start.recomputing(one) for one in (None, *self.evaluator.sets)]
+
+    def _climb(self, best: Candidate, within: bool = False) -> Candidate:
+        """Go to a better neighbour, as long as there is one and the budget lasts.
+
+        ``within``: keep the structure.
+        """
+        evaluator = self.evaluator
+        while evaluator.left > 0 and not self._is_enough(best) and not evaluator.is_reached(best):
+            tried: list[Candidate] = []
+            found = self._step(best, self._neighbours.of(best, within), within, tried)
+            if found is None and not self._neighbours.promising and not within:
+                found = self._second_step(best, tried)
+            if found is None:
+                break
+            best = found
+        return best
+
+    def _step(
+        self,
+        best: Candidate,
+        moves: Iterable[tuple[Change, Candidate]],
+        known: bool,
+        tried: list[Candidate],
+    ) -> Candidate | None:
+        """The first neighbour that is better, or None.
+
+        ``known``: evaluated candidates count too. ``tried``: gets the neighbours.
+        """
+        evaluator = self.evaluator
+        for change, key in moves:
+            if evaluator.left <= 0:
+                return None
+            where = _structure(best), change
+            if self._neighbours.promising and where in self._useless:
+                continue
+            tried.append(key)
+            if key in evaluator.seen and not known:
+                continue
+            evaluator.evaluate(key)
+            if self._gains(key, best):
+                return key
+            self._useless.add(where)
+        return None
+
+    def _second_step(self, best: Candidate, tried: Iterable[Candidate]) -> Candidate | None:
+        """A better candidate that is two changes away, or None.
+
+        The first change is one that was tried and lost least.
+        """
+        evaluator = self.evaluator
+        firsts = sorted({key for key in tried if key in evaluator.seen}, key=evaluator.rank)
+        for key in firsts[: CONSTANTS.width]:
+            reference = self._neighbours.prices.near(key)
+            moves = (
+                (change, other)
+                for change, other in self._neighbours.of(key)
+                if reference.judge(other).rank < evaluator.rank(best)
+            )
+            found = self._step(best, moves, False, [])
+            if found is not None:
+                return found
+        return None
+
+    def _other_structures(self, best: Candidate) -> Candidate:
+        """Climb from the best candidates with other slices or recomputed tensors."""
+        evaluator = self.evaluator
+        done = {_structure(best)}
+        while evaluator.left > 0 and not self._is_enough(best):
+            above, seconds = evaluator.rank(best)
+            bound = above, CONSTANTS.near * seconds
+            found = [
+                key
+                for key in evaluator.seen
+                if _structure(key) not in done and evaluator.rank(key) <= bound
+            ]
+            if not found:
+                return best
+            start = min(found, key=evaluator.rank)
+            done.add(_structure(start))
+            reached = self._climb(start, within=True)
+            if evaluator.rank(reached) < evaluator.rank(best):
+                best = self._climb(reached)
+                done.add(_structure(best))
+        return best
+
+    def _gains(self, key: Candidate, best: Candidate) -> bool:
+        """Whether a candidate is better by enough to go on from there."""
+        above, seconds = self.evaluator.rank(key)
+        best_above, best_seconds = self.evaluator.rank(best)
+        if best_above:
+            return above < (1 - CONSTANTS.least_gain) * best_above
+        return above == 0 and seconds < best_seconds
+
+    def _is_enough(self, key: Candidate) -> bool:
+        return self.evaluator.peak_bytes(key) <= self._enough_bytes
+
+
+def _structure(key: Candidate) -> tuple[object, ...]:
+    """The recomputed tensors and the sliced weights."""
+    return key.recompute, tuple(one.name for one in key.splits)

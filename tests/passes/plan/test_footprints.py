@@ -1,0 +1,34 @@
+"""Footprints: bytes by place are those of the state, of gathered copies and of gradients."""
+
+from __future__ import annotations
+
+import pytest
+
+from passes.annotate.training_state import optimizer_temporary_bytes, state_bytes
+from passes.plan.evaluator import PlanEvaluator
+from passes.plan.footprints import Footprints
+from passes.types.plan import Split
+from tests.passes.plan.test_planner import PASSES, captured
+
+
+@pytest.mark.parametrize("option", range(3))
+def test_at_the_optimizers_step_there_is_the_state(option: int):
+    step, ctx = captured("biased")
+    evaluator = PlanEvaluator(step, ctx, PASSES)
+    key = evaluator.uniform(option)
+    bytes_of, plan = Footprints(evaluator).bytes_of(key), evaluator.plan_of(key)
+    assert bytes_of[-1] == sum(state_bytes(ctx, plan).values()) + optimizer_temporary_bytes(
+        ctx, plan
+    )
+    assert bytes_of.min() > 0
+
+
+def test_a_weight_in_slices_is_whole_nowhere():
+    step, ctx = captured("even")
+    evaluator = PlanEvaluator(step, ctx, PASSES)
+    footprints = Footprints(evaluator)
+    key = evaluator.uniform(2)
+    name, full_bytes = ctx.parameters[1].name, ctx.parameters[1].full_bytes
+    sliced = key.replace(splits=(Split(name, 4),))
+    spared = footprints.bytes_of(key) - footprints.bytes_of(sliced)
+    assert spared.min() == 0 and spared.max() in (3 * full_bytes // 4, 2 * (3 * full_bytes // 4))

@@ -1,0 +1,82 @@
+"""Items: alike parameters have a decision for the first and one for the others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from passes.pipeline import default_passes
+from passes.plan.evaluator import PlanEvaluator
+from passes.plan.items import items_of, tiny_ones
+from passes.plan.planner import make_plan
+from passes.plan.predict import predict
+from passes.types.decision import DECISIONS
+from tests.passes.capture.test_fold_layers import (
+    LAYERS,
+    NETWORKS,
+    PASSES,
+    captured,
+    folded,
+    least_bytes,
+    network,
+)
+from tests.passes.captures import capture_step
+
+
+def test_a_plan_of_a_folded_step_is_near_that_of_the_whole(monkeypatch):
+    """And between plans for all layers alike there are some for which others fit."""
+    # Of a folded step nothing runs in slices; recomputing has tests of its own.
+    monkeypatch.setattr("passes.plan.evaluator.PlanEvaluator.sets", [])
+    step, ctx = captured()
+    ctx = ctx.replace(hardware=network(NETWORKS["slow"]), slices=())
+    free = make_plan(folded(), ctx, PASSES)
+    assert free.order == {}
+    least = least_bytes(ctx)
+    mixed = 0
+    for share in (0.3, 0.8):
+        limit_bytes = int(least + share * (free.prediction.peak_bytes - least))
+        limited = ctx.replace(limit_bytes=limit_bytes)
+        few = make_plan(folded(), limited, PASSES)
+        assert [row.name for row in few.parameters] == [one.name for one in ctx.parameters]
+        assert few.prediction.peak_bytes <= limit_bytes
+        mixed += len({few.decision(f"blocks.{i}.up.weight") for i in range(LAYERS)}) > 1
+        there = predict(step, few, limited.replace(deciding=True), PASSES).prediction
+        assert there.peak_bytes <= 1.05 * limit_bytes
+        assert there.step_seconds == pytest.approx(few.prediction.step_seconds, rel=0.05)
+    best = make_plan(step, limited, PASSES)
+    assert there.step_seconds <= 1.06 * best.prediction.step_seconds
+    assert mixed
+
+
+def stack() -> PlanEvaluator:
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(5)], nn.Linear(64, 8))
+    captured_step, ctx = capture_step(model, torch.randn(16, 64))
+    return PlanEvaluator(captured_step, ctx, default_passes())
+
+
+def test_every_parameter_is_in_one_item_and_the_tiny_ones_share_one():
+    evaluator = stack()
+    items = items_of(evaluator)
+    members = [index for item in items for index in item.members]
+    assert sorted(members) == list(range(len(evaluator.ctx.parameters)))
+    names = [one.name for one in evaluator.ctx.parameters]
+    tiny = tiny_ones(evaluator)
+    assert tiny and all(names[index].endswith("bias") for index in tiny)
+    (own,) = [item for item in items if tiny & {*item.members}]
+    assert {*own.members} == tiny
+    assert all(first == others for first, others, _ in own.options)
+
+
+def test_an_option_costs_what_its_changes_cost():
+    evaluator = stack()
+    draw = np.random.default_rng(0)
+    table = draw.random((len(evaluator.ctx.parameters), len(DECISIONS)))
+    for item in items_of(evaluator):
+        sums = item.sums(table)
+        for option in range(len(item.options)):
+            changes = item.changes(option)
+            assert [index for index, _ in changes] == list(item.members)
+            expected = sum(table[index, DECISIONS.index(one)] for index, one in changes)
+            assert sums[option] == pytest.approx(expected)

@@ -1,0 +1,46 @@
+"""Neighbours: what a change leaves alone, and which bucket sizes are next."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from passes.graph.metadata import PACKABLE
+from passes.overlap.bucket_collectives import bucket_bytes_for
+from passes.plan.evaluator import PlanEvaluator
+from passes.plan.neighbours import Neighbourhood
+from passes.plan.planner import make_plan
+from passes.plan.predict import predict
+from tests.passes.plan.test_planner import PASSES, captured, limits
+
+
+def test_a_bucket_size_that_is_no_better_does_not_end_the_search_for_one(monkeypatch):
+    captured_step, ctx = captured("even")
+    start = bucket_bytes_for(ctx)
+    real = predict
+
+    def priced(captured_step, plan, ctx, passes):
+        """Seconds by the buckets' size alone: twice it is worse, four times better."""
+        step = real(captured_step, plan, ctx, passes)
+        for gm in (step.forward, step.backward):  # what packs alike would not be priced again
+            PACKABLE.pop(gm)
+        seconds = {1: 2.0, 2: 3.0, 4: 1.0}.get(plan.bucket_bytes / start, 4.0)
+        prediction = dataclasses.replace(step.prediction, step_seconds=seconds)
+        return dataclasses.replace(step, prediction=prediction)
+
+    monkeypatch.setattr("passes.plan.evaluator.predict", priced)
+    assert make_plan(captured_step, ctx, PASSES).bucket_bytes == 4 * start
+
+
+def test_within_a_structure_only_decisions_and_buckets_change():
+    step, ctx = captured("hourglass")
+    evaluator = PlanEvaluator(step, ctx.replace(limit_bytes=limits(step, ctx, 5)[1]), PASSES)
+    best = evaluator.uniform(2)
+    evaluator.evaluate(best)
+    neighbours = Neighbourhood(evaluator)
+    within = dict(neighbours.of(best, within=True)).values()
+    assert within
+    for key in within:
+        assert (key.recompute, key.splits) == (best.recompute, best.splits)
+    free = list(neighbours.of(best))
+    assert len(free) == len({change for change, _ in free})
+    assert any(key.splits for _, key in free) and any(key.recompute for _, key in free)
