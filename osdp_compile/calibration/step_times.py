@@ -53,7 +53,8 @@ def with_step_seconds(
 def _told(group: dist.ProcessGroup, device: torch.device) -> dist.Work:
     """Start the broadcast by which rank 0 tells the others that it is done."""
     source = dist.get_global_rank(group, 0)
-    work = dist.broadcast(torch.zeros(1, device=device), src=source, group=group, async_op=True)
+    nothing = torch.zeros(1, device=device)
+    work: dist.Work | None = dist.broadcast(nothing, src=source, group=group, async_op=True)
     assert work is not None  # this rank is in the group
     return work
 

@@ -47,7 +47,7 @@ def _too_late(gradient: Tensor) -> NoReturn:
 
 def to_leaf(leaf: Tensor, full: Tensor) -> Tensor:
     """The whole parameter; its gradient goes to a leaf."""
-    whole: Tensor = _ToLeaf.apply(full, leaf)
+    whole: Tensor = _ToLeaf.apply(full, leaf)  # type: ignore[no-untyped-call, unused-ignore]
     return whole
 
 

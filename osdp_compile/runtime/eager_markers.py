@@ -134,7 +134,7 @@ def read(
     if sharded or dtypes or torch.compiler.is_compiling():
         whole = torch.ops.osdp.unshard(local, name, shape, sharded, *marks, **dtypes)
     elif torch.is_grad_enabled():
-        whole = _Replicated.apply(local, name, *marks)
+        whole = _Replicated.apply(local, name, *marks)  # type: ignore[no-untyped-call, unused-ignore]
     return whole
 
 

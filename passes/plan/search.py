@@ -131,7 +131,8 @@ class Search:
         The first change is one that was tried and lost least.
         """
         evaluator = self.evaluator
-        firsts = sorted({key for key in tried if key in evaluator.seen}, key=evaluator.rank)
+        evaluated = dict.fromkeys(key for key in tried if key in evaluator.seen)
+        firsts = sorted(evaluated, key=evaluator.rank)  # ties in the order of the trials
         for key in firsts[: CONSTANTS.width]:
             reference = self._neighbours.prices.near(key)
             moves = (
