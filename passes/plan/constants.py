@@ -12,13 +12,14 @@ class Constants:
     ``weights``: prices of a second of communication for the dynamic program's first proposals.
     ``recompute_sets``: number of recompute sets to choose from.
     ``most_plans``, ``most_nodes``: evaluation budget: plans, and simulated nodes in all.
+    ``least_plans``: evaluation budget of a graph of however many nodes.
     ``folded_plans``: evaluation budget of a folded step.
     ``proposed``: number of the dynamic program's plans that one step of the climb evaluates.
     ``slower``: another structure is evaluated if its forecast is at most so many times the step.
     ``near``: the climb starts again from other structures that are at most so many times as slow.
     ``width``: number of changes after which a second change is tried.
-    ``least_gain``: least gain of a step towards a peak, as a share of the bytes above it.
-    ``lower``: the next peak to reach in a search for the least memory, as a share of the best one.
+    ``least_gain``: least gain of a step towards a peak, as a share of the bytes above it. A search
+    for the least memory lowers the peak to reach by the same share.
     ``tiny``: share of all parameter bytes that the parameters with one common decision have.
     """
 
@@ -26,13 +27,13 @@ class Constants:
     recompute_sets: int = 8
     most_plans: int = 600
     most_nodes: int = 60_000
+    least_plans: int = 60
     folded_plans: int = 16
     proposed: int = 3
     slower: float = 1.02
     near: float = 1.25
     width: int = 8
     least_gain: float = 0.02
-    lower: float = 0.97
     tiny: float = 0.01
 
 

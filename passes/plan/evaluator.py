@@ -274,7 +274,8 @@ class PlanEvaluator:
             return CONSTANTS.folded_plans
         graphs = self.graphs.forward.graph, self.graphs.backward.graph
         nodes = sum(len(graph.nodes) for graph in graphs)
-        return min(CONSTANTS.most_plans, CONSTANTS.most_nodes // nodes)
+        plans = max(CONSTANTS.least_plans, CONSTANTS.most_nodes // nodes)
+        return min(CONSTANTS.most_plans, plans)
 
     def uniform(self, option: int) -> Candidate:
         """One decision for all parameters, at the default bucket size.

@@ -48,7 +48,8 @@ class Search:
         keys = [evaluator.uniform(option) for option in range(len(DECISIONS))]
         best = min([*keys, *self._lean()], key=evaluator.peak_bytes)
         while not self._is_enough(best) and evaluator.left > 0:
-            evaluator.target_bytes = round(CONSTANTS.lower * evaluator.peak_bytes(best))
+            lower = 1 - CONSTANTS.least_gain
+            evaluator.target_bytes = round(lower * evaluator.peak_bytes(best))
             self._climb(best)
             reached = min(evaluator.seen, key=evaluator.peak_bytes)
             if evaluator.peak_bytes(reached) == evaluator.peak_bytes(best):
