@@ -60,7 +60,7 @@ ALLOWED: dict[str, str] = {
 class Options(TypedDict, total=False):
     """The options, for editors and type checkers: a ``dict`` with these keys.
 
-    Example::
+    Example:
 
         options = Options(memory_limit="8GiB", param_dtype=torch.bfloat16)
         model = torch.compile(model, backend="osdp", options=options)

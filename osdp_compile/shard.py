@@ -1,6 +1,6 @@
 """Shard a model in place by a given plan, before its first call and before it has memory.
 
-::
+Example:
 
     with torch.device("meta"):
         model = GPT(config)
@@ -59,7 +59,7 @@ def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) 
 
     ``torch.compile(model, backend="osdp")`` then uses this plan and does not search for another.
     Until its first call ``module.weight`` is the DTensor itself, for code that initialises it
-    (:mod:`osdp_compile.engine.deferred_init`: with one seed, all ranks together hold the values of
+    (with one seed, all ranks together hold the values of
     a single process), and the model cannot be called uncompiled. The first compiled call
     broadcasts rank 0's buffers and replicated parameters; each rank keeps its own rows.
 
@@ -67,14 +67,15 @@ def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) 
 
     Args:
         model: a module, or the result of ``torch.compile`` for it.
-        plan: a result of :func:`osdp_compile.plan` or ``plan_of``, a hand-made Plan, or the path
+        plan: a result of ``osdp_compile.plan`` or ``plan_of``, a hand-made Plan, or the path
             of a saved one. The same on every rank.
         mesh: as the backend's option: over the data-parallel ranks, with one dimension or two
             (default: all ranks). Needed for a model on the meta device that will not train on the
             process group's accelerator, and, with two dimensions, for a plan that shards within
             hosts.
 
-    Returns the model.
+    Returns:
+        The model.
 
     Raises:
         ValueError: for a malformed argument.

@@ -62,15 +62,19 @@ def trace_graphs(
 
     Args:
         model: a module on any real device; the trace uses a copy.
-        args, kwargs: one rank's inputs.
+        args: one rank's inputs.
+        kwargs: its keyword arguments.
+        world_size: number of ranks.
+        rank: the rank whose graphs are traced.
         plan: a Plan, or one decision for all parameters (``"shard_regather"``); None: the
             planner's plan under ``options["memory_limit"]`` for generic hardware.
         options: as for ``torch.compile(model, backend="osdp", options=...)``.
         mesh: ranks by dimension of a two-dimensional mesh, the outer first, such as
             ``{"host": 2, "gpu": 4}``; without a profile the inner one is ten times as fast.
 
-    Returns the texts in the order of the passes, by graph and pass: ``"forward/shard"``,
-    ``"backward/reorder"``, ``"joint/tag"``. The graph is checked after every pass.
+    Returns:
+        The texts in the order of the passes, by graph and pass: ``"forward/shard"``,
+            ``"backward/reorder"``, ``"joint/tag"``. The graph is checked after every pass.
     """
     model = copy.deepcopy(model)
     given = {"debug": True, **(options or {})}

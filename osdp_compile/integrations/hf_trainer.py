@@ -38,7 +38,7 @@ except ImportError as error:
 class OsdpTrainerMixin:
     """Mixin: a ``transformers.Trainer``, or a subclass of it, trains with osdp.
 
-    ::
+    Example:
 
         class MyTrainer(OsdpTrainerMixin, Seq2SeqTrainer): ...
 
@@ -135,7 +135,7 @@ class OsdpTrainerMixin:
 
 
 class OsdpTrainer(OsdpTrainerMixin, Trainer):
-    """``transformers.Trainer`` with osdp: see :class:`OsdpTrainerMixin`."""
+    """``transformers.Trainer`` with osdp: see ``OsdpTrainerMixin``."""
 
 
 def _check(args: Any) -> None:

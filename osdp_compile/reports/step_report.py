@@ -38,14 +38,16 @@ _SAVED = "saved by other graphs"
 class Report:
     """Prediction and measurement of one training step on this rank. Prints as tables.
 
-    ``timeline``: the simulated step: forward, backward and optimizer.
-    ``measured_step_seconds``: the median of ``measured_steps`` steps, from the start of one
-    forward to the next; None for too few steps.
-    ``measured_peak_bytes``: the given peak, or on CUDA the allocator's; None: there is neither.
-    ``entered_late``: the given peak was measured without the model's own parameters, and is not in
-    the report. ``on_cuda``: the model is on CUDA.
-    ``trained_graphs``: number of graphs that a step runs in sequence; more than one comes from
-    graph breaks. The timeline has the last compilation of each graph.
+    Attributes:
+        timeline: the simulated step: forward, backward and optimizer.
+        measured_step_seconds: the median of ``measured_steps`` steps, from the start of one forward
+            to the next; None for too few steps.
+        measured_peak_bytes: the given peak, or on CUDA the allocator's; None: there is neither.
+        entered_late: the given peak was measured without the model's own parameters, and is not in
+            the report.
+        on_cuda: the model is on CUDA.
+        trained_graphs: number of graphs that a step runs in sequence; more than one comes from
+            graph breaks. The timeline has the last compilation of each graph.
     """
 
     world_size: int
@@ -136,7 +138,7 @@ def report(model: nn.Module, *, peak_bytes: int | None = None) -> Report:
     Raises:
         OsdpError: if the model has no plan, or its backward has not been compiled yet.
 
-    Example::
+    Example:
 
         for batch in batches:
             train_step(batch)

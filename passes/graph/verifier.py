@@ -39,7 +39,7 @@ class InvalidGraph(AssertionError):
 
 
 def check(gm: fx.GraphModule, pass_name: str) -> None:
-    """Raise :class:`InvalidGraph` if an invariant does not hold. See the module's docstring."""
+    """Raise ``InvalidGraph`` if an invariant does not hold. See the module's docstring."""
     try:
         gm.graph.lint()
     except (RuntimeError, ValueError) as error:
