@@ -21,6 +21,13 @@ from osdp_compile.cli.arguments import add_calibrate, add_plan, add_sweep
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
+    given = argument_parser().parse_args(arguments)
+    command = importlib.import_module(f"osdp_compile.cli.{given.command}")
+    return int(command.run(given))
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    """The arguments of all commands."""
     parser = argparse.ArgumentParser(
         prog="osdp", description="Tools for torch.compile(model, backend='osdp')."
     )
@@ -32,9 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor = commands.add_parser("doctor", help="show what this machine has, and what will fail")
     doctor.description = "Versions, process groups, compiler, devices, profiles; exit status 1 if "
     doctor.description += "something that training needs does not work."
-    given = parser.parse_args(arguments)
-    command = importlib.import_module(f"osdp_compile.cli.{given.command}")
-    return int(command.run(given))
+    return parser
 
 
 class _Version(argparse.Action):

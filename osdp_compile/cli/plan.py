@@ -31,7 +31,7 @@ from passes.types.units import format_bytes, format_seconds
 ALTERNATIVES = {
     "DDP: replicate all": Decision.REPLICATE,
     "ZeRO-2: shard all, keep": Decision.SHARD_KEEP,
-    "FSDP: shard all, gather again": Decision.SHARD_REGATHER,
+    "FSDP: shard all, regather": Decision.SHARD_REGATHER,
     "HSDP: the same within hosts": Decision.SHARD_HOST_REGATHER,
 }
 

@@ -180,6 +180,7 @@ def tensor_inputs(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def output_node(graph: fx.Graph) -> fx.Node:
+    """The node that returns the graph's outputs."""
     output: fx.Node = next(iter(reversed(graph.nodes)))
     return output
 
