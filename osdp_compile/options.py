@@ -260,7 +260,7 @@ def check_mode(mode: str | None) -> None:
     raise ValueError(
         f"mode={mode!r}: backend='osdp' takes mode='default' only, which may be left out"
         f"{_WHY_NO_MODE.get(mode, '')}. "
-        "What osdp does is set by options={...}, such as options={'memory_limit': '8GiB'}"
+        "Give options={...} in its place, such as options={'memory_limit': '8GiB'}"
     )
 
 
@@ -361,7 +361,7 @@ def _search(value: Any) -> Search:
 def _dtype(value: Any) -> torch.dtype:
     found = getattr(torch, value, None) if isinstance(value, str) else value
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"{value!r} is no type of floating-point numbers")
+        raise ValueError(f"{value!r} is not a floating-point dtype")
     return found
 
 

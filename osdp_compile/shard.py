@@ -85,7 +85,7 @@ def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) 
     """
     options = CheckedOptions.parse({"plan": plan, "mesh": mesh})
     if options.plan is None:
-        raise ValueError("plan=None: give an osdp_compile.Plan, or the path of one saved")
+        raise ValueError("plan=None: give an osdp_compile.Plan, or the path of a saved one")
     alone = why_alone(options)
     if alone is not None:
         say_once(f"{alone}: nothing is sharded")
@@ -143,7 +143,7 @@ def _device_type(root: nn.Module) -> str:
 
 def _shardable(root: nn.Module, mesh: DeviceMesh) -> list[ModelParameter]:
     if plan_of(root) is not None:
-        raise OsdpError("the model is sharded already: osdp_compile.shard is for one that is not")
+        raise OsdpError("the model is sharded already: call osdp_compile.shard once")
     entries = model_parameters([("", root)])
     check_shardable(entries)
     for entry in entries:

@@ -117,7 +117,7 @@ def _mesh(model: nn.Module, mesh: Mapping[str, int], world_size: int) -> DeviceM
         ValueError: if the product of ``mesh`` is not ``world_size``.
     """
     if math.prod(mesh.values()) != world_size:
-        raise ValueError(f"mesh={dict(mesh)} are not {world_size} ranks, as world_size says")
+        raise ValueError(f"mesh={dict(mesh)} is not a mesh of {world_size} ranks (world_size)")
     device_type = next(model.parameters()).device.type
     return init_device_mesh(device_type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
 

@@ -147,7 +147,7 @@ def report(model: nn.Module, *, peak_bytes: int | None = None) -> Report:
     session = session_for(model)
     if session is None:
         raise OsdpError(
-            "this model has no plan yet: call what torch.compile(model, backend='osdp') returned, "
+            "this model has no plan yet: call the result of torch.compile(model, backend='osdp'), "
             "with gradients and with two ranks or more, and run its backward"
         )
     observed = session.observed

@@ -80,7 +80,7 @@ def _check_alive(start: fx.Node, order: dict[fx.Node, int], pass_name: str) -> N
     if not any(order[reader] > order[wait] for reader in readers):
         raise InvalidGraph(
             f"after pass {pass_name!r}: the input {source} of {start} may be written to before "
-            f"{wait}: whatever follows the wait must take it as 'sent' (see passes/ops/p2p.py)"
+            f"{wait}: an operator after the wait must take it as 'sent' (see passes/ops/p2p.py)"
         )
 
 

@@ -348,7 +348,7 @@ class _Rewriting:
         returned = list(output.args[0])  # type: ignore[arg-type]
         first = len(returned) - len(self.cut.saved)
         if set(returned[first:]) != set(self.cut.saved):
-            raise ValueError("what the forward returns last is not what the backward is given")
+            raise ValueError("the last outputs of the forward are not the inputs of the backward")
         still = (node for node in returned[first:] if node not in self.chosen)
         save_instead(output, first, [*self.now_saved, *still])
         unused = list(self.chosen)

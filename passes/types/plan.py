@@ -282,8 +282,7 @@ class Plan:
             raise ValueError(
                 f"parameter {name!r} is {row.decision.name}"
                 + (" and sliced by the rows of its input" if of_input else "")
-                + ": some slices are kept and others not only of a weight in slices that is "
-                "gathered again; leave out kept_slices"
+                + ": kept_slices needs a regathered parameter whose rows are sliced; leave it out"
             )
         if not 0 <= kept_slices <= slices:
             raise ValueError(f"parameter {name!r}: {kept_slices} of {slices} slices cannot be kept")
@@ -372,13 +371,13 @@ class Plan:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
         if found not in (2, FORMAT):
             raise ValueError(
-                f"not a plan of format {FORMAT} (found {found!r}); make it again with this version"
+                f"not a plan of format {FORMAT} (found {found!r}); make a new one with this version"
             )
         fields = {name: value for name, value in data.items() if name != "format"}
         try:
             return decoded(cls, of_format_2(fields) if found == 2 else fields, _WRITTEN)
         except ValueError as error:
-            raise ValueError(f"the plan is damaged: {error}; make it again") from error
+            raise ValueError(f"the plan is damaged: {error}; make a new one") from error
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""

@@ -417,7 +417,7 @@ def refused(rank, world_size, when):
     )
     if when == "before":
         optimizer = torch.optim.Rprop(model.parameters())
-        with pytest.raises(OsdpError, match=r"torch\.optim\.Rprop does not work on the rows"):
+        with pytest.raises(OsdpError, match=r"torch\.optim\.Rprop does not work on a rank's rows"):
             compiled(normal_batch(0, 0, rank))
         assert not any(isinstance(one, DTensor) for one in model.parameters())
         del optimizer
