@@ -31,6 +31,7 @@ Search = Literal["quick", "thorough"]
 #: ("reduced"), or whole ones that each rank accumulates (True).
 Accumulate = Literal[False, True, "reduced"]
 
+
 class Described(NamedTuple):
     """An option in words, for error messages and for ``docs/options.md``.
 

@@ -34,11 +34,11 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, help="show the versions and exit")
     commands = parser.add_subparsers(dest="command", required=True)
     add_calibrate(commands.add_parser("calibrate", help="measure this machine and its network"))
-    add_plan(commands.add_parser("plan", help="plan a model for a cluster that need not be here"))
+    add_plan(commands.add_parser("plan", help="plan a model for a cluster that is elsewhere"))
     add_sweep(commands.add_parser("sweep", help="plan over ranks, bandwidths, memory and lengths"))
-    doctor = commands.add_parser("doctor", help="show what this machine has, and what will fail")
-    doctor.description = "Versions, process groups, compiler, devices, profiles; exit status 1 if "
-    doctor.description += "something that training needs does not work."
+    doctor = commands.add_parser("doctor", help="show what this machine has, and what fails on it")
+    doctor.description = "Show versions, process groups, compiler, devices and profiles. The exit "
+    doctor.description += "status is 1 if training fails on this machine."
     return parser
 
 

@@ -93,7 +93,9 @@ def typed() -> list[tuple[str, list[str]]]:
     """The commands of the pages, in blocks and in tables, as words without variables."""
     found = []
     for page in CURRENT:
-        inline = re.findall(r"`((?:\w+=\S+ )*(?:make|python -m|\.venv/bin/)[^`\n]*)`", page.read_text())
+        inline = re.findall(
+            r"`((?:\w+=\S+ )*(?:make|python -m|\.venv/bin/)[^`\n]*)`", page.read_text()
+        )
         for line in [*commands(page), *inline]:
             words = [one for one in shlex.split(line) if not re.match(r"[A-Z_]+=", one)]
             found.append((f"{page.name}: {line}", words))
