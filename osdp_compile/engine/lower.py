@@ -268,8 +268,8 @@ def _warn_of_rows_at_once(forward: fx.GraphModule, read: frozenset[str], session
     names = [p.name for p in by_rows if p.name in read]
     if names:
         log.warning(
-            "the plan slices the rows (tokens) of the operators that read %s, and this graph is for "
-            "any number of rows: it multiplies all rows at once, and may take more memory than "
+            "the plan slices the rows (tokens) of the operators that read %s, and this graph is "
+            "for any number of rows: it multiplies all rows at once, and may take more memory than "
             "predicted. torch.compile(..., dynamic=False) slices, with a graph for each length",
             ", ".join(names),
         )

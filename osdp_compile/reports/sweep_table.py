@@ -19,8 +19,8 @@ EXPLAINED = (
     "gain: throughput over FSDP's.\n"
     "After '>': nothing fits; the figure is the least feasible limit.\n"
     "Bound by memory: more throughput without a limit. Else by bandwidth: the same plan has more "
-    "throughput if bytes take no time. Else by latency: it still has exposed communication. Else by "
-    f"compute. Each by more than {NOTICEABLE:.0%}."
+    "throughput if bytes take no time. Else by latency: it still has exposed communication. "
+    f"Else by compute. Each by more than {NOTICEABLE:.0%}."
 )
 _STYLES = {
     Bound.MEMORY: "red",

@@ -206,8 +206,8 @@ def splits_by_hand(captured: Captured, ctx: Context) -> tuple[tuple[Split, ...],
             split = Split(one, slices, along, like, kept_of.get(one, kept))
             if found.setdefault(one, split).slices != slices:
                 raise ValueError(
-                    f"parameters {name!r} and {one!r} run in slices together, and have {slices} and "
-                    f"{found[one].slices} slices: give both one number"
+                    f"parameters {name!r} and {one!r} run in slices together, and have "
+                    f"{slices} and {found[one].slices} slices: give both one number"
                 )
     return tuple(sorted(found.values())), tuple(again)
 

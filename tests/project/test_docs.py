@@ -167,5 +167,29 @@ def test_the_site_has_every_page():
     assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md"))
 
 
+def project() -> str:
+    return (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("package", ["passes", "osdp_compile"])
+def test_the_table_of_folders_is_the_import_contract(package: str):
+    (layers,) = re.findall(
+        rf'containers = \["{package}"\].*?layers = \[(.*?)\]\n', project(), re.DOTALL
+    )
+    contract = [set(one.split(" : ")) for one in re.findall(r'"([^"]+)"', layers)]
+    page = (DOCS / "architecture.md").read_text()
+    (table,) = re.findall(rf"\| `{package}/` \| content \|\n\|.*\n((?:\|.*\n)+)", page)
+    rows = [re.match(r"\| (.*?) \|", row)[1] for row in table.splitlines()]
+    shown = [{re.sub(r"\.py$|/$", "", one) for one in re.findall("`(.*?)`", row)} for row in rows]
+    assert shown == contract[::-1]
+
+
+def test_every_dependency_has_its_reason():
+    table = (DOCS / "architecture.md").read_text().partition("## Dependencies")[2]
+    required = set(re.findall(r'"([a-z][\w-]*)(?:\[\w+\])?>=', project()))
+    missing = [one for one in required - {"setuptools"} if not re.search(rf"\b{one}\b", table)]
+    assert len(required) > 15 and not missing
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200

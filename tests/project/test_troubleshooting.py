@@ -57,7 +57,9 @@ def said_by(tree: ast.Module, known: set[str]) -> Iterator[str]:
                     yield from (text_of(argument) for argument in call.args[:1])
         if isinstance(node, ast.FunctionDef) and node.name in _RETURNS_A_MESSAGE:
             returned = [one.value for one in ast.walk(node) if isinstance(one, ast.Return)]
-            yield from (text_of(value) for value in returned if isinstance(value, ast.JoinedStr))
+            yield from (
+                text_of(value) for value in returned if isinstance(value, ast.JoinedStr | ast.BinOp)
+            )
         if isinstance(node, ast.Call) and node.args:
             name = ast.unparse(node.func).rpartition(".")[2]
             if name in known or name in ("fail", "warn", "warning", "warn_once"):
