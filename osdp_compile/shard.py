@@ -49,7 +49,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) -> M:
-    """Shard a model by a plan now, not at its first call. Collective.
+    """Shard a model by a plan before its first call. Collective.
 
     Every parameter becomes a ``DTensor`` parameter of the same name: ``Shard(0)``, of which this
     rank holds its rows, or ``Replicate()``. A plan that shards within hosts gives placements on

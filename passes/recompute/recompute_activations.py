@@ -3,7 +3,7 @@
 Needs: a step module (``passes/graph/step_module.py``) with a forward and a backward from
 AOTAutograd's partitioner, and markers.
 Leaves: copies of the operators of the chosen tensors in the backward, each directly before its
-first use. The forward no longer returns these tensors. ``NOT_RECOMPUTED`` of the step: the keys
+first use. The forward does not return these tensors. ``NOT_RECOMPUTED`` of the step: the keys
 without effect. This forward does not compute or save the tensor, or the backward cannot recompute
 it.
 

@@ -87,6 +87,14 @@ def test_files_that_the_pages_name_are_there():
     named = set(re.findall(r"`((?:passes|osdp_compile|tests|examples|tools)/[\w/]+\.py)`", text))
     assert len(named) > 20
     assert not [name for name in named if not (ROOT / name).exists()]
+    code = {
+        path.name
+        for folder in ("passes", "osdp_compile", "tests", "examples", "tools")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    bare = set(re.findall(r"`(\w+\.py)`", text))
+    assert len(bare) > 10
+    assert not bare - code
 
 
 def typed() -> list[tuple[str, list[str]]]:
