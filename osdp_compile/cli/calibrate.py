@@ -103,7 +103,7 @@ def _print(found: Calibration, out: Path) -> None:
             "that a rank sends.\n"
             "start: compute overhead of each collective, at any size.\n"
             "overhead: compute overhead of the bytes sent beside it.\n"
-            "start delay: later end of a collective that starts beside compute."
+            "delay: later end of a collective that starts beside compute."
         )
     else:
         console.print(
@@ -132,7 +132,7 @@ def _link_table(found: Calibration) -> Table:
     if len(found.links) > 1:
         table.add_column("along")
     table.add_column("collective")
-    for title in ("latency", "bandwidth", "start", "overhead", "start delay"):
+    for title in ("latency", "bandwidth", "start", "overhead", "delay"):
         table.add_column(title, justify="right")
     table.add_column("algorithm")
     table.add_column("error", justify="right")

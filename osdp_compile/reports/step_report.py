@@ -281,7 +281,7 @@ def _largest(said: Report) -> Table:
     table.add_column("tensor", overflow="fold")
     table.add_column("kind")
     table.add_column("bytes", justify="right")
-    table.add_column("operator", overflow="fold")
+    table.add_column("origin", overflow="fold")
     for buffer in tensors[:SHOWN_BUFFERS]:
         size = format_bytes(buffer.size_bytes)
         table.add_row(Text(buffer.name), buffer.kind, size, Text(_shortened(buffer.label)))
