@@ -267,7 +267,8 @@ class Plan:
     ) -> Plan:
         """A copy in which a parameter's operators run in slices (``ParameterPlan``).
 
-        The copy has no order of collectives and no prediction: both belong to the plan without these slices.
+        The copy has no order of collectives and no prediction: both belong to the plan without
+        these slices.
 
         Raises:
             ValueError: if the parameter cannot have these slices.

@@ -425,7 +425,7 @@ def refused(rank, world_size, when):
     compiled(normal_batch(0, 0, rank)).square().mean().backward()
     before = [whole(one) for one in model.parameters()]
     late = torch.optim.Rprop(model.parameters()) if when == "after" else sgd(early)
-    said = r"Rprop does not" if when == "after" else r"'0\.weight' as it was before"
+    said = r"Rprop does not" if when == "after" else r"'0\.weight' of the unsharded model"
     with pytest.raises(OsdpError, match=said):
         late.step()
     good = sgd(model.parameters())
