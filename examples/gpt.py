@@ -68,3 +68,12 @@ class GPT(nn.Module):
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def model_and_batch(
+    batch_size: int = 4, sequence_length: int = 1024
+) -> tuple[GPT, tuple[Tensor, Tensor]]:
+    """A GPT of 611 M parameters, a batch of one rank: osdp plan examples.gpt:model_and_batch."""
+    config = GPTConfig(50304, layers=8, width=2048, heads=16, context=sequence_length)
+    tokens = torch.zeros(batch_size, sequence_length + 1, dtype=torch.long)
+    return GPT(config), (tokens[:, :-1], tokens[:, 1:])

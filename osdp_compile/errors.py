@@ -6,7 +6,8 @@ from __future__ import annotations
 class OsdpError(RuntimeError):
     """Base of all errors that this package raises about a model, a plan or a run.
 
-    ``on_every_rank``: all ranks raise this error, with the same text.
+    Attributes:
+        on_every_rank: all ranks raise this error, with the same text.
     """
 
     on_every_rank = False
@@ -15,7 +16,8 @@ class OsdpError(RuntimeError):
 class InfeasibleLimit(OsdpError):
     """No plan fits under the memory limit; the message names the lowest feasible limit.
 
-    ``least_bytes``: the lowest feasible limit.
+    Attributes:
+        least_bytes: the lowest feasible limit.
     """
 
     on_every_rank = True

@@ -21,7 +21,7 @@ from osdp_compile.tracking.session import session_for
 def full_parameters(model: nn.Module, *, write_back: bool = False) -> Iterator[None]:
     """Make the model's parameters whole plain tensors on every rank, inside. Collective.
 
-    ::
+    Example:
 
         with osdp_compile.full_parameters(model), torch.no_grad():
             model.eval()(tokens)                  # no gathers here

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeGuard, cast, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, TypeGuard, cast, get_args
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,41 +31,103 @@ Search = Literal["quick", "thorough"]
 #: ("reduced"), or whole ones that each rank accumulates (True).
 Accumulate = Literal[False, True, "reduced"]
 
-#: Option -> its allowed values, for error messages.
-ALLOWED: dict[str, str] = {
-    "memory_limit": "bytes as a whole number, or text such as '8GiB' or '500MB'",
-    "mesh": "a DeviceMesh over the data-parallel ranks, with one dimension, or with two: hosts, "
-    "and the ranks of each (default: the whole world, one dimension)",
-    "optimizer": "bytes of optimizer state for one element of a parameter, or a name, as 'adamw'",
-    "plan": "an osdp_compile.Plan, or the path of one saved",
-    "hardware": "an osdp_compile.Hardware, the path of one saved, or the name of a preset "
-    f"({', '.join(PRESETS)}) (default: measured)",
-    "slices": "1 to run every operator as a whole, or numbers of slices by parameter, as "
-    "{'blocks.*.up.weight': 4}, or (4, 1) to keep one of them for the backward and gather the "
-    "others again (default: the planner's choice)",
-    "search": "'quick', or 'thorough' to search for the plan under less memory too, which takes "
-    "minutes and may find a faster one (default: 'quick')",
-    "param_dtype": "a torch.dtype or its name, as 'bfloat16': parameters are gathered and computed "
-    "with in it, and stay what they are themselves (default: their own)",
-    "reduce_dtype": "a torch.dtype or its name, in which gradients travel (default: the one they "
-    "are computed in)",
-    "accumulate": "'reduced' to plan with room for the gradients of earlier backwards, which a "
-    "backward adds its own to, or True for whole gradients, for osdp_compile.no_sync (default: "
-    "False)",
-    "debug": "True to check the graph after every pass, or a folder to also write it to",
-    "passes": "a list of passes.pipeline.Pass (default: passes.pipeline.default_passes())",
+
+class Described(NamedTuple):
+    """An option in words, for error messages and for ``docs/options.md``.
+
+    Attributes:
+        values: the allowed values; code stands between backticks.
+        default: the meaning of an option that is not given.
+        page: the page of ``docs/`` about it, with an anchor; "": there is none.
+    """
+
+    values: str
+    default: str
+    page: str = ""
+
+
+#: Every option. ``python -m tools.options_page`` writes the table of ``docs/options.md`` from it.
+DESCRIBED: dict[str, Described] = {
+    "memory_limit": Described(
+        "bytes that one rank may hold in a training step: a whole number, or text such as "
+        "`'8GiB'` or `'500MB'`",
+        "the limit of the option `plan`; else no limit: the fastest plan",
+    ),
+    "mesh": Described(
+        "a `DeviceMesh` over the data-parallel ranks, with one dimension, such as `mesh['dp']`, or "
+        "with two: hosts, and the ranks of each",
+        "all ranks, one dimension",
+        "hosts.md",
+    ),
+    "optimizer": Described(
+        "the optimizer state of a parameter: a name, such as `'adamw'` or `'sgd_momentum'`, or "
+        "bytes for each element",
+        "read from the optimizer that holds the parameters; AdamW if none does",
+    ),
+    "plan": Described(
+        "an `osdp_compile.Plan`, or the path of a saved one",
+        "searched for",
+        "reading_a_plan.md",
+    ),
+    "hardware": Described(
+        "an `osdp_compile.Hardware`, the path of a saved one, or the name of a preset: "
+        + ", ".join(f"`{name}`" for name in PRESETS),
+        "measured at the first call, and kept",
+        "hardware_profiles.md",
+    ),
+    "slices": Described(
+        "`1`: every operator runs whole; or numbers of slices by parameter, such as "
+        "`{'blocks.*.up.weight': 4}`, with `(4, 1)` to keep one of four slices gathered for the "
+        "backward and regather the others",
+        "the planner's choice",
+        "reading_a_plan.md#slices",
+    ),
+    "search": Described(
+        "`'quick'`; or `'thorough'` to search under lower limits too, so that more memory never "
+        "gives a slower step: minutes in place of seconds",
+        "`'quick'`",
+        "reading_a_plan.md#quick-and-thorough-search",
+    ),
+    "param_dtype": Described(
+        "a `torch.dtype` or its name, such as `'bfloat16'`: parameters are gathered and computed "
+        "with in it, and keep their own in the optimizer",
+        "their own",
+        "mixed_precision.md",
+    ),
+    "reduce_dtype": Described(
+        "a `torch.dtype` or its name, in which gradients travel",
+        "the one they are computed in",
+        "mixed_precision.md",
+    ),
+    "accumulate": Described(
+        "`'reduced'` to plan with room for the gradients of earlier backwards; `True` for whole "
+        "gradients, for `osdp_compile.no_sync`",
+        "`False`",
+        "gradient_accumulation.md",
+    ),
+    "debug": Described(
+        "`True` to check the graph after every pass; a folder to also write every graph there as "
+        "text",
+        "the variable `OSDP_DEBUG` (`1` or a folder), else `False`",
+        "write_a_pass.md#rules-for-a-pass",
+    ),
+    "passes": Described(
+        "a list of `passes.pipeline.Pass`",
+        "`passes.pipeline.default_passes()`",
+        "write_a_pass.md",
+    ),
 }
 
 
 class Options(TypedDict, total=False):
     """The options, for editors and type checkers: a ``dict`` with these keys.
 
-    Example::
+    Example:
 
         options = Options(memory_limit="8GiB", param_dtype=torch.bfloat16)
         model = torch.compile(model, backend="osdp", options=options)
 
-    :data:`ALLOWED` says what each one takes, and its default.
+    ``docs/options.md`` has the values and the default of each.
     """
 
     memory_limit: int | str | None
@@ -141,7 +203,7 @@ class CheckedOptions:
         """
         given = dict(options or {})
         for name in given:
-            if name not in ALLOWED:
+            if name not in DESCRIBED:
                 raise _unknown(name)
         values: dict[str, Any] = {}
         for name, value in given.items():
@@ -154,7 +216,7 @@ class CheckedOptions:
                 said = f"{error.strerror}: {error.filename!r}" if _is_about_a_file(error) else error
                 stop = "" if str(said).endswith(("?", ".")) else "."
                 raise ValueError(
-                    f"option {name!r}: {said}{stop} Allowed: {ALLOWED[name]}"
+                    f"option {name!r}: {said}{stop} Allowed: {_allowed(name)}"
                 ) from error
         if "plan" in values and "slices" in values:
             raise ValueError(
@@ -199,7 +261,7 @@ def check_mode(mode: str | None) -> None:
     raise ValueError(
         f"mode={mode!r}: backend='osdp' takes mode='default' only, which may be left out"
         f"{_WHY_NO_MODE.get(mode, '')}. "
-        "What osdp does is set by options={...}, such as options={'memory_limit': '8GiB'}"
+        "Give options={...} in its place, such as options={'memory_limit': '8GiB'}"
     )
 
 
@@ -213,9 +275,15 @@ def _debug_everywhere() -> bool | Path:
     return asked == "1" if asked in ("", "0", "1") else Path(asked)
 
 
+def _allowed(name: str) -> str:
+    """The allowed values of an option and its default, as plain text."""
+    values, default, _ = DESCRIBED[name]
+    return f"{values} (default: {default})".replace("`", "")
+
+
 def _unknown(name: str) -> ValueError:
-    guess = _closest(str(name), ALLOWED)
-    allowed = "; ".join(f"{key!r}: {what}" for key, what in ALLOWED.items())
+    guess = _closest(str(name), DESCRIBED)
+    allowed = "; ".join(f"{key!r}: {_allowed(key)}" for key in DESCRIBED)
     return ValueError(f"unknown option {name!r} for backend='osdp'.{guess} Allowed: {allowed}")
 
 
@@ -294,7 +362,7 @@ def _search(value: Any) -> Search:
 def _dtype(value: Any) -> torch.dtype:
     found = getattr(torch, value, None) if isinstance(value, str) else value
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"{value!r} is no type of floating-point numbers")
+        raise ValueError(f"{value!r} is not a floating-point dtype")
     return found
 
 

@@ -1,6 +1,6 @@
 """Shard a model in place by a given plan, before its first call and before it has memory.
 
-::
+Example:
 
     with torch.device("meta"):
         model = GPT(config)
@@ -49,7 +49,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) -> M:
-    """Shard a model by a plan now, not at its first call. Collective.
+    """Shard a model by a plan before its first call. Collective.
 
     Every parameter becomes a ``DTensor`` parameter of the same name: ``Shard(0)``, of which this
     rank holds its rows, or ``Replicate()``. A plan that shards within hosts gives placements on
@@ -59,7 +59,7 @@ def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) 
 
     ``torch.compile(model, backend="osdp")`` then uses this plan and does not search for another.
     Until its first call ``module.weight`` is the DTensor itself, for code that initialises it
-    (:mod:`osdp_compile.engine.deferred_init`: with one seed, all ranks together hold the values of
+    (with one seed, all ranks together hold the values of
     a single process), and the model cannot be called uncompiled. The first compiled call
     broadcasts rank 0's buffers and replicated parameters; each rank keeps its own rows.
 
@@ -67,14 +67,15 @@ def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) 
 
     Args:
         model: a module, or the result of ``torch.compile`` for it.
-        plan: a result of :func:`osdp_compile.plan` or ``plan_of``, a hand-made Plan, or the path
+        plan: a result of ``osdp_compile.plan`` or ``plan_of``, a hand-made Plan, or the path
             of a saved one. The same on every rank.
         mesh: as the backend's option: over the data-parallel ranks, with one dimension or two
             (default: all ranks). Needed for a model on the meta device that will not train on the
             process group's accelerator, and, with two dimensions, for a plan that shards within
             hosts.
 
-    Returns the model.
+    Returns:
+        The model.
 
     Raises:
         ValueError: for a malformed argument.
@@ -84,7 +85,7 @@ def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) 
     """
     options = CheckedOptions.parse({"plan": plan, "mesh": mesh})
     if options.plan is None:
-        raise ValueError("plan=None: give an osdp_compile.Plan, or the path of one saved")
+        raise ValueError("plan=None: give an osdp_compile.Plan, or the path of a saved one")
     alone = why_alone(options)
     if alone is not None:
         say_once(f"{alone}: nothing is sharded")
@@ -142,7 +143,7 @@ def _device_type(root: nn.Module) -> str:
 
 def _shardable(root: nn.Module, mesh: DeviceMesh) -> list[ModelParameter]:
     if plan_of(root) is not None:
-        raise OsdpError("the model is sharded already: osdp_compile.shard is for one that is not")
+        raise OsdpError("the model is sharded already: call osdp_compile.shard once")
     entries = model_parameters([("", root)])
     check_shardable(entries)
     for entry in entries:

@@ -62,15 +62,19 @@ def trace_graphs(
 
     Args:
         model: a module on any real device; the trace uses a copy.
-        args, kwargs: one rank's inputs.
+        args: one rank's inputs.
+        kwargs: its keyword arguments.
+        world_size: number of ranks.
+        rank: the rank whose graphs are traced.
         plan: a Plan, or one decision for all parameters (``"shard_regather"``); None: the
             planner's plan under ``options["memory_limit"]`` for generic hardware.
         options: as for ``torch.compile(model, backend="osdp", options=...)``.
         mesh: ranks by dimension of a two-dimensional mesh, the outer first, such as
             ``{"host": 2, "gpu": 4}``; without a profile the inner one is ten times as fast.
 
-    Returns the texts in the order of the passes, by graph and pass: ``"forward/shard"``,
-    ``"backward/reorder"``, ``"joint/tag"``. The graph is checked after every pass.
+    Returns:
+        The texts in the order of the passes, by graph and pass: ``"forward/shard"``,
+            ``"backward/reorder"``, ``"joint/tag"``. The graph is checked after every pass.
     """
     model = copy.deepcopy(model)
     given = {"debug": True, **(options or {})}
@@ -113,7 +117,7 @@ def _mesh(model: nn.Module, mesh: Mapping[str, int], world_size: int) -> DeviceM
         ValueError: if the product of ``mesh`` is not ``world_size``.
     """
     if math.prod(mesh.values()) != world_size:
-        raise ValueError(f"mesh={dict(mesh)} are not {world_size} ranks, as world_size says")
+        raise ValueError(f"mesh={dict(mesh)} is not a mesh of {world_size} ranks (world_size)")
     device_type = next(model.parameters()).device.type
     return init_device_mesh(device_type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
 

@@ -2,7 +2,7 @@
 
 A pass is a function ``(GraphModule, Context) -> GraphModule`` with a name, a stage, and a
 contract: the properties that it needs and the properties that it leaves. To add a pass of your
-own, insert it next to another one::
+own, insert it next to another one:
 
     from passes.pipeline import Pass, default_passes, insert_after
 
@@ -40,9 +40,10 @@ from passes.types.context import Context, Phase
 class Stage(str, enum.Enum):
     """The graph that a pass gets.
 
-    ``JOINT``: the joint forward and backward before partitioning, or an inference graph.
-    ``STEP``: the partitioned forward and backward together (``passes/graph/step_module.py``).
-    ``PARTS``: the forward and the backward, each on its own, or an inference graph.
+    Attributes:
+        JOINT: the joint forward and backward before partitioning, or an inference graph.
+        STEP: the partitioned forward and backward together (``passes/graph/step_module.py``).
+        PARTS: the forward and the backward, each on its own, or an inference graph.
     """
 
     JOINT = "joint"
@@ -55,7 +56,15 @@ PassFunction = Callable[[fx.GraphModule, Context], fx.GraphModule]
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """A pass and its contract: earlier passes must leave everything that ``needs`` lists."""
+    """A pass and its contract.
+
+    Attributes:
+        name: unique in a list of passes.
+        function: ``(GraphModule, Context) -> GraphModule``.
+        stage: the graph that it gets.
+        needs: words that earlier passes must leave.
+        leaves: words that later passes may need.
+    """
 
     name: str
     function: PassFunction
@@ -145,9 +154,14 @@ def run(
 ) -> fx.GraphModule:
     """Run the passes of one stage in order.
 
-    ``observe`` gets the graph after each pass; of a step, both graphs one after the other.
-    ``recompile``: regenerate the module's code at the end, so that passes need not. Callers that
-    only read the graph save time without it; module metadata of the last pass then stays.
+    Args:
+        passes: the whole list; passes of other stages are left out.
+        stage: the stage to run.
+        gm: the graph of that stage.
+        ctx: the context; its phase is the graph's.
+        observe: gets the graph after each pass; of a step, both graphs one after the other.
+        recompile: regenerate the module's code at the end, so that passes need not. Callers that
+            only read the graph save time without it; module metadata of the last pass then stays.
     """
     for one in passes:
         if one.stage is stage:

@@ -418,6 +418,6 @@ FAMILIES = [
         "WGAN-GP, double backward",
         "by hand",
         _gan_with_penalty,
-        refused="goes through the backward of the compiled model",
+        refused="a second derivative goes through the compiled model",
     ),
 ]

@@ -98,13 +98,12 @@ def _print(found: Calibration, out: Path) -> None:
     if found.links:
         console.print(_link_table(found))
         console.print(
-            "Off by: what latency + bytes / bandwidth is from the times taken, median and worst, "
-            "over sizes from "
-            f"{format_bytes(min(_sizes(found)))} to {format_bytes(max(_sizes(found)))} "
+            "error: of latency + bytes / bandwidth against the measured times, median and worst, "
+            f"for {format_bytes(min(_sizes(found)))} to {format_bytes(max(_sizes(found)))} "
             "that a rank sends.\n"
-            "Start: what starting one takes of the computing, whatever its size.\n"
-            "Busy: how much longer computing takes for each byte sent beside it.\n"
-            "Late: how much later a collective ends beside computing than alone."
+            "start: compute overhead of each collective, at any size.\n"
+            "overhead: compute overhead of the bytes sent beside it.\n"
+            "delay: later end of a collective that starts beside compute."
         )
     else:
         console.print(
@@ -122,7 +121,7 @@ def _device_table(hardware: Hardware) -> Table:
         if dtype != "default":
             table.add_row(f"{dtype} products", f"{rate / 1e9:,.1f} GFLOP/s")
     table.add_row("memory bandwidth", f"{format_bytes(hardware.memory_bytes_per_second)}/s")
-    table.add_row("least time of a kernel", format_seconds(hardware.launch_seconds))
+    table.add_row("launch of a kernel", format_seconds(hardware.launch_seconds))
     if hardware.memory_bytes:
         table.add_row("memory", format_bytes(hardware.memory_bytes))
     return table
@@ -133,10 +132,10 @@ def _link_table(found: Calibration) -> Table:
     if len(found.links) > 1:
         table.add_column("along")
     table.add_column("collective")
-    for title in ("latency", "bandwidth", "start", "busy", "late"):
+    for title in ("latency", "bandwidth", "start", "overhead", "delay"):
         table.add_column(title, justify="right")
-    table.add_column("carried out")
-    table.add_column("off by", justify="right")
+    table.add_column("algorithm")
+    table.add_column("error", justify="right")
     rows = [(name, *item) for name, kinds in found.links.items() for item in kinds.items()]
     for name, kind, link in rows:
         rate = link.rate

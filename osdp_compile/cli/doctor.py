@@ -132,7 +132,7 @@ def _devices() -> Iterator[Finding]:
 def _cache() -> Iterator[Finding]:
     folder = cache_folder()
     if folder is None:
-        advice = "Every run measures the machine again. Unset OSDP_CACHE_DIR to keep profiles."
+        advice = "Every run measures the machine. Unset OSDP_CACHE_DIR to keep profiles."
         yield Finding("profiles", "the cache is off", "note", advice)
         return
     files = sorted(folder.glob("*.json")) if folder.is_dir() else []

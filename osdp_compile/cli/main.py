@@ -21,20 +21,25 @@ from osdp_compile.cli.arguments import add_calibrate, add_plan, add_sweep
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
+    given = argument_parser().parse_args(arguments)
+    command = importlib.import_module(f"osdp_compile.cli.{given.command}")
+    return int(command.run(given))
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    """The arguments of all commands."""
     parser = argparse.ArgumentParser(
         prog="osdp", description="Tools for torch.compile(model, backend='osdp')."
     )
     parser.add_argument("--version", action=_Version, help="show the versions and exit")
     commands = parser.add_subparsers(dest="command", required=True)
     add_calibrate(commands.add_parser("calibrate", help="measure this machine and its network"))
-    add_plan(commands.add_parser("plan", help="plan a model for a cluster that need not be here"))
+    add_plan(commands.add_parser("plan", help="plan a model for a cluster that is elsewhere"))
     add_sweep(commands.add_parser("sweep", help="plan over ranks, bandwidths, memory and lengths"))
-    doctor = commands.add_parser("doctor", help="show what this machine has, and what will fail")
-    doctor.description = "Versions, process groups, compiler, devices, profiles; exit status 1 if "
-    doctor.description += "something that training needs does not work."
-    given = parser.parse_args(arguments)
-    command = importlib.import_module(f"osdp_compile.cli.{given.command}")
-    return int(command.run(given))
+    doctor = commands.add_parser("doctor", help="show what this machine has, and what fails on it")
+    doctor.description = "Show versions, process groups, compiler, devices and profiles. The exit "
+    doctor.description += "status is 1 if training fails on this machine."
+    return parser
 
 
 class _Version(argparse.Action):

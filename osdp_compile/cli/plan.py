@@ -31,7 +31,7 @@ from passes.types.units import format_bytes, format_seconds
 ALTERNATIVES = {
     "DDP: replicate all": Decision.REPLICATE,
     "ZeRO-2: shard all, keep": Decision.SHARD_KEEP,
-    "FSDP: shard all, gather again": Decision.SHARD_REGATHER,
+    "FSDP: shard all, regather": Decision.SHARD_REGATHER,
     "HSDP: the same within hosts": Decision.SHARD_HOST_REGATHER,
 }
 
@@ -101,9 +101,9 @@ def _run(given: argparse.Namespace, console: Console) -> None:
 
 def _comparison(found: Plan, others: dict[str, Plan], limit_bytes: int | None) -> Table:
     """The plan beside the :data:`ALTERNATIVES`."""
-    table = Table(title="beside one decision for all", title_justify="left")
+    table = Table(title="compared with one decision for all parameters", title_justify="left")
     table.add_column("plan")
-    for head in ("step", "waiting", "peak", "under the limit", "times as fast"):
+    for head in ("step", "exposed", "peak", "fits", "step / osdp's"):
         table.add_column(head, justify="right")
     ours = found.prediction
     assert ours is not None
@@ -141,7 +141,7 @@ def _batch_table(tried: Sequence[Tried]) -> Table:
 
 def _frontier_table(curve: Frontier) -> Table:
     table = Table(title="step time against memory", title_justify="left")
-    for head in ("limit", "peak", "step", "waiting"):
+    for head in ("limit", "peak", "step", "exposed"):
         table.add_column(head, justify="right")
     for limit_bytes, plan in curve.points:
         said = plan.prediction

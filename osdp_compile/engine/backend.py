@@ -150,7 +150,7 @@ def warn_of_limit(options: CheckedOptions, alone: str) -> None:
         _warned.add((alone, limit))
         ensure_visible(log)
         log.warning(
-            "memory_limit=%s is not kept: %s, nothing is planned, the model takes what it takes",
+            "memory_limit=%s is not kept: %s, and nothing is planned",
             format_limit(limit),
             alone,
         )

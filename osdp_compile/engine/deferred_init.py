@@ -146,8 +146,8 @@ def _part(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _is_rows(tensor, dim) or _is_all(operator, args):
         return _torch.without_dtensor_handler(operator, args, kwargs)
     raise OsdpError(
-        f"rows of a parameter of shape {tuple(tensor.shape)} lie on other ranks: what is written "
-        "into a part of them would be lost. Copy a whole tensor into the parameter, or write this "
+        f"rows of a parameter of shape {tuple(tensor.shape)} lie on other ranks: a write into "
+        "a part of them would be lost. Copy a whole tensor into the parameter, or write this "
         "rank's rows into parameter.to_local()"
     )
 

@@ -48,7 +48,7 @@ def _refuse_where_graph_is_created(
 
 def _refuse(grad_outputs: Sequence[Tensor | None]) -> None:
     raise OsdpError(
-        "a backward goes through the backward of the compiled model (create_graph=True, as for a "
-        "gradient penalty), and torch.compile has no derivative of that. Leave the model that "
-        "needs it uncompiled, in DistributedDataParallel; others may use backend='osdp'"
+        "a second derivative goes through the compiled model (create_graph=True, as for a gradient "
+        "penalty), and torch.compile has none. Leave the model that needs it uncompiled, in "
+        "DistributedDataParallel; others may use backend='osdp'"
     )

@@ -408,7 +408,7 @@ def _warn_of_whole(ctx: Context, options: CheckedOptions) -> None:
     if limit_bytes is not None and whole_bytes > limit_bytes:
         log.warning(
             "the whole model takes %s until it is sharded at this first call, above "
-            "memory_limit=%s: build it on the meta device, and lay it out with osdp_compile.shard",
+            "memory_limit=%s: build it on the meta device, and shard it with osdp_compile.shard",
             format_bytes(whole_bytes),
             format_limit(limit_bytes),
         )

@@ -68,12 +68,12 @@ def session_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Session | None:
         found = find(value)
         if found is None and name is not None:
             raise OsdpError(
-                f"parameter {name!r} was replaced after the model was laid out: write into the "
+                f"parameter {name!r} was replaced after the model was sharded: write into the "
                 "parameter instead (load_state_dict without assign=True, copy_)"
             )
         if found is None:
             raise OsdpError(
-                "a DTensor parameter of this model was not laid out by osdp: do not wrap the "
+                "a DTensor parameter of this model was not sharded by osdp: do not wrap the "
                 "model in FSDP or replace its parameters (model.to, load_state_dict(assign=True)) "
                 "after the first call"
             )
@@ -224,7 +224,7 @@ def _warn_of_not_recomputed(
         log.warning(
             "of %d tensors that the plan recomputes, this graph does not save %d, the first of "
             "them %r: it is not the graph that was planned on, and may take more memory than was "
-            "predicted. Make the first call with the shapes of later ones, or plan again",
+            "predicted. Make the first call with the shapes of later ones, or make a new plan",
             len(plan.recompute),
             len(missing),
             missing[0],
@@ -268,8 +268,8 @@ def _warn_of_rows_at_once(forward: fx.GraphModule, read: frozenset[str], session
     names = [p.name for p in by_rows if p.name in read]
     if names:
         log.warning(
-            "the plan runs what reads %s by slices of its rows (tokens), and this graph is for any "
-            "number of them: it multiplies all at once, and may take more memory than was "
+            "the plan slices the rows (tokens) of the operators that read %s, and this graph is "
+            "for any number of rows: it multiplies all rows at once, and may take more memory than "
             "predicted. torch.compile(..., dynamic=False) slices, with a graph for each length",
             ", ".join(names),
         )

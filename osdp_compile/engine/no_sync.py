@@ -24,7 +24,7 @@ _waiting: list[nn.Module] = []
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Inside, backwards add up gradients on each rank and reduce none. Collective.
 
-    ::
+    Example:
 
         for index, (inputs, targets) in enumerate(micro_batches):
             last = index == len(micro_batches) - 1

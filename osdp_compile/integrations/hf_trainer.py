@@ -38,7 +38,7 @@ except ImportError as error:
 class OsdpTrainerMixin:
     """Mixin: a ``transformers.Trainer``, or a subclass of it, trains with osdp.
 
-    ::
+    Example:
 
         class MyTrainer(OsdpTrainerMixin, Seq2SeqTrainer): ...
 
@@ -68,8 +68,8 @@ class OsdpTrainerMixin:
         super().__init__(*args, **kwargs)
         if hasattr(self.model, "_orig_mod"):
             raise OsdpError(
-                "the model is compiled already: give the Trainer the model itself, and what it is "
-                "compiled with as osdp_options={...}"
+                "the model is compiled already: give the Trainer the model itself, and the "
+                "options of torch.compile as osdp_options={...}"
             )
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -135,7 +135,7 @@ class OsdpTrainerMixin:
 
 
 class OsdpTrainer(OsdpTrainerMixin, Trainer):
-    """``transformers.Trainer`` with osdp: see :class:`OsdpTrainerMixin`."""
+    """``transformers.Trainer`` with osdp: see ``OsdpTrainerMixin``."""
 
 
 def _check(args: Any) -> None:
@@ -156,7 +156,7 @@ def _check(args: Any) -> None:
     if args.save_on_each_node:
         raise OsdpError(
             "save_on_each_node=True beside OsdpTrainer: whole weights are gathered on rank 0 only, "
-            "so leave it out, and give hosts a folder that they share to go on from"
+            "so leave it out, and give all hosts one shared folder"
         )
     if args.n_gpu > 1:
         raise OsdpError(

@@ -129,8 +129,8 @@ def check_shardable(parameters: Sequence[ModelParameter]) -> None:
         parameter = entry.parameter
         if isinstance(parameter, DTensor):
             raise OsdpError(
-                f"parameter {entry.name!r} is a DTensor already: backend='osdp' lays out plain "
-                "parameters itself; do not wrap the model in FSDP, distribute or shard it first"
+                f"parameter {entry.name!r} is a DTensor already: backend='osdp' shards plain "
+                "parameters itself. Do not wrap the model in FSDP, distribute or shard it first"
             )
         hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
         if parameter._backward_hooks or hooks:
@@ -250,7 +250,7 @@ def raise_replaced(name: str) -> NoReturn:
         OsdpError(
             f"parameter {name!r} was replaced by a plain tensor after the model was sharded: write "
             "into the parameter instead (load_state_dict without assign=True, copy_). Inside "
-            "osdp_compile.full_parameters call the model itself, not what torch.compile returned"
+            "osdp_compile.full_parameters call the model itself, not the result of torch.compile"
         )
     )
 

@@ -29,9 +29,9 @@ def check_not_wrapped(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
     reduced = {id(parameter) for parameter in _torch.reduced_by_ddp()}
     if any(id(value) in reduced for value in (*inputs, *read)):
         raise OsdpError(
-            "the model is wrapped in DistributedDataParallel, which reduces gradients itself: give "
-            "torch.compile(..., backend='osdp') the module that it wraps (model.module), and call "
-            "what that returns. accelerate and transformers.Trainer wrap what they prepare: use "
+            "the model is wrapped in DistributedDataParallel, which reduces gradients itself: "
+            "compile the wrapped module, torch.compile(model.module, backend='osdp'), and call the "
+            "result. accelerate and transformers.Trainer wrap the models that they prepare: use "
             "osdp_compile.integrations.hf_trainer.OsdpTrainer; with accelerate, "
             "prepare_model(model, evaluation_mode=True), which brings autocast only, and then "
             "torch.compile"
@@ -50,9 +50,8 @@ def check_not_in_fsdp(models: Iterable[nn.Module]) -> None:
     if any(_is_in_fsdp(module) for model in models for module in model.modules()):
         raise OsdpError(
             "the model is in FSDP, which shards it itself: delete the calls of fully_shard, or "
-            "FullyShardedDataParallel around it; backend='osdp' shards the model by its plan. For "
-            "what their arguments said there are options={'mesh': ..., 'param_dtype': ..., "
-            "'reduce_dtype': ...}"
+            "FullyShardedDataParallel around it; backend='osdp' shards the model by its plan. "
+            "options={'mesh': ..., 'param_dtype': ..., 'reduce_dtype': ...} replace their arguments"
         )
 
 

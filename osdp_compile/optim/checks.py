@@ -41,8 +41,8 @@ def check_works_on_rows(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim") and kind.__name__ in _NOT_ON_ROWS:
         raise OsdpError(
-            f"torch.optim.{kind.__name__} does not work on the rows that a rank has of a sharded "
-            "parameter: use another one, as AdamW, or shard nothing, options={'plan': "
+            f"torch.optim.{kind.__name__} does not work on a rank's rows of a sharded parameter: "
+            "use another one, such as AdamW, or shard nothing, options={'plan': "
             "Plan.uniform(model.named_parameters(), 'replicate', world_size=...)}"
         )
 
@@ -65,9 +65,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         name = _replaced.get(parameter)
         if name is not None:
             raise OsdpError(
-                f"the optimizer holds parameter {name!r} as it was before the model was sharded, "
-                "which no longer gets gradients: build it from model.parameters(), before the "
-                "first call or after it"
+                f"the optimizer holds parameter {name!r} of the unsharded model, which gets no "
+                "gradients: build the optimizer from model.parameters()"
             )
     if any(isinstance(parameter, DTensor) for parameter in held):
         check_works_on_rows(optimizer)

@@ -63,7 +63,9 @@ def best_batch(
         InfeasibleLimit: if no size fits.
     """
     if not sizes and limit_bytes is None:
-        raise ValueError("--batch-sizes auto needs a memory limit, or it would never end")
+        raise ValueError(
+            "--batch-sizes auto needs a memory limit: without one every batch size fits"
+        )
     tried: list[Tried] = []
 
     traced_once = functools.cache(traced)

@@ -1,7 +1,7 @@
 """Offline: plans without the cluster, and without memory for the model.
 
 The trace uses a fake model without memory (the model may be on the meta device) and no process
-group. A hardware profile describes the cluster::
+group. A hardware profile describes the cluster:
 
     plan = osdp_compile.plan(model, (tokens, targets), world_size=64, hardware="h100-sxm",
                              memory_limit="80GB")
@@ -50,8 +50,10 @@ def plan(
     The model does not change, run or take memory; it may be on the meta device.
 
     Args:
-        args, kwargs: the model's arguments in training on one rank (only their shapes count).
-        world_size: number of ranks; or
+        model: a module; it may be on the meta device.
+        args: the model's arguments in training on one rank (only their shapes count).
+        kwargs: its keyword arguments.
+        world_size: number of ranks; or ``mesh``.
         mesh: number of ranks along each dimension, the outer first, as ``{"host": 8, "gpu": 8}``
             (collectives are hierarchical if the profile has rates along both names).
         hardware: a profile, the path of one, or the name of a preset.
@@ -62,10 +64,12 @@ def plan(
             backward and regather the others; None: the planner's choice.
         search: ``"thorough"`` searches under lower limits too, so more memory never gives a slower
             step; it takes minutes, ``"quick"`` takes seconds.
-        param_dtype, reduce_dtype: data type of gathered parameters and compute, and of reduced
-            gradients, as ``torch.bfloat16``; None: their own.
+        param_dtype: data type of gathered parameters and compute, as ``torch.bfloat16``; None:
+            their own.
+        reduce_dtype: data type of reduced gradients; None: the one they are computed in.
         accumulate: ``"reduced"``: plan memory for the reduced gradients of earlier backwards; True:
-            for whole accumulated gradients (:func:`osdp_compile.no_sync`).
+            for whole accumulated gradients (``osdp_compile.no_sync``).
+        passes: a list of ``passes.pipeline.Pass``; None: the default passes.
 
     Raises:
         ValueError: for a malformed argument, naming it.

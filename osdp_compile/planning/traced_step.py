@@ -49,8 +49,8 @@ _WHOLE_TRIES = 3
 #: The kinds of collective that the planner needs rates for.
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 NOTHING_TO_PLAN = (
-    "nothing that the model computes from these arguments needs gradients: there is nothing "
-    "to plan (are all parameters frozen, or is the model called under no_grad?)"
+    "no output of the model needs gradients: there is nothing to plan (are all parameters frozen, "
+    "or is the model called under no_grad?)"
 )
 #: The graphs' name of a process group that does not exist.
 _GROUP = "osdp_offline"

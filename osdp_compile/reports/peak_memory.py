@@ -14,13 +14,15 @@ class PeakMemory:
 
     Enter it before the model is built, so that everything is counted. On CUDA torch's allocator
     counts. On the CPU an allocator in front of torch's counts; its small library is compiled at
-    the first use.
-
-    ``peak_bytes``, ``current_bytes``: valid after the exit. On the CPU, tensors from before the
-    entry are in neither figure. On CUDA such a tensor counts as negative once it is freed.
+    the first use. On the CPU, tensors from before the entry are in neither figure. On CUDA such a
+    tensor counts as negative once it is freed.
 
     Raises:
         OsdpError: on entry, inside another ``PeakMemory`` on the CPU.
+
+    Attributes:
+        peak_bytes: the peak, valid after the exit.
+        current_bytes: the bytes that are alive at the exit.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:

@@ -69,8 +69,8 @@ def prediction_lines(plan: Plan) -> list[str]:
         return []
     filling = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in said.peak.items())
     lines = [
-        f"predicted step {format_seconds(said.step_seconds)}, of it "
-        f"{format_seconds(said.exposed_seconds)} waiting for communication",
+        f"predicted step {format_seconds(said.step_seconds)}, exposed communication "
+        f"{format_seconds(said.exposed_seconds)}",
         f"predicted peak {format_bytes(said.peak_bytes)} ({filling})",
     ]
     if plan.recompute:
@@ -87,7 +87,7 @@ def prediction_lines(plan: Plan) -> list[str]:
     ]
     if 1 in stages:
         lines.append(
-            f"{stages.count(1)} of {stages.count(0)} collectives over all ranks go stage by stage"
+            f"{stages.count(1)} of {stages.count(0)} collectives over all ranks are hierarchical"
         )
     return lines
 

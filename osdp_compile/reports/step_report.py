@@ -38,14 +38,16 @@ _SAVED = "saved by other graphs"
 class Report:
     """Prediction and measurement of one training step on this rank. Prints as tables.
 
-    ``timeline``: the simulated step: forward, backward and optimizer.
-    ``measured_step_seconds``: the median of ``measured_steps`` steps, from the start of one
-    forward to the next; None for too few steps.
-    ``measured_peak_bytes``: the given peak, or on CUDA the allocator's; None: there is neither.
-    ``entered_late``: the given peak was measured without the model's own parameters, and is not in
-    the report. ``on_cuda``: the model is on CUDA.
-    ``trained_graphs``: number of graphs that a step runs in sequence; more than one comes from
-    graph breaks. The timeline has the last compilation of each graph.
+    Attributes:
+        timeline: the simulated step: forward, backward and optimizer.
+        measured_step_seconds: the median of ``measured_steps`` steps, from the start of one forward
+            to the next; None for too few steps.
+        measured_peak_bytes: the given peak, or on CUDA the allocator's; None: there is neither.
+        entered_late: the given peak was measured without the model's own parameters, and is not in
+            the report.
+        on_cuda: the model is on CUDA.
+        trained_graphs: number of graphs that a step runs in sequence; more than one comes from
+            graph breaks. The timeline has the last compilation of each graph.
     """
 
     world_size: int
@@ -136,7 +138,7 @@ def report(model: nn.Module, *, peak_bytes: int | None = None) -> Report:
     Raises:
         OsdpError: if the model has no plan, or its backward has not been compiled yet.
 
-    Example::
+    Example:
 
         for batch in batches:
             train_step(batch)
@@ -145,7 +147,7 @@ def report(model: nn.Module, *, peak_bytes: int | None = None) -> Report:
     session = session_for(model)
     if session is None:
         raise OsdpError(
-            "this model has no plan yet: call what torch.compile(model, backend='osdp') returned, "
+            "this model has no plan yet: call the result of torch.compile(model, backend='osdp'), "
             "with gradients and with two ranks or more, and run its backward"
         )
     observed = session.observed
@@ -226,7 +228,7 @@ def _side_by_side(said: Report) -> Table:
         _ratio(said.predicted_step_seconds, step),
     )
     exposed = format_seconds(said.predicted_exposed_seconds)
-    table.add_row("  waiting for communication", exposed, "", "")
+    table.add_row("  exposed communication", exposed, "", "")
     table.add_row(
         "peak memory",
         format_bytes(said.predicted_peak_bytes),
@@ -241,7 +243,7 @@ def _ratio(predicted: float, measured: float | None) -> str:
 
 
 def _exposed(said: Report) -> Table:
-    table = Table(title="communication that is not hidden, predicted", title_justify="left")
+    table = Table(title="exposed communication, predicted", title_justify="left")
     table.add_column("collective", overflow="fold")
     table.add_column("phase")
     table.add_column("exposed", justify="right")
@@ -264,7 +266,7 @@ def _exposed(said: Report) -> Table:
 
 def _by_kind(said: Report) -> Table:
     table = Table(title=f"the predicted peak, in the {said.peak_phase}", title_justify="left")
-    table.add_column("what fills it")
+    table.add_column("kind")
     table.add_column("bytes", justify="right")
     table.add_column("share", justify="right")
     for kind, size_bytes in said.peak_bytes_by_kind.items():
@@ -275,11 +277,11 @@ def _by_kind(said: Report) -> Table:
 
 def _largest(said: Report) -> Table:
     tensors = [buffer for buffer in said.peak_buffers if not buffer.is_part]
-    table = Table(title="largest tensors of the step that are alive then", title_justify="left")
+    table = Table(title="largest tensors of the step at the peak", title_justify="left")
     table.add_column("tensor", overflow="fold")
     table.add_column("kind")
     table.add_column("bytes", justify="right")
-    table.add_column("what it is", overflow="fold")
+    table.add_column("origin", overflow="fold")
     for buffer in tensors[:SHOWN_BUFFERS]:
         size = format_bytes(buffer.size_bytes)
         table.add_row(Text(buffer.name), buffer.kind, size, Text(_shortened(buffer.label)))
@@ -308,14 +310,14 @@ def _notes(said: Report) -> list[str]:
         )
     else:
         notes.append(
-            f"step: median of {said.measured_steps}, from one forward's start to the next one's"
+            f"step: median of {said.measured_steps}, from the start of one forward to the next"
         )
     if said.on_cuda:
         notes.append("peak: the allocator's, since torch.cuda.reset_peak_memory_stats()")
     elif said.entered_late:
         notes.append(
-            "peak: osdp_compile.PeakMemory() was entered when the model was there already, and did "
-            "not count it. Build and train the model inside it"
+            "peak: osdp_compile.PeakMemory() was entered after the model was built, and did not "
+            "count it. Build and train the model inside it"
         )
     elif said.measured_peak_bytes is None:
         notes.append(
@@ -325,6 +327,6 @@ def _notes(said: Report) -> list[str]:
     if said.trained_graphs > 1:
         notes.append(
             f"the step runs as {said.trained_graphs} compiled graphs (graph breaks), one after the "
-            "other: the plan saw the first only, and nothing hides from one graph to the next"
+            "other: no communication overlaps from one graph to the next"
         )
     return notes

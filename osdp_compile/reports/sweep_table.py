@@ -15,12 +15,12 @@ from osdp_compile.planning.sweep import NOTICEABLE, Bound, Point, Reached
 from passes.types.units import format_bytes, format_limit, format_seconds, is_decimal
 
 EXPLAINED = (
-    "Used: of the FLOP/s that the profile has for matrix products. FSDP: all sharded and gathered "
-    "again; gain: throughput over its.\n"
-    "After '>': nothing fits, and that is the least that would.\n"
-    "Bound by memory, if there would be more throughput without a limit; else by bandwidth, if "
-    "the same plan would have more where bytes take no time; by latency, if it waits for "
-    f"communication all the same; else by compute (each by more than {NOTICEABLE:.0%})."
+    "used: share of the profile's FLOP/s for matrix products. FSDP: all sharded and regathered. "
+    "gain: throughput over FSDP's.\n"
+    "After '>': nothing fits; the figure is the least feasible limit.\n"
+    "Bound by memory: more throughput without a limit. Else by bandwidth: the same plan has more "
+    "throughput if bytes take no time. Else by latency: it still has exposed communication. "
+    f"Else by compute. Each by more than {NOTICEABLE:.0%}."
 )
 _STYLES = {
     Bound.MEMORY: "red",

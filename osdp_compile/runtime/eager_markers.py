@@ -36,7 +36,7 @@ def group_of(name: str) -> dist.ProcessGroup:
     if name not in _groups:
         raise RuntimeError(
             f"process group {name!r} of a sharded parameter is gone: the model was sharded under "
-            "a process group that was destroyed since; build the model again"
+            "a process group that is destroyed; build the model after init_process_group"
         )
     return _groups[name]
 

@@ -74,7 +74,7 @@ class PendingModel:
         if options.search != "quick":
             raise OsdpError(
                 "the model was sharded by a plan already, none is searched for: leave out "
-                "options={'search'}, or search for the plan that osdp_compile.shard is given so"
+                "options={'search'}, or give it to osdp_compile.plan"
             )
         return dataclasses.replace(options, mesh=self.given_mesh).with_plan(self.plan)
 
@@ -120,7 +120,7 @@ def _check(entry: ModelParameter, laid_out: PendingModel) -> None:
     placements = tuple(placements_of(laid_out.plan.decision(name), mesh))
     if parameter.device_mesh != mesh or parameter.placements != placements:
         raise OsdpError(
-            f"parameter {name!r} was laid out anew after the model was sharded: as "
+            f"parameter {name!r} was distributed after the model was sharded: as "
             f"{parameter.placements} over {parameter.device_mesh}, not as {placements} over {mesh}"
         )
     if parameter.device.type != mesh.device_type:

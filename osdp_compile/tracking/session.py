@@ -130,10 +130,11 @@ def session_for(model: nn.Module) -> Session | None:
 def plan_of(model: nn.Module) -> Plan | None:
     """The plan in force for a model; None before its first call that needs gradients.
 
-    After :func:`osdp_compile.shard` a model has a plan at once.
+    After ``osdp_compile.shard`` a model has a plan at once.
 
-    ``model``: the module, the result of ``torch.compile`` for it, or a module that contains the
-    planned module or is contained in it.
+    Args:
+        model: the module, the result of ``torch.compile`` for it, or a module that contains the
+            planned module or is contained in it.
     """
     session = session_for(model)
     if session is not None:

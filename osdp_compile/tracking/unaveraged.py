@@ -45,7 +45,7 @@ def check_averaged(stepping: Sequence[nn.Parameter]) -> None:
             raise OsdpError(
                 f"the gradient of parameter {differing!r} differs between ranks: it was used "
                 "outside of a forward, where nothing averages its gradient. Use it inside the "
-                "model's forward, or compile the function that does, a loss say: "
+                "model's forward, or compile the function that uses it, such as a loss: "
                 "torch.compile(loss_of, backend='osdp')"
             )
 

@@ -63,7 +63,7 @@ def cost_of(node: fx.Node) -> Cost:
     if node.op == "call_function":
         raise NoCost(
             f"node {node.name!r} ({node.target}) has no cost: insert operators before the pass "
-            "'annotate', or run it again after yours"
+            "'annotate', or add an 'annotate' of another name after yours"
         )
     return _NOTHING
 

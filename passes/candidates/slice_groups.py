@@ -198,16 +198,16 @@ def splits_by_hand(captured: Captured, ctx: Context) -> tuple[tuple[Split, ...],
         of_input, layer = max(own, key=lambda pair: _meant(name, *pair))
         if of_input and kept:
             raise ValueError(
-                f"parameter {name!r} is gathered as a whole, as the rows of its input are sliced: "
-                f"not {kept} of {slices} slices can be kept"
+                f"parameter {name!r} is gathered whole, because the rows of its input are sliced: "
+                f"{kept} of {slices} slices cannot be kept"
             )
         again.update(dict.fromkeys(layer.recompute))
         for one, along, like in layer.along:
             split = Split(one, slices, along, like, kept_of.get(one, kept))
             if found.setdefault(one, split).slices != slices:
                 raise ValueError(
-                    f"parameters {name!r} and {one!r} run in slices together and are to be in "
-                    f"{slices} and {found[one].slices}: give one number"
+                    f"parameters {name!r} and {one!r} run in slices together, and have "
+                    f"{slices} and {found[one].slices} slices: give both one number"
                 )
     return tuple(sorted(found.values())), tuple(again)
 

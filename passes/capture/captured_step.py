@@ -51,7 +51,7 @@ class NothingSaved(ValueError):
     def __init__(self, keys: Sequence[str]) -> None:
         super().__init__(
             f"it recomputes {len(keys)} tensors that this model's forward does not save or that "
-            f"cannot be computed again, the first of them {keys[0]!r}; plan again"
+            f"its backward cannot recompute, the first of them {keys[0]!r}; make a new plan"
         )
 
 

@@ -93,6 +93,7 @@ def is_alias(node: fx.Node) -> bool:
 
 
 def is_collective(node: fx.Node) -> bool:
+    """Whether a node starts a collective."""
     return node.op == "call_function" and _communicates(node.target)
 
 
@@ -102,6 +103,7 @@ def group_of(node: fx.Node) -> str:
 
 
 def is_marker(node: fx.Node) -> bool:
+    """Whether a node is a marker, or stands for the left-out layers of a folded step."""
     return node.op == "call_function" and node.target in (UNSHARD, REDUCE_GRAD, LEFT_OUT)
 
 
@@ -180,6 +182,7 @@ def tensor_inputs(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def output_node(graph: fx.Graph) -> fx.Node:
+    """The node that returns the graph's outputs."""
     output: fx.Node = next(iter(reversed(graph.nodes)))
     return output
 

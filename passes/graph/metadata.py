@@ -28,17 +28,19 @@ class NoMetadata(ValueError):
 class Key(Generic[_Owner, _Value]):
     """A key of metadata: of nodes or of modules, with a value of one type.
 
-    ``name``: the key in ``meta``. Loops over all nodes of each candidate plan (``annotate``, the
-    simulator) use it directly, because a call of a method takes longer than the read.
-    ``writer``: the passes or functions that write it.
+    Attributes:
+        name: the key in ``meta``. Loops over all nodes of each candidate plan (``annotate``, the
+            simulator) use it directly, because a call of a method takes longer than the read.
+        writer: the passes or functions that write it.
 
-    >>> node = fx.Graph().placeholder("x")
-    >>> PARAMETER.set(node, "head.weight")
-    >>> PARAMETER.of(node), PARAMETER.get(node), INPUT.get(node), INPUT.is_set(node)
-    ('head.weight', 'head.weight', None, False)
-    >>> INPUT.of(node)
-    Traceback (most recent call last):
-    passes.graph.metadata.NoMetadata: node 'x' (x) has no meta['input'], which mark_inputs writes
+    Examples:
+        >>> node = fx.Graph().placeholder("x")
+        >>> PARAMETER.set(node, "head.weight")
+        >>> PARAMETER.of(node), PARAMETER.get(node), INPUT.get(node), INPUT.is_set(node)
+        ('head.weight', 'head.weight', None, False)
+        >>> INPUT.of(node)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        passes.graph.metadata.NoMetadata: node 'x' (x) has no meta['input'], which mark_inputs ...
     """
 
     name: str

@@ -39,7 +39,7 @@ class InvalidGraph(AssertionError):
 
 
 def check(gm: fx.GraphModule, pass_name: str) -> None:
-    """Raise :class:`InvalidGraph` if an invariant does not hold. See the module's docstring."""
+    """Raise ``InvalidGraph`` if an invariant does not hold. See the module's docstring."""
     try:
         gm.graph.lint()
     except (RuntimeError, ValueError) as error:
@@ -80,7 +80,7 @@ def _check_alive(start: fx.Node, order: dict[fx.Node, int], pass_name: str) -> N
     if not any(order[reader] > order[wait] for reader in readers):
         raise InvalidGraph(
             f"after pass {pass_name!r}: the input {source} of {start} may be written to before "
-            f"{wait}: whatever follows the wait must take it as 'sent' (see passes/ops/p2p.py)"
+            f"{wait}: an operator after the wait must take it as 'sent' (see passes/ops/p2p.py)"
         )
 
 

@@ -5,18 +5,18 @@ A sharded model reads every parameter through ``osdp::unshard``; its derivative 
 passes choose the collectives and their schedule. Their names and text are equal on all ranks:
 no marker carries a rank's own sizes.
 
-===================  ======================================================================
-``unshard``          local shard ``[rows/N, ...]`` -> full parameter ``[rows, ...]``
-``reduce_grad``      this rank's full gradient -> the mean over ranks, in the shard's shape
-===================  ======================================================================
+| operator        | result                                                              |
+|-----------------|---------------------------------------------------------------------|
+| ``unshard``     | local shard ``[rows/N, ...]`` -> full parameter ``[rows, ...]``     |
+| ``reduce_grad`` | this rank's full gradient -> the mean over ranks, in the shard's shape |
 
-``dtype``: dtype of the full parameter, if not the shard's; the shard is cast before the gather.
-``reduce_dtype``: dtype in which a gradient travels (default: its own). The result has the shard's
-dtype.
+``dtype`` is the dtype of the full parameter, if not the shard's; the shard is cast before the
+gather. ``reduce_dtype`` is the dtype in which a gradient travels (default: its own). The result has
+the shard's dtype.
 
 ``sharded=False`` marks a replicated parameter: ``unshard`` is then the identity and
 ``reduce_grad`` an all-reduce. ``group_name``, ``between`` and ``hosts`` describe the shard layout
-(:class:`passes.types.shard_layout.ShardLayout`). This file holds schemas, shapes and derivatives;
+(``passes.types.shard_layout.ShardLayout``). This file holds schemas, shapes and derivatives;
 ``osdp_compile/runtime/eager_markers.py`` holds the eager implementation, which needs process
 groups.
 """

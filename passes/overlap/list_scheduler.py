@@ -443,7 +443,7 @@ class Scheduler:
                 raise InvalidGraph(
                     f"pass 'reorder': {first.purpose.label!r} cannot start before "
                     f"{task.purpose.label!r}, as the plan's order says: the plan was made "
-                    "for another model; make it again"
+                    "for another model; make a new one"
                 )
             self.begin(first)
 

@@ -3,7 +3,7 @@
 Needs: a step module (``passes/graph/step_module.py``) with a forward and a backward from
 AOTAutograd's partitioner, and markers.
 Leaves: copies of the operators of the chosen tensors in the backward, each directly before its
-first use. The forward no longer returns these tensors. ``NOT_RECOMPUTED`` of the step: the keys
+first use. The forward does not return these tensors. ``NOT_RECOMPUTED`` of the step: the keys
 without effect. This forward does not compute or save the tensor, or the backward cannot recompute
 it.
 
@@ -348,7 +348,7 @@ class _Rewriting:
         returned = list(output.args[0])  # type: ignore[arg-type]
         first = len(returned) - len(self.cut.saved)
         if set(returned[first:]) != set(self.cut.saved):
-            raise ValueError("what the forward returns last is not what the backward is given")
+            raise ValueError("the last outputs of the forward are not the inputs of the backward")
         still = (node for node in returned[first:] if node not in self.chosen)
         save_instead(output, first, [*self.now_saved, *still])
         unused = list(self.chosen)

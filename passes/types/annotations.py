@@ -76,8 +76,8 @@ class Packable(NamedTuple):
 class Reason(enum.Enum):
     """The reason why a collective is exposed. The value is a text for users."""
 
-    NO_COMPUTE = "no compute to hide behind: the network is busy all along"
-    DEPENDENCY = "dependency: what it sends is there no earlier"
-    MEMORY = "memory: started earlier or ended later it would pass the limit"
-    IN_FLIGHT = "in-flight limit: as many bytes are on their way as the plan allows"
-    ORDER = "order: the plan's order of collectives puts others first"
+    NO_COMPUTE = "no compute to hide behind: the network is busy without a pause"
+    DEPENDENCY = "dependency: its input is not ready earlier"
+    MEMORY = "memory limit: an earlier start or a later end exceeds it"
+    IN_FLIGHT = "in-flight limit: the plan allows no more bytes in flight"
+    ORDER = "order: the plan starts other collectives first"

@@ -29,7 +29,8 @@ class Phase(str, enum.Enum):
 class Parameter:
     """A full parameter, before sharding.
 
-    ``optimizer_bytes``: bytes of optimizer state for the full parameter.
+    Attributes:
+        optimizer_bytes: bytes of optimizer state for the full parameter.
     """
 
     name: str
@@ -72,8 +73,10 @@ class Parameter:
 class MeshDim:
     """One dimension of a two-dimensional mesh of the ranks.
 
-    ``name``: name in the profile (``Hardware.dimensions``).
-    ``size``: ranks along it. ``group_name``: this rank's process group along it.
+    Attributes:
+        name: name in the profile (``Hardware.dimensions``).
+        size: ranks along it.
+        group_name: this rank's process group along it.
     """
 
     name: str
@@ -85,30 +88,38 @@ class MeshDim:
 class Context:
     """The input of every pass beside the graph.
 
-    ``base_bytes``: bytes that this rank holds during the whole graph and that the graph does not
-    allocate: parameters, optimizer state, buffers, the batch, gradients of earlier backwards,
-    other models. The planner's input leaves out the state between steps and adds it for each plan
-    (``passes.annotate.training_state.held_between_steps``).
-    ``accumulated_bytes``: the part of ``base_bytes`` for unsharded gradients that accumulate over
-    several backwards.
-    ``adds_gradients``: reduced gradients of earlier backwards are alive in both graphs. The new
-    gradients are added to them after the backward.
-    ``other_models_bytes``: the part of ``base_bytes`` that other models of the process hold.
-    ``between_bytes``: extra bytes of another model while it runs. It may run between the forward
-    and the backward.
-    ``limit_bytes``: memory limit for everything on this rank; None: no limit.
-    ``deciding``: the planner runs and searches for the best order of collectives. Otherwise the
-    order follows from the plan and the parameters, equally on all ranks.
-    ``uses_p2p``: gather and reduce with P2P collectives (gloo; see ``passes/ops/p2p.py``).
-    ``staged``: kinds of collective for which the backend holds a copy of the whole tensor in
-    flight, beside input and output (gloo's own gathers and scatters).
-    ``slices``: user-forced slices: (parameter, slices, kept slices). All other operators run
-    whole. None: the planner decides.
-    ``param_dtype``, ``reduce_dtype``: for a graph without markers, the dtype in which parameters
-    are read and the dtype in which gradients travel; None: their own.
-    ``mesh_dims``: the mesh dimensions of hierarchical collectives: outer (between hosts) and inner
-    (within a host). Rank ``h * inner.size + g`` is the g-th rank of host h. None: the ranks are
-    one flat group, or the profile has no rates along the dimensions.
+    Attributes:
+        plan: the plan in force, or the candidate that the planner lowers.
+        hardware: the rates of this rank's device and of the network.
+        parameters: the model's parameters, before sharding.
+        world_size: number of ranks.
+        rank: this rank. No decision may follow from it.
+        group_name: the process group of all ranks.
+        phase: the kind of the graph.
+        base_bytes: bytes that this rank holds during the whole graph and that the graph does not
+            allocate: parameters, optimizer state, buffers, the batch, gradients of earlier
+            backwards, other models. The planner's input leaves out the state between steps and adds
+            it for each plan (``passes.annotate.training_state.held_between_steps``).
+        accumulated_bytes: the part of ``base_bytes`` for unsharded gradients that accumulate over
+            several backwards.
+        adds_gradients: reduced gradients of earlier backwards are alive in both graphs. The new
+            gradients are added to them after the backward.
+        other_models_bytes: the part of ``base_bytes`` that other models of the process hold.
+        between_bytes: extra bytes of another model while it runs. It may run between the forward
+            and the backward.
+        limit_bytes: memory limit for everything on this rank; None: no limit.
+        deciding: the planner runs and searches for the best order of collectives. Otherwise the
+            order follows from the plan and the parameters, equally on all ranks.
+        uses_p2p: gather and reduce with P2P collectives (gloo; see ``passes/ops/p2p.py``).
+        staged: kinds of collective for which the backend holds a copy of the whole tensor in
+            flight, beside input and output (gloo's own gathers and scatters).
+        slices: user-forced slices: (parameter, slices, kept slices). All other operators run whole.
+            None: the planner decides.
+        param_dtype: the dtype in which a graph without markers reads parameters; None: their own.
+        reduce_dtype: the dtype in which its gradients travel; None: their own.
+        mesh_dims: the mesh dimensions of hierarchical collectives: outer (between hosts) and inner
+            (within a host). Rank ``h * inner.size + g`` is the g-th rank of host h. None: the ranks
+            are one flat group, or the profile has no rates along the dimensions.
     """
 
     plan: Plan

@@ -14,9 +14,10 @@ from typing import ClassVar
 class Scope(str, enum.Enum):
     """The ranks among which a parameter is sharded.
 
-    ``NONE``: every rank has the full parameter.
-    ``HOST``: the ranks of each host of a two-dimensional mesh. Every host has the full parameter.
-    ``ALL``: all ranks.
+    Attributes:
+        NONE: every rank has the full parameter.
+        HOST: the ranks of each host of a two-dimensional mesh. Every host has the full parameter.
+        ALL: all ranks.
     """
 
     NONE = "none"
@@ -29,22 +30,21 @@ _PLACES = {scope: place for place, scope in enumerate(Scope)}
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Decision:
-    """The decision for one parameter, beside its slices (:class:`passes.types.plan.ParameterPlan`).
+    """The decision for one parameter, beside its slices (``ParameterPlan``).
 
-    ``scope``: the ranks among which it is sharded.
-    ``keep``: the gathered parameter is kept from the forward for the backward. Otherwise the
-    backward regathers it. False for a replicated parameter.
+    | name                    | scope | keep  | elsewhere                                    |
+    |-------------------------|-------|-------|----------------------------------------------|
+    | ``replicate``           | none  | False | DDP: the gradient is all-reduced             |
+    | ``shard_keep``          | all   | True  | ZeRO-2, ``reshard_after_forward=False``      |
+    | ``shard_regather``      | all   | False | ZeRO-3, FSDP                                 |
+    | ``shard_host_keep``     | host  | True  | ZeRO-2 within each host                      |
+    | ``shard_host_regather`` | host  | False | HYBRID_SHARD, HSDP: gradient shards are      |
+    |                         |       |       | all-reduced between hosts                    |
 
-    ======================  =====  =====  ======================================================
-    name                    scope  keep   elsewhere
-    ======================  =====  =====  ======================================================
-    ``replicate``           none   False  DDP: the gradient is all-reduced
-    ``shard_keep``          all    True   ZeRO-2, ``reshard_after_forward=False``
-    ``shard_regather``      all    False  ZeRO-3, FSDP
-    ``shard_host_keep``     host   True   ZeRO-2 within each host
-    ``shard_host_regather`` host   False  HYBRID_SHARD, HSDP: gradient shards are all-reduced
-                                          between hosts
-    ======================  =====  =====  ======================================================
+    Attributes:
+        scope: the ranks among which it is sharded.
+        keep: the gathered parameter is kept from the forward for the backward. Otherwise the
+            backward regathers it. False for a replicated parameter.
     """
 
     scope: Scope = Scope.NONE

@@ -37,16 +37,20 @@ _RENAMED = {
 class LinkRate:
     """The cost of one kind of collective: ``latency_seconds + wire_bytes * seconds_per_byte``.
 
-    ``wire_bytes``: bytes that one rank sends in a ring: ``(N-1)/N`` of the whole tensor for an
-    all-gather, a reduce-scatter or an all-to-all, twice that for an all-reduce.
-    ``overhead_seconds_per_byte``: compute overhead for each wire byte: concurrent kernels take
-    longer. A CPU's core copies and checksums gloo's data; NCCL occupies some SMs of a GPU.
-    ``start_seconds``: compute overhead of each collective, at any size: its launch, and its
-    threads, which take the core from the kernels.
-    ``start_delay_seconds``: start delay of a collective that starts beside computing while the
-    network is idle (``passes/simulate/network.py``).
-    ``carried_out``: the algorithm, for people: ``ring``, ``messages``, ``all_reduce inside``; "":
-    unknown.
+    ``wire_bytes`` are the bytes that one rank sends in a ring: ``(N-1)/N`` of the whole tensor for
+    an all-gather, a reduce-scatter or an all-to-all, twice that for an all-reduce.
+
+    Attributes:
+        latency_seconds: time of a collective of no bytes.
+        seconds_per_byte: time of each wire byte.
+        overhead_seconds_per_byte: compute overhead for each wire byte: concurrent kernels take
+            longer. A CPU's core copies and checksums gloo's data; NCCL occupies some SMs of a GPU.
+        start_seconds: compute overhead of each collective, at any size: its launch, and its
+            threads, which take the core from the kernels.
+        start_delay_seconds: start delay of a collective that starts beside computing while the
+            network is idle (``passes/simulate/network.py``).
+        carried_out: the algorithm, for people: ``ring``, ``messages``, ``all_reduce inside``; "":
+            unknown.
     """
 
     latency_seconds: Seconds
@@ -83,11 +87,12 @@ class LinkRate:
 class Hosts:
     """The network between the host of a profile and other hosts like it.
 
-    ``ranks``: ranks of one host; the profile's ``collectives`` hold for at most these.
-    ``between``: rates of a group with one rank on each host, while the groups of the other ranks
-    communicate too.
-    ``hop_seconds``, ``host_hop_seconds``: latency that a ring adds for every rank within a host,
-    and for every host.
+    Attributes:
+        ranks: ranks of one host; the profile's ``collectives`` hold for at most these.
+        between: rates of a group with one rank on each host, while the groups of the other ranks
+            communicate too.
+        hop_seconds: latency that a ring adds for every rank within a host.
+        host_hop_seconds: latency that a ring adds for every host.
     """
 
     ranks: Annotated[int, Meta(ge=1)]
@@ -113,24 +118,26 @@ def wire_bytes(kind: str, full_bytes: int, world_size: int) -> float:
 class Hardware:
     """Rates of one rank's device and of the network between ranks.
 
-    ``flops_per_second``: by dtype name (``float32``); ``default`` for all other dtypes.
-    ``launch_seconds``: fixed time of each kernel, added to its time by the rates.
-    ``collectives``: :class:`LinkRate` by kind: ``all_gather``, ``reduce_scatter``,
-    ``all_reduce``, ``all_to_all``. Over all ranks.
-    ``dimensions``: the same by name of a mesh dimension, over the ranks along it (:meth:`along`).
-    ``allocator_alignment_bytes``: sizes of device tensors are rounded up to a multiple.
-    ``memory_bytes``: size of the device's memory, which CPU ranks of one machine share;
-    0: unknown.
-    ``device_type``: torch's name of the device type, ``cpu`` or ``cuda``.
-    ``source``: origin of the figures, for people; "": unknown.
-    ``update_seconds_per_byte``: time of an optimizer's step for each byte of parameter, gradient
-    and state (0: :data:`UPDATE_PASSES` / ``memory_bytes_per_second``).
-    ``update_seconds_per_parameter``: additional time for each parameter.
-    ``update_seconds_per_plain_parameter``: the same for plain tensors, if no parameter is sharded.
-    ``kernel_seconds``: measured times by :func:`passes.annotate.annotate_costs.kernel_key`; the
-    rates price all other kernels.
-    ``hosts``: the network beyond one host (:meth:`over`); None: the rates hold for any number of
-    ranks.
+    Attributes:
+        name: name of the profile.
+        flops_per_second: by dtype name (``float32``); ``default`` for all other dtypes.
+        memory_bytes_per_second: rate at which kernels read and write memory.
+        launch_seconds: fixed time of each kernel, added to its time by the rates.
+        collectives: ``LinkRate`` by kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``,
+            ``all_to_all``. Over all ranks.
+        dimensions: the same by name of a mesh dimension, over the ranks along it (``along``).
+        allocator_alignment_bytes: sizes of device tensors are rounded up to a multiple.
+        memory_bytes: size of the device's memory, which CPU ranks of one machine share; 0: unknown.
+        device_type: torch's name of the device type, ``cpu`` or ``cuda``.
+        source: origin of the figures, for people; "": unknown.
+        update_seconds_per_byte: time of an optimizer's step for each byte of parameter, gradient
+            and state (0: ``UPDATE_PASSES / memory_bytes_per_second``).
+        update_seconds_per_parameter: additional time for each parameter.
+        update_seconds_per_plain_parameter: the same for plain tensors, if no parameter is sharded.
+        kernel_seconds: measured times by ``passes.annotate.annotate_costs.kernel_key``; the
+            rates price all other kernels.
+        hosts: the network beyond one host (``over``); None: the rates hold for any number of
+            ranks.
     """
 
     name: str
@@ -192,11 +199,11 @@ class Hardware:
         """The same devices on a network with ``times`` the bytes per second.
 
         Latencies stay. Without ``hosts``, the compute overhead per byte stays. With ``hosts``, it
-        remains a share of the time in flight, as in :meth:`over`.
+        remains a share of the time in flight, as in ``over``.
 
         Args:
             times: above zero; ``math.inf``: bytes take no time.
-            ranks: ranks by mesh dimension, as for :meth:`over`. Rates within a host stay:
+            ranks: ranks by mesh dimension, as for ``over``. Rates within a host stay:
                 ``collectives`` if ``hosts`` is set, and the rates along the inner of two
                 dimensions. None: all rates change.
         """
@@ -234,6 +241,7 @@ class Hardware:
         """Seconds of one collective on a tensor of ``full_bytes`` over ``world_size`` ranks.
 
         Source: the alpha-beta model, as in OSDP (arXiv 2209.13258), section 3.
+
         Raises:
             KeyError: if the profile has no rate for this kind.
         """
@@ -287,7 +295,7 @@ class Hardware:
 
     @classmethod
     def load(cls, path: str | Path) -> Hardware:
-        """Read a profile written by :meth:`save`; ValueError if the file holds none."""
+        """Read a profile written by ``save``; ValueError if the file holds none."""
         try:
             return cls.from_dict(json.loads(Path(path).read_text()))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:

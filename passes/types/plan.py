@@ -1,6 +1,6 @@
 """The plan: the decision for every parameter, and the prediction for the step.
 
-Only a :class:`Plan` carries decisions from the planner to the passes. It is data: it saves as
+Only a ``Plan`` carries decisions from the planner to the passes. It is data: it saves as
 JSON, and users can load it and pass it to a run.
 """
 
@@ -34,12 +34,12 @@ _WRITTEN = (
 #: For errors.
 _UNIFORM = "As: Plan.uniform(model.named_parameters(), 'shard_regather', world_size=8)"
 
-#: See :class:`ParameterPlan`.
+#: See ``ParameterPlan``.
 OF_INPUT = -1
 
 
 class Split(NamedTuple):
-    """Slices of a parameter's operators: see :class:`ParameterPlan`."""
+    """Slices of a parameter's operators: see ``ParameterPlan``."""
 
     name: str
     slices: int
@@ -52,17 +52,22 @@ class Split(NamedTuple):
 class ParameterPlan:
     """The decision for one parameter.
 
-    ``saved_bytes``: bytes saved on each rank against replication (state only: parameter, gradient
-    and optimizer state).
-    ``reason``: one line for people.
-    ``slices``: number of slices in which its operators run, one after the other
-    (``passes/split/split_operators.py``); 1: whole.
-    ``along``: the sliced dimension of the parameter; :data:`OF_INPUT`: the rows of the operator's
-    input are sliced instead.
-    ``like``: another parameter, whose rows have the same slices as dimension ``along`` of this
-    one. The output slices of that parameter's operator are inputs of this parameter's slices.
-    ``kept_slices``: number of slices, from the first, that are kept gathered for the backward;
-    the others are regathered.
+    Attributes:
+        name: name of the parameter, as in ``named_parameters()``.
+        shape: its whole shape.
+        dtype: its dtype, without ``torch.``.
+        decision: where it is, and what happens to its gathered copy.
+        saved_bytes: bytes saved on each rank against replication (state only: parameter, gradient
+            and optimizer state).
+        reason: one line for people.
+        slices: number of slices in which its operators run, one after the other
+            (``passes/split/split_operators.py``); 1: whole.
+        along: the sliced dimension of the parameter; ``OF_INPUT``: the rows of the operator's
+            input are sliced instead.
+        like: another parameter, whose rows have the same slices as dimension ``along`` of this one.
+            The output slices of that parameter's operator are inputs of this parameter's slices.
+        kept_slices: number of slices, from the first, that are kept gathered for the backward; the
+            others are regathered.
     """
 
     name: str
@@ -86,9 +91,12 @@ class ParameterPlan:
 class Collective:
     """The purpose of a collective: its parameters, and whether it gathers or reduces.
 
-    ``stage``: the stage of a hierarchical collective, which runs along one mesh dimension after the
-    other (``passes/overlap/hierarchical_collectives.py``); 0: the first stage, or a flat
-    collective.
+    Attributes:
+        names: its parameters; several share a bucket.
+        gathers: True: it gathers parameters; False: it reduces gradients.
+        stage: the stage of a hierarchical collective, which runs along one mesh dimension after the
+            other (``passes/overlap/hierarchical_collectives.py``); 0: the first stage, or a flat
+            collective.
     """
 
     names: tuple[str, ...]
@@ -110,11 +118,17 @@ class Collective:
 class Prediction:
     """The simulator's prediction for one training step on one rank.
 
-    ``peak``: bytes alive at the peak by kind (``parameters``, ``gradients``, ``optimizer``,
-    ``activations``, ``gathered``, ``communication``, ``inputs`` and others); the values add up to
-    ``peak_bytes``.
-    ``recomputed_bytes``: bytes of the activations that the backward recomputes instead of reading
-    saved ones. ``recomputed_seconds``: the time of this in the backward.
+    Attributes:
+        step_seconds: seconds of the step.
+        compute_seconds: the part in which compute runs.
+        exposed_seconds: the part in which compute waits for communication.
+        peak_bytes: most bytes alive at once.
+        peak: bytes alive at the peak by kind (``parameters``, ``gradients``, ``optimizer``,
+            ``activations``, ``gathered``, ``communication``, ``inputs`` and others); the values add
+            up to ``peak_bytes``.
+        recomputed_bytes: bytes of the activations that the backward recomputes instead of reading
+            saved ones.
+        recomputed_seconds: the time of this in the backward.
     """
 
     step_seconds: float
@@ -130,19 +144,24 @@ class Prediction:
 class Plan:
     """Decisions for every parameter of a model, for one world size.
 
-    ``bucket_bytes``: smaller collectives are packed into buckets of at most this size.
-    ``in_flight_bytes``: limit on gathered weights in flight before their use, and on gradients in
-    reduction (None: no limit).
-    ``order``: the collectives of each graph (``"forward"``, ``"backward"``) in start order.
-    Collectives of several parameters are buckets. Collectives with later stages are hierarchical.
-    One order holds for all ranks, whatever their batch sizes. A graph that it does not fit gets
-    buckets, stages and an order that no batch size affects.
-    ``ranks_of_a_host``: ranks along the inner dimension of the plan's mesh; None: the ranks are
-    flat.
-    ``recompute``: keys of activations that the backward recomputes instead of the forward saving
-    them, by module and operator: ``blocks.0.up:addmm:0``
-    (``passes/recompute/recompute_activations.py``).
-    ``also_save``: keys of tensors that the forward saves as inputs of this recomputation.
+    Attributes:
+        parameters: the decision for every parameter.
+        world_size: number of ranks.
+        memory_limit_bytes: the limit that the search kept; None: none.
+        prediction: the simulated step; None for a plan made by hand.
+        bucket_bytes: smaller collectives are packed into buckets of at most this size.
+        in_flight_bytes: limit on gathered weights in flight before their use, and on gradients in
+            reduction (None: no limit).
+        order: the collectives of each graph (``"forward"``, ``"backward"``) in start order.
+            Collectives of several parameters are buckets. Collectives with later stages are
+            hierarchical. One order holds for all ranks, whatever their batch sizes. A graph that it
+            does not fit gets buckets, stages and an order that no batch size affects.
+        ranks_of_a_host: ranks along the inner dimension of the plan's mesh; None: the ranks are
+            flat.
+        recompute: keys of activations that the backward recomputes instead of the forward saving
+            them, by module and operator: ``blocks.0.up:addmm:0``
+            (``passes/recompute/recompute_activations.py``).
+        also_save: keys of tensors that the forward saves as inputs of this recomputation.
     """
 
     parameters: tuple[ParameterPlan, ...]
@@ -200,9 +219,12 @@ class Plan:
             ValueError: for an unknown or missing decision, or a missing ``ranks_of_a_host``.
             TypeError: if ``parameters`` are not named parameters, or ``world_size`` is no integer.
 
-        Example::
-
-            Plan.uniform(model.named_parameters(), "shard_regather", world_size=8)
+        Examples:
+            >>> import torch
+            >>> model = torch.nn.Linear(16, 16)
+            >>> plan = Plan.uniform(model.named_parameters(), "shard_regather", world_size=8)
+            >>> plan["weight"].decision
+            Decision.SHARD_REGATHER
         """
         given = parameters if isinstance(parameters, str | Decision) else decision
         chosen = Decision.named(given or "")  # the error lists the decisions
@@ -243,9 +265,10 @@ class Plan:
         like: str | None = None,
         kept_slices: int = 0,
     ) -> Plan:
-        """A copy in which a parameter's operators run in slices (:class:`ParameterPlan`).
+        """A copy in which a parameter's operators run in slices (``ParameterPlan``).
 
-        The copy has no order of collectives and no prediction: both no longer hold.
+        The copy has no order of collectives and no prediction: both belong to the plan without
+        these slices.
 
         Raises:
             ValueError: if the parameter cannot have these slices.
@@ -260,8 +283,7 @@ class Plan:
             raise ValueError(
                 f"parameter {name!r} is {row.decision.name}"
                 + (" and sliced by the rows of its input" if of_input else "")
-                + ": some slices are kept and others not only of a weight in slices that is "
-                "gathered again; leave out kept_slices"
+                + ": kept_slices needs a regathered parameter whose rows are sliced; leave it out"
             )
         if not 0 <= kept_slices <= slices:
             raise ValueError(f"parameter {name!r}: {kept_slices} of {slices} slices cannot be kept")
@@ -342,7 +364,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Plan:
-        """The plan that :meth:`to_dict` wrote, in this format or in format 2.
+        """The plan that ``to_dict`` wrote, in this format or in format 2.
 
         Raises:
             ValueError: if the data is not such a plan. The message names the field.
@@ -350,13 +372,13 @@ class Plan:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
         if found not in (2, FORMAT):
             raise ValueError(
-                f"not a plan of format {FORMAT} (found {found!r}); make it again with this version"
+                f"not a plan of format {FORMAT} (found {found!r}); make a new one with this version"
             )
         fields = {name: value for name, value in data.items() if name != "format"}
         try:
             return decoded(cls, of_format_2(fields) if found == 2 else fields, _WRITTEN)
         except ValueError as error:
-            raise ValueError(f"the plan is damaged: {error}; make it again") from error
+            raise ValueError(f"the plan is damaged: {error}; make a new one") from error
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -364,7 +386,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan written by :meth:`save`; ValueError if the file holds none."""
+        """Read a plan written by ``save``; ValueError if the file holds none."""
         try:
             data = json.loads(Path(path).read_text())
         except json.JSONDecodeError as error:

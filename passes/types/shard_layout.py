@@ -9,14 +9,15 @@ import dataclasses
 class ShardLayout:
     """The placement of one parameter on the ranks.
 
-    ``ranks``: ranks that share its rows; 1: every rank has all rows.
-    ``place``: this rank's index among them.
-    ``group_name``: the process group of these ranks; of all ranks for a replicated parameter.
-    ``hosts``: rows are divided among this many hosts first, then among the ranks of each host;
-    1: among all ranks at once.
-    ``between``: the process group of the ranks with the same rows, for a parameter sharded within
-    hosts; gradient shards are summed over it. "" for every other parameter.
-    ``copies``: ranks in the group ``between``, or 1.
+    Attributes:
+        ranks: ranks that share its rows; 1: every rank has all rows.
+        place: this rank's index among them.
+        group_name: the process group of these ranks; of all ranks for a replicated parameter.
+        hosts: rows are divided among this many hosts first, then among the ranks of each host; 1:
+            among all ranks at once.
+        between: the process group of the ranks with the same rows, for a parameter sharded within
+            hosts; gradient shards are summed over it. "" for every other parameter.
+        copies: ranks in the group ``between``, or 1.
     """
 
     ranks: int

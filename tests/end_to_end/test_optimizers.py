@@ -417,7 +417,7 @@ def refused(rank, world_size, when):
     )
     if when == "before":
         optimizer = torch.optim.Rprop(model.parameters())
-        with pytest.raises(OsdpError, match=r"torch\.optim\.Rprop does not work on the rows"):
+        with pytest.raises(OsdpError, match=r"torch\.optim\.Rprop does not work on a rank's rows"):
             compiled(normal_batch(0, 0, rank))
         assert not any(isinstance(one, DTensor) for one in model.parameters())
         del optimizer
@@ -425,7 +425,7 @@ def refused(rank, world_size, when):
     compiled(normal_batch(0, 0, rank)).square().mean().backward()
     before = [whole(one) for one in model.parameters()]
     late = torch.optim.Rprop(model.parameters()) if when == "after" else sgd(early)
-    said = r"Rprop does not" if when == "after" else r"'0\.weight' as it was before"
+    said = r"Rprop does not" if when == "after" else r"'0\.weight' of the unsharded model"
     with pytest.raises(OsdpError, match=said):
         late.step()
     good = sgd(model.parameters())

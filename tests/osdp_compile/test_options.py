@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import osdp_compile
 from osdp_compile import OsdpError, Plan
-from osdp_compile.options import _READERS, ALLOWED, CheckedOptions, Options
+from osdp_compile.options import _READERS, DESCRIBED, CheckedOptions, Options
 from passes.pipeline import default_passes
 from passes.types.hardware import generic
 from passes.types.hardware_presets import preset
@@ -47,21 +47,21 @@ def test_an_unknown_option_lists_all_that_are_known():
         ("memory_limit", " 16384 ", "did you mean '16384MiB'?", "'8GiB'"),
         ("memory_limit", 80, "80 is 80 bytes: did you mean '80GiB'?", "'8GiB'"),
         ("memory_limit", 0, "must be above zero", "'500MB'"),
-        ("memory_limit", 1.5, "1.5 is not a size", "bytes as a whole number"),
-        ("memory_limit", True, "True is not a size", "bytes as a whole number"),
+        ("memory_limit", 1.5, "1.5 is not a size", "a whole number"),
+        ("memory_limit", True, "True is not a size", "a whole number"),
         ("mesh", "world", "'world' is not a DeviceMesh", "DeviceMesh over the data-parallel ranks"),
         ("optimizer", "adamwest", "'adamwest' is not one of", "adamw"),
-        ("optimizer", -1, "below zero", "bytes of optimizer state"),
+        ("optimizer", -1, "below zero", "bytes for each element"),
         ("optimizer", 1.5, "neither a number of bytes nor a name", "'adamw'"),
         ("plan", 3, "neither a Plan nor a path", "osdp_compile.Plan"),
-        ("plan", "no/such/plan.json", "No such file", "the path of one saved"),
+        ("plan", "no/such/plan.json", "No such file", "the path of a saved one"),
         ("hardware", 3, "neither a Hardware nor a path", "osdp_compile.Hardware"),
         ("hardware", "h100", "preset nor a file. Did you mean 'h100-sxm'?", "h100-sxm, h200"),
         ("hardware", "nothing", "'nothing' is neither a preset nor a file.", "h100-sxm, h200"),
         ("hardware", "no/such.json", "No such file or directory: 'no/such.json'", "h100-sxm"),
         ("slices", "four", "neither 1 nor a mapping", "'blocks.*.up.weight': 4"),
         ("slices", 4, "neither 1 nor a mapping", "'blocks.*.up.weight': 4"),
-        ("search", "deep", "'deep' is neither 'quick' nor 'thorough'", "under less memory too"),
+        ("search", "deep", "'deep' is neither 'quick' nor 'thorough'", "under lower limits too"),
         ("slices", {"up": 0}, "'up': 0 is not a number of slices", "'blocks.*.up.weight': 4"),
         ("slices", {"up": (4, 1.0)}, "(4, 1.0) is not a number of slices", "(4, 1) to keep one"),
         ("slices", {"up": (4, 4)}, "'up': (4, 4) keeps 4 of 4 slices", "(4, 1) to keep one"),
@@ -312,7 +312,7 @@ def test_slices_are_said_once():
 
 
 def test_the_typed_form_has_every_option_and_is_a_dict():
-    assert set(Options.__annotations__) == set(ALLOWED) == set(_READERS)
+    assert set(Options.__annotations__) == set(DESCRIBED) == set(_READERS)
     given = Options(memory_limit="8GiB", search="thorough")
     assert given == {"memory_limit": "8GiB", "search": "thorough"}
     assert CheckedOptions.parse(given).memory_limit_bytes == 8 << 30

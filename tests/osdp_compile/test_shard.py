@@ -1,4 +1,4 @@
-"""Models that are laid out by osdp_compile.shard, before they have memory and are called."""
+"""Models that are sharded by osdp_compile.shard, before they have memory and are called."""
 
 from __future__ import annotations
 

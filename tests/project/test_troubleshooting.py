@@ -13,6 +13,8 @@ ROOT = Path(__file__).parents[2]
 _LEAST_LETTERS = 4
 #: Those of rules that hold whatever a user does.
 _OF_OURS = {"AssertionError", "AttributeError", "KeyError", "NotImplementedError", "StopIteration"}
+#: Functions that return a message, which others print or raise.
+_RETURNS_A_MESSAGE = {"_unfit_mesh", "lacks", "mismatch", "newer_than_tested", "prepare_file"}
 
 
 def plain(message: str) -> str:
@@ -53,9 +55,14 @@ def said_by(tree: ast.Module, known: set[str]) -> Iterator[str]:
             for call in ast.walk(node):  # an error that words itself
                 if isinstance(call, ast.Call) and ast.unparse(call.func) == "super().__init__":
                     yield from (text_of(argument) for argument in call.args[:1])
+        if isinstance(node, ast.FunctionDef) and node.name in _RETURNS_A_MESSAGE:
+            returned = [one.value for one in ast.walk(node) if isinstance(one, ast.Return)]
+            yield from (
+                text_of(value) for value in returned if isinstance(value, ast.JoinedStr | ast.BinOp)
+            )
         if isinstance(node, ast.Call) and node.args:
             name = ast.unparse(node.func).rpartition(".")[2]
-            if name in known or name in ("warn", "warning", "warn_once"):
+            if name in known or name in ("fail", "warn", "warning", "warn_once"):
                 yield text_of(constants.get(ast.unparse(node.args[0]), node.args[0]))
 
 

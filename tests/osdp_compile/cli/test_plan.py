@@ -69,7 +69,7 @@ def test_the_plan_its_prediction_and_the_alternatives(here, capsys):
         "predicted peak",
         "DDP: replicate all",
         "ZeRO-2: shard all, keep",
-        "FSDP: shard all, gather again",
+        "FSDP: shard all, regather",
         "options={'plan': 'plan.json'}",
     ):
         assert words in printed

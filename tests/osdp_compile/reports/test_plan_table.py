@@ -142,14 +142,14 @@ def test_the_prediction_follows_the_table():
     said = Prediction(1.25, 1.0, 0.25, 3 * MIB, {"parameters": 2 * MIB, "gathered": MIB})
     predicted = plan(row("w"), prediction=said)
     assert prediction_lines(predicted) == [
-        "predicted step 1.25 s, of it 250.0 ms waiting for communication",
+        "predicted step 1.25 s, exposed communication 250.0 ms",
         "predicted peak 3.00 MiB (parameters 2.00 MiB, gathered 1.00 MiB)",
     ]
     assert plan_text(predicted).splitlines()[-2:] == prediction_lines(predicted)
     assert prediction_lines(plan(row("w"))) == []
     gather, reduce = Collective(("w",), True), Collective(("w",), False)
     in_stages = predicted.replace(order={"forward": (gather, Collective(("w",), True, 1), reduce)})
-    line = "1 of 2 collectives over all ranks go stage by stage"
+    line = "1 of 2 collectives over all ranks are hierarchical"
     assert prediction_lines(in_stages)[2:] == [line]
     # What is sharded within hosts is not over all ranks.
     local = row("v", decision=Decision.SHARD_HOST_KEEP)

@@ -108,7 +108,7 @@ def test_what_two_ranks_train_is_reported(outcomes, folder):
         assert sum(stalls) == pytest.approx(last.predicted_exposed_seconds)
         assert stalls == sorted(stalls, reverse=True)
         assert all(event.reason for _, event in last.exposed)
-        assert ("communication that is not hidden" in str(last)) == bool(stalls)
+        assert ("exposed communication, predicted" in str(last)) == bool(stalls)
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X", "C"}
     pytest.importorskip("matplotlib")

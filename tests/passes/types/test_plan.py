@@ -343,7 +343,7 @@ def test_a_split_is_what_the_row_says_and_leaves_the_rest_open():
             ("up", 2, OF_INPUT, None, 1),
             "'up' is shard_regather and sliced by the rows of its input",
         ),
-        (("kept", 2, 0, None, 1), "'kept' is shard_keep: some slices are kept and others not"),
+        (("kept", 2, 0, None, 1), "'kept' is shard_keep: kept_slices needs a regathered parameter"),
     ],
 )
 def test_a_split_that_cannot_be_is_refused(arguments, message: str):
