@@ -90,7 +90,7 @@ def test_a_small_limit_is_taken_if_it_has_a_unit_or_is_no_slip(value):
         ("max-autotune", "CUDA graphs hold memory"),
         ("max-autotune-no-cudagraphs", "autotuned kernels"),
         ("reduce-overhead", "CUDA graphs hold memory"),
-        ("fast", "may be left out. What"),
+        ("fast", "may be left out. Give"),
     ],
 )
 def test_a_mode_that_is_not_honoured_says_which_is(mode, why):

@@ -30,6 +30,7 @@ def test_tested_versions_and_their_fixes_are_not_newer(version):
     assert newer_than_tested(version) is None
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("version", ["2.16.0", "2.16.0.dev20270101+cu132", "3.0.0"])
 def test_a_newer_version_is_warned_of_once_and_compiles(version):
     torch.compiler.reset()
