@@ -184,7 +184,8 @@ def test_training_fits_where_it_would_not_without_recomputing_with_the_losses_of
     ):
         assert plan.recompute
         assert lowered_bytes == pytest.approx(plan.prediction.peak_bytes, rel=1e-3)
-        assert measured_bytes == pytest.approx(plan.prediction.peak_bytes, rel=0.02)
+        # The prediction may be up to 3 % too high, and hardly too low.
+        assert 0.97 <= measured_bytes / plan.prediction.peak_bytes <= 1.005
         assert measured_bytes <= 1.01 * limit_bytes < 0.95 * least_bytes
         assert losses == pytest.approx(wanted, abs=1e-5)
         assert len(set(wanted)) == len(wanted)
