@@ -176,8 +176,7 @@ KNOWN_MISPLACED = {
 PEAK = (0.99, 1.002)
 #: Others, with the reason.
 KNOWN_PEAKS = {
-    # Up to 2.13, Inductor computes the shifted logits of a cross entropy where they are read; from
-    # 2.15 on it writes them.
+    # Too high on 2.13, not on 2.15. The cause is not known.
     ("words", "forward"): (0.99, 1.004),
     ("words", "backward"): (0.99, 1.023),
     # A product reads a view of a gradient that Inductor does not realize. Inductor writes the view,
