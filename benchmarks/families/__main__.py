@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import benchmarks.families
@@ -101,7 +102,7 @@ def _print(runs: dict[tuple[str, str], Record], families: Sequence[Family]) -> N
     verdicts = [verdict for verdict in table.judged(runs) if verdict.family.name in names]
     shown = Table(*table.HEADER)
     for row in table.rows(verdicts, runs):
-        shown.add_row(*row)
+        shown.add_row(*map(escape, row))
     Console().print(shown)
     print(f"{len(verdicts)} families: {counted([verdict.kind for verdict in verdicts])}")
 
