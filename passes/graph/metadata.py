@@ -136,8 +136,15 @@ NOT_RECOMPUTED: Key[fx.GraphModule, list[str]] = Key("not_recomputed", "recomput
 #: The collectives of a module's graph before packing.
 PACKABLE: Key[fx.GraphModule, list[Packable]] = Key("packable", "bucket")
 
-#: All keys of modules.
-MODULE_KEYS: tuple[Key[fx.GraphModule, Any], ...] = (MEMORY, DATAFLOW, NOT_RECOMPUTED, PACKABLE)
 #: Names of a module's nodes and the bytes alive at each while no collective overlaps compute. Only
 #: while planning under a memory limit.
 UNSCHEDULED: Key[fx.GraphModule, list[tuple[str, int]]] = Key("unscheduled", "reorder")
+
+#: All keys of modules that a copy of a module keeps.
+MODULE_KEYS: tuple[Key[fx.GraphModule, Any], ...] = (
+    MEMORY,
+    DATAFLOW,
+    NOT_RECOMPUTED,
+    PACKABLE,
+    UNSCHEDULED,
+)

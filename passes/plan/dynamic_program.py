@@ -31,17 +31,17 @@ def best_options(
     """
     if budget_bytes is None:
         return [int(np.argmin(own)) for own in values]
-    least = [int(own.min()) for own in weights]
+    least = [float(own.min()) for own in weights]
     left_bytes = budget_bytes - sum(least)
     if left_bytes < 0:
         return None
-    most_bytes = sum(int(own.max()) for own in weights) - sum(least)
+    most_bytes = sum(float(own.max()) for own in weights) - sum(least)
     whole = min(left_bytes, most_bytes)
     unit_bytes = max(1.0, whole / UNITS)
     units = int(whole / unit_bytes)
     while True:
         picks = _picks(values, weights, least, unit_bytes, units)
-        taken = sum(int(own[pick]) for own, pick in zip(weights, picks, strict=True))
+        taken = sum(float(own[pick]) for own, pick in zip(weights, picks, strict=True))
         if taken <= budget_bytes:  # sizes are rounded to the nearest unit
             return picks
         units -= max(1, int((taken - budget_bytes) / unit_bytes))
@@ -52,7 +52,7 @@ def best_options(
 def _picks(
     values: Sequence[np.ndarray],
     weights: Sequence[np.ndarray],
-    least: Sequence[int],
+    least: Sequence[float],
     unit_bytes: float,
     units: int,
 ) -> list[int]:

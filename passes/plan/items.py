@@ -159,24 +159,28 @@ class Solver:
         """
         forward, backward = weights
         values = [f * forward + b * backward + c for f, b, c in self._seconds]
-        for place, item in enumerate(self._items):
-            if item.in_layers:
-                allowed = [own in (0, count) for own in item.counts]
-                values[place] = np.where(allowed, values[place], np.inf)
+        allowed = [
+            np.flatnonzero([not item.in_layers or own in (0, count) for own in item.counts])
+            for item in self._items
+        ]
+        values = [own[options] for own, options in zip(values, allowed, strict=True)]
         if limit_bytes is None or reference.fixed is None:
-            return self._candidate(structure, best_options(values, values, None) or [])
+            return self._candidate(structure, allowed, best_options(values, values, None) or [])
         unchosen = reference.unchosen(structure)
         places = [int(np.argmax(unchosen))]
         best: Candidate | None = None
         least_bytes, less_bytes = np.inf, 0
         for _ in range(_MOST_ROUNDS):
-            options = [self._bytes_at(place, structure.splits) for place in places]
-            own = [np.mean([one[j] for one in options], axis=0) for j in range(len(self._items))]
+            tables = [self._bytes_at(place, structure.splits) for place in places]
+            own = [
+                np.mean([table[j][options] for table in tables], axis=0)
+                for j, options in enumerate(allowed)
+            ]
             budget = limit_bytes - less_bytes - int(np.mean(unchosen[places]))
             picks = best_options(values, own, budget)
             if picks is None:
                 break
-            found = self._candidate(structure, picks)
+            found = self._candidate(structure, allowed, picks)
             bytes_at = unchosen + reference.bytes_of(found)
             peak = int(np.argmax(bytes_at))
             if bytes_at[peak] < least_bytes:
@@ -197,10 +201,13 @@ class Solver:
             self._bytes[key] = [item.sums(table) for item in self._items]
         return self._bytes[key]
 
-    def _candidate(self, structure: Candidate, picks: Sequence[int]) -> Candidate:
+    def _candidate(
+        self, structure: Candidate, allowed: Sequence[np.ndarray], picks: Sequence[int]
+    ) -> Candidate:
+        """The candidate with a picked one of the allowed options of every item."""
         changes = [
             change
-            for item, pick in zip(self._items, picks, strict=True)
-            for change in item.changes(pick)
+            for item, options, pick in zip(self._items, allowed, picks, strict=True)
+            for change in item.changes(int(options[pick]))
         ]
         return structure.deciding(changes, self._footprints.ctx)

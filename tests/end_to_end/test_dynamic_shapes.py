@@ -152,5 +152,5 @@ def test_rows_of_any_number_are_multiplied_at_once_and_it_is_said(caplog, dynami
         )
     products = texts["forward/split"].count("= addmm(")
     assert products == (4 if dynamic else 4 + 2), "the head's product runs in slices, or does not"
-    said = [one for one in caplog.messages if "slices of its rows" in one]
+    said = [one for one in caplog.messages if "slices the rows (tokens)" in one]
     assert len(said) == dynamic and all("head.weight" in one for one in said)

@@ -147,5 +147,5 @@ def test_what_cannot_be_is_refused_and_named():
     captured, ctx = capture_step(Mlp(48, bias=True), ROWS, world_size=2)
     with pytest.raises(ValueError, match=r"'up\.bias' cannot run in slices"):
         splits_by_hand(captured, by_hand(ctx, up__bias=2))
-    with pytest.raises(ValueError, match=r"'down\.weight' and 'up\.weight' .* in 3 and 2"):
+    with pytest.raises(ValueError, match=r"'down\.weight' and 'up\.weight' .* 3 and 2 slices"):
         splits_by_hand(captured, by_hand(ctx, up__weight=2, down__weight=3))

@@ -115,6 +115,14 @@ def test_a_budget_that_nothing_fits_in_has_no_decisions():
     assert best_options(*given, -1) is None
 
 
+def test_weights_are_fractions_of_bytes():
+    """Weights are means over places."""
+    values = [np.array([0.0, 3.0]), np.array([2.0, 1.0])]
+    weights = [np.array([86.0, 2 / 3]), np.array([4 / 3, 9.0])]
+    assert best_options(values, weights, 2) == [1, 0]
+    assert best_options(values, weights, 1) is None
+
+
 def test_without_a_budget_each_item_has_its_best_option():
     values = [np.array([3.0, 1.0, 2.0]), np.array([1.0, 5.0])]
     assert best_options(values, [np.array([1, 9, 1]), np.array([7, 1])], None) == [1, 0]
