@@ -10,7 +10,6 @@ class Constants:
     """The tuned constants of the planner; sizes of data structures are where they are used.
 
     ``weights``: prices of a second of communication for the dynamic program's first proposals.
-    ``recompute_sets``: number of recompute sets to choose from.
     ``most_plans``, ``most_nodes``: evaluation budget: plans, and simulated nodes in all.
     ``least_plans``: evaluation budget of a graph of however many nodes.
     ``folded_plans``: evaluation budget of a folded step.
@@ -20,20 +19,22 @@ class Constants:
     ``width``: number of changes after which a second change is tried.
     ``least_gain``: least gain of a step towards a peak, as a share of the bytes above it. A search
     for the least memory lowers the peak to reach by the same share.
+    ``alike``: alike parameters get one decision if this makes the step longer by at most this share
+    of itself.
     ``tiny``: share of all parameter bytes that the parameters with one common decision have.
     """
 
     weights: tuple[float, ...] = (1.0, 0.3, 0.01)
-    recompute_sets: int = 8
     most_plans: int = 600
-    most_nodes: int = 60_000
-    least_plans: int = 60
+    most_nodes: int = 30_000
+    least_plans: int = 30
     folded_plans: int = 16
     proposed: int = 3
     slower: float = 1.02
     near: float = 1.25
     width: int = 8
     least_gain: float = 0.02
+    alike: float = 0.002
     tiny: float = 0.01
 
 

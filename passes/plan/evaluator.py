@@ -21,7 +21,7 @@ from passes.graph.metadata import PACKABLE
 from passes.overlap.bucket_collectives import bucket_bytes_for, packed
 from passes.pipeline import Pass
 from passes.plan.constants import CONSTANTS
-from passes.plan.orders import orders
+from passes.plan.orders import orders, with_fastest_order
 from passes.plan.predict import LoweredStep, predict
 from passes.types.annotations import Packable
 from passes.types.context import Context
@@ -31,6 +31,8 @@ from passes.types.plan import Plan, Prediction, Split
 
 #: Limits of the bucket size, in bytes.
 LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 1 << 10, 1 << 28
+#: Number of recompute sets to choose from.
+_RECOMPUTE_SETS = 8
 
 
 class Evaluated(NamedTuple):
@@ -48,6 +50,18 @@ class Evaluated(NamedTuple):
     seconds_at: np.ndarray
     network_seconds: tuple[float, float]
     exposed_seconds: tuple[float, float]
+
+
+class Finished(NamedTuple):
+    """A candidate with its plan, which has an order of collectives, and the plan lowered."""
+
+    key: Candidate
+    plan: Plan
+    step: LoweredStep
+
+    @property
+    def prediction(self) -> Prediction:
+        return self.step.prediction
 
 
 def above_target(bytes_at: np.ndarray | None, target_bytes: int) -> int:
@@ -218,9 +232,18 @@ class PlanEvaluator:
         found = [key for key, one in self.seen.items() if self.fits(one.prediction)]
         return sorted(found, key=self.rank)
 
-    def lowered(self, key: Candidate) -> LoweredStep:
+    def lowered(self, key: Candidate) -> Finished:
         """An evaluated plan, lowered with its own order of collectives."""
-        return predict(self.captured, self.seen[key].plan, self.ctx, self.passes)
+        plan = self.seen[key].plan
+        return Finished(key, plan, predict(self.captured, plan, self.ctx, self.passes))
+
+    def ordered(self, found: Finished) -> Finished:
+        """The plan with the fastest order of collectives that is found; not for a folded step."""
+        assert not isinstance(self.captured, Folded)
+        plan, step = with_fastest_order(
+            found.plan, found.step, self.captured, self.ctx, self.passes
+        )
+        return Finished(found.key, plan, step)
 
     @functools.cached_property
     def recomputation(self) -> Recomputation:
@@ -243,7 +266,7 @@ class PlanEvaluator:
 
         In a folded step, all layers except the first and the last recompute the same tensors.
         """
-        found = self.recomputation.sets(CONSTANTS.recompute_sets)
+        found = self.recomputation.sets(_RECOMPUTE_SETS)
         if self.folded is None:
             return found
         empty = Plan((), world_size=self.ctx.world_size)

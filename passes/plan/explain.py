@@ -9,18 +9,21 @@ from passes.graph.metadata import COLLECTIVE
 from passes.ops.slicing import parameter_of
 from passes.plan.predict import LoweredStep
 from passes.types.context import Context
-from passes.types.decision import Decision
 from passes.types.plan import Plan, shardable
 from passes.types.units import format_seconds
 
 
 def explained(
-    plan: Plan, step: LoweredStep, ctx: Context, representatives: Mapping[str, str]
+    plan: Plan,
+    step: LoweredStep,
+    ctx: Context,
+    representatives: Mapping[str, str],
+    gains: Mapping[str, str],
 ) -> Plan:
     """The plan with its prediction and the reason of every decision.
 
     ``representatives``: for each parameter that is not in the graphs, the parameter with its
-    figures.
+    figures. ``gains``: by name of a parameter, the gain of its decision (``gains.py``).
     """
     gathers: dict[str, tuple[float, float]] = {}
     reductions: dict[str, tuple[float, float]] = {}
@@ -37,8 +40,8 @@ def explained(
         parts = []
         if not shardable(row.shape, ctx.ranks_of_a_host or ctx.world_size):
             parts.append("too small to shard")
-        elif row.decision == Decision.REPLICATE:
-            parts.append("fits whole")
+        elif gains.get(row.name):
+            parts.append(gains[row.name])
         for what, kind in (("gather", gathers), ("reduce", reductions)):
             if (seen := representatives.get(row.name, row.name)) in kind:
                 seconds, late = kind[seen]

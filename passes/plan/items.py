@@ -116,17 +116,16 @@ def layers_of(evaluator: PlanEvaluator) -> dict[int, int]:
 def tiny_ones(evaluator: PlanEvaluator) -> frozenset[int]:
     """The smallest parameters, which together have a small share of all bytes, by index.
 
-    Without the parameters of a folded step's layers.
+    All or none of a group of alike ones. Without the parameters of a folded step's layers.
     """
     parameters, layer_of = evaluator.ctx.parameters, layers_of(evaluator)
     left_bytes = CONSTANTS.tiny * sum(one.full_bytes for one in parameters)
-    found = []
-    for index in sorted(range(len(parameters)), key=lambda i: parameters[i].full_bytes):
-        left_bytes -= parameters[index].full_bytes
+    found: list[int] = []
+    for members in sorted(alike(parameters), key=lambda own: parameters[own[0]].full_bytes):
+        left_bytes -= sum(parameters[index].full_bytes for index in members)
         if left_bytes < 0:
             break
-        if index not in layer_of:
-            found.append(index)
+        found += [index for index in members if index not in layer_of]
     return frozenset(found) if len(found) > 1 else frozenset()
 
 

@@ -35,12 +35,12 @@ class Neighbourhood:
         self.evaluator = evaluator
         self.prices = Prices(evaluator)
         self.promising = True
-        self._items = items_of(evaluator)
-        self._solver = Solver(self.prices.footprints, self._items)
+        self.items = items_of(evaluator)
+        self._solver = Solver(self.prices.footprints, self.items)
         self._tiny, self._layer_of = tiny_ones(evaluator), layers_of(evaluator)
         #: The layers at which the decisions of a folded step may change; [0]: it is not folded.
         self._counts: list[int] = sorted(
-            {count for item in self._items if item.in_layers for count in item.counts}
+            {count for item in self.items if item.in_layers for count in item.counts}
         ) or [0]
 
     def of(self, best: Candidate, within: bool = False) -> Iterator[tuple[Change, Candidate]]:
@@ -128,7 +128,7 @@ class Neighbourhood:
         now = self._layer_of_change(best)
         found: Moves = {
             ("group", place, option): best.deciding(item.changes(option), self.evaluator.ctx)
-            for place, item in enumerate(self._items)
+            for place, item in enumerate(self.items)
             if len(item.members) > 1
             for option, count in enumerate(item.counts)
             if not (item.in_layers and now and count not in (0, now))
@@ -137,7 +137,7 @@ class Neighbourhood:
 
     def _other_layers(self, best: Candidate, now: int) -> Moves:
         """The decisions of a folded step's layers change at another layer."""
-        items = [item for item in self._items if item.in_layers]
+        items = [item for item in self.items if item.in_layers]
         least, most = self._counts[1], self._counts[-1]
         found: Moves = {}
         for count in sorted({*self._counts[1:], now - 1, now + 1}):
@@ -152,7 +152,7 @@ class Neighbourhood:
 
     def _layer_of_change(self, best: Candidate) -> int:
         """The layer of a folded step at which the decisions change; 0: they do not."""
-        for item in self._items:
+        for item in self.items:
             own = [best.decisions[index] for index in item.members]
             if item.in_layers and own[0] != own[-1]:
                 return next(place for place, one in enumerate(own) if one != own[0])

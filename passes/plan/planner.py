@@ -29,10 +29,13 @@ The search stops if no neighbour is better, also from the best candidates with o
 recomputed tensors and after two changes, or if the evaluation budget is used up. The budget follows
 from the size of the graph, not from time. If nothing fits, the same climb with L = 0 finds the
 least memory, and the search goes on from the first candidate that fits.
+
+At last, alike parameters get one decision where that costs next to nothing (``even_out.py``).
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,10 +45,12 @@ from passes.candidates.candidate import Candidate
 from passes.capture.captured_step import Captured
 from passes.capture.fold_layers import Folded
 from passes.pipeline import Pass
-from passes.plan.evaluator import PlanEvaluator
+from passes.plan.evaluator import Finished, PlanEvaluator
+from passes.plan.even_out import evened
 from passes.plan.explain import explained
+from passes.plan.gains import gains
 from passes.plan.orders import orders, with_fastest_order
-from passes.plan.predict import LoweredStep, predict
+from passes.plan.predict import predict
 from passes.plan.search import Search
 from passes.types.context import Context
 from passes.types.plan import Plan, Prediction
@@ -120,31 +125,48 @@ def _searched(
         search.start_again(key)
         found = list(itertools.islice(_lowered(evaluator, evaluator.fitting()), most))
         if not found:
-            found = [(plan, predict(captured, plan, ctx, passes))]
+            found = [Finished(key, plan, predict(captured, plan, ctx, passes))]
+    best = _best_ordered(evaluator, found)
+    prices = search.neighbours.prices
+    best = evened(
+        evaluator, search.neighbours.items, prices, best, functools.partial(_finished, evaluator)
+    )
+    representatives: dict[str, str] = {}
     if isinstance(captured, Folded):
-        plan = explained(*found[0], ctx, captured.representatives(found[0][0]))
-        return plan.replace(order={})  # the order covers a few layers only
+        representatives = captured.representatives(best.plan)
+        best = best._replace(plan=best.plan.replace(order={}))  # it covers a few layers only
+    reasons = gains(evaluator, prices.near(best.key))
+    return explained(best.plan, best.step, ctx, representatives, reasons)
+
+
+def _best_ordered(evaluator: PlanEvaluator, found: list[Finished]) -> Finished:
+    """The fastest plan with its best order; a folded step leaves the order open."""
+    if evaluator.folded is not None:
+        return found[0]
     found = sorted(found, key=_step_seconds)[:_ORDERED]
     if evaluator.is_short:
         # Regathering everything leaves the most headroom, which the first order may not use.
         uniform = [key for key in evaluator.fitting() if len({*key.decisions}) == 1]
         found += _lowered(evaluator, uniform)
-    ordered = [with_fastest_order(*pair, captured, ctx, passes) for pair in found]
-    return explained(*min(ordered, key=_step_seconds), ctx, {})
+    return min(map(evaluator.ordered, found), key=_step_seconds)
 
 
-def _lowered(
-    evaluator: PlanEvaluator, keys: Iterable[Candidate]
-) -> Iterator[tuple[Plan, LoweredStep]]:
+def _finished(evaluator: PlanEvaluator, key: Candidate) -> Finished:
+    """An evaluated candidate with its best order; a folded step leaves the order open."""
+    found = evaluator.lowered(key)
+    return found if evaluator.folded is not None else evaluator.ordered(found)
+
+
+def _lowered(evaluator: PlanEvaluator, keys: Iterable[Candidate]) -> Iterator[Finished]:
     """The plans that still fit when they are lowered with their own order."""
     for key in keys:
-        step = evaluator.lowered(key)
-        if evaluator.fits(step.prediction):
-            yield evaluator.seen[key].plan, step
+        found = evaluator.lowered(key)
+        if evaluator.fits(found.prediction):
+            yield found
 
 
-def _step_seconds(pair: tuple[Plan, LoweredStep]) -> float:
-    return pair[1].prediction.step_seconds
+def _step_seconds(found: Finished) -> float:
+    return found.prediction.step_seconds
 
 
 def _least(

@@ -23,7 +23,7 @@ class Search:
 
     def __init__(self, evaluator: PlanEvaluator, enough_bytes: int = 0) -> None:
         self.evaluator, self._enough_bytes = evaluator, enough_bytes
-        self._neighbours = Neighbourhood(evaluator)
+        self.neighbours = Neighbourhood(evaluator)
         #: Changes that gained nothing, with the structure that they were tried on.
         self._useless: set[tuple[object, ...]] = set()
 
@@ -70,11 +70,11 @@ class Search:
         evaluations take long, has the first ones only.
         """
         folded = self.evaluator.folded is not None
-        for self._neighbours.promising in (True,) if folded else (True, False):
+        for self.neighbours.promising in (True,) if folded else (True, False):
             best = self._climb(best)
             if self.evaluator.rank(best)[0] == 0:
                 best = self._other_structures(best)
-        self._neighbours.promising = True
+        self.neighbours.promising = True
         return best
 
     def _lean(self) -> list[Candidate]:
@@ -91,8 +91,8 @@ class Search:
         evaluator = self.evaluator
         while evaluator.left > 0 and not self._is_enough(best) and not evaluator.is_reached(best):
             tried: list[Candidate] = []
-            found = self._step(best, self._neighbours.of(best, within), within, tried)
-            if found is None and not self._neighbours.promising and not within:
+            found = self._step(best, self.neighbours.of(best, within), within, tried)
+            if found is None and not self.neighbours.promising and not within:
                 found = self._second_step(best, tried)
             if found is None:
                 break
@@ -115,7 +115,7 @@ class Search:
             if evaluator.left <= 0:
                 return None
             where = _structure(best), change
-            if self._neighbours.promising and where in self._useless:
+            if self.neighbours.promising and where in self._useless:
                 continue
             tried.append(key)
             if key in evaluator.seen and not known:
@@ -135,10 +135,10 @@ class Search:
         evaluated = dict.fromkeys(key for key in tried if key in evaluator.seen)
         firsts = sorted(evaluated, key=evaluator.rank)  # ties in the order of the trials
         for key in firsts[: CONSTANTS.width]:
-            reference = self._neighbours.prices.near(key)
+            reference = self.neighbours.prices.near(key)
             moves = (
                 (change, other)
-                for change, other in self._neighbours.of(key)
+                for change, other in self.neighbours.of(key)
                 if reference.judge(other).rank < evaluator.rank(best)
             )
             found = self._step(best, moves, False, [])

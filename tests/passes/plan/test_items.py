@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from passes.pipeline import default_passes
+from passes.plan.constants import CONSTANTS
 from passes.plan.evaluator import PlanEvaluator
 from passes.plan.items import items_of, tiny_ones
 from passes.plan.planner import make_plan
@@ -51,8 +52,8 @@ def test_a_plan_of_a_folded_step_is_near_that_of_the_whole(monkeypatch):
 
 
 def stack() -> PlanEvaluator:
-    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(5)], nn.Linear(64, 8))
-    captured_step, ctx = capture_step(model, torch.randn(16, 64))
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(5)], nn.Linear(256, 8))
+    captured_step, ctx = capture_step(model, torch.randn(16, 256))
     return PlanEvaluator(captured_step, ctx, default_passes())
 
 
@@ -67,6 +68,18 @@ def test_every_parameter_is_in_one_item_and_the_tiny_ones_share_one():
     (own,) = [item for item in items if tiny & {*item.members}]
     assert {*own.members} == tiny
     assert all(first == others for first, others, _ in own.options)
+
+
+def test_all_or_none_of_a_group_of_alike_parameters_are_tiny():
+    """Two of the five weights are below the share, but not the five."""
+    model = nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(5)])
+    model.append(nn.Linear(32, 8000, bias=False))
+    captured_step, ctx = capture_step(model, torch.randn(16, 32))
+    evaluator = PlanEvaluator(captured_step, ctx, default_passes())
+    full_bytes = [one.full_bytes for one in ctx.parameters]
+    share_bytes = CONSTANTS.tiny * sum(full_bytes)
+    assert 2 * full_bytes[0] < share_bytes < 5 * full_bytes[0]
+    assert not tiny_ones(evaluator)
 
 
 def test_an_option_costs_what_its_changes_cost():

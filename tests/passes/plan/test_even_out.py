@@ -1,0 +1,102 @@
+"""Even out: alike parameters differ only if this gains enough or if it is needed to fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import torch
+from torch import nn
+
+from passes.candidates.parameter_groups import alike
+from passes.capture.captured_step import Captured
+from passes.plan.constants import CONSTANTS
+from passes.plan.evaluator import Finished, PlanEvaluator
+from passes.plan.even_out import evened
+from passes.plan.items import items_of
+from passes.plan.planner import complete, make_plan
+from passes.plan.prices import Prices
+from passes.types.context import Context
+from passes.types.decision import Decision
+from tests.passes.capture.test_fold_layers import (
+    NETWORKS,
+    PASSES,
+    captured,
+    least_bytes,
+    network,
+)
+from tests.passes.captures import capture_step
+
+LAYERS = 6
+
+
+@functools.cache
+def stack() -> tuple[Captured, Context]:
+    """Six alike layers whose collectives are hidden but for the last ones."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(128, 128, bias=False) for _ in range(LAYERS)]
+    return capture_step(nn.Sequential(*layers), torch.randn(512, 128))
+
+
+def evened_from(ctx: Context, decisions: list[Decision]) -> tuple[Finished, Finished]:
+    """A plan by hand and what is left of it."""
+    step, _ = stack()
+    evaluator = PlanEvaluator(step, ctx, PASSES)
+    key = evaluator.uniform(1).deciding(enumerate(decisions), ctx)
+
+    def finish(one):
+        return evaluator.ordered(evaluator.lowered(one))
+
+    evaluator.evaluate(key)
+    before = finish(key)
+    return before, evened(evaluator, items_of(evaluator), Prices(evaluator), before, finish)
+
+
+def test_a_difference_that_gains_nothing_goes():
+    _, ctx = stack()
+    odd = [Decision.SHARD_KEEP] * LAYERS
+    odd[2] = Decision.SHARD_REGATHER
+    fast = ctx.replace(hardware=network(NETWORKS["fast"] / 100))
+    before, after = evened_from(fast, odd)
+    assert set(after.key.decisions) == {Decision.SHARD_KEEP}
+    most_seconds = (1 + CONSTANTS.alike) * before.prediction.step_seconds
+    assert after.prediction.step_seconds <= most_seconds
+
+
+def test_a_difference_that_stays_gains_enough_or_is_needed_to_fit(monkeypatch):
+    monkeypatch.setattr("passes.plan.evaluator.PlanEvaluator.sets", [])
+    step, ctx = captured()
+    ctx = ctx.replace(hardware=network(NETWORKS["slow"]), slices=())
+    least, free = least_bytes(ctx), make_plan(step, ctx, PASSES).prediction.peak_bytes
+    limited = ctx.replace(limit_bytes=(least + free) // 2)
+    plan = make_plan(step, limited, PASSES)
+    mixed = 0
+    for members in alike(ctx.parameters):
+        names = {ctx.parameters[index].name for index in members}
+        kinds = {plan.decision(name) for name in names}
+        mixed += len(kinds) > 1
+        for decision in kinds if len(kinds) > 1 else ():
+            rows = [
+                dataclasses.replace(row, decision=decision) if row.name in names else row
+                for row in plan.parameters
+            ]
+            other = plan.replace(parameters=tuple(rows), order={})
+            found = complete(other, step, limited, PASSES).prediction
+            most_seconds = (1 + CONSTANTS.alike) * plan.prediction.step_seconds
+            assert found.peak_bytes > limited.limit_bytes or found.step_seconds > most_seconds
+    assert mixed
+
+
+def test_scattered_differences_become_one():
+    """As many layers as before have each decision, the first ones and the others."""
+    _, ctx = stack()
+    slow = ctx.replace(hardware=network(NETWORKS["slow"]))
+    scattered = [(Decision.REPLICATE, Decision.SHARD_KEEP)[n % 2] for n in range(LAYERS)]
+    before, _ = evened_from(slow, scattered)
+    limited = slow.replace(limit_bytes=before.prediction.peak_bytes)
+    before, after = evened_from(limited, scattered)
+    decisions = after.key.decisions
+    changes = sum(one != other for one, other in itertools.pairwise(decisions))
+    assert changes <= 1
+    assert after.prediction.step_seconds <= (1 + CONSTANTS.alike) * before.prediction.step_seconds
