@@ -176,9 +176,6 @@ KNOWN_MISPLACED = {
 PEAK = (0.99, 1.002)
 #: Others, with the reason.
 KNOWN_PEAKS = {
-    # Too high on 2.13, not on 2.15. The cause is not known.
-    ("words", "forward"): (0.99, 1.004),
-    ("words", "backward"): (0.99, 1.023),
     # A product reads a view of a gradient that Inductor does not realize. Inductor writes the view,
     # and computes the gradient again for its other reader, for which it keeps an activation.
     ("block", "backward"): (0.96, 0.97),
