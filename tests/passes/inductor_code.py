@@ -149,7 +149,11 @@ def compiled_step(model: nn.Module, *batch: torch.Tensor) -> list[Compiled]:
         kernels: list[Kernel] = []
         codes: list[str] = []
 
-        def keep(scheduled: list[Any]) -> list[Any]:
+        order = config._post_fusion_custom_pass
+        assert order is not None  # the backend's own
+
+        def keep(fused: list[Any]) -> list[Any]:
+            scheduled = order(fused)
             kernels.extend(map(_kernel, scheduled))
             return scheduled
 
