@@ -14,8 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from examples.gpt import GPT, GPTConfig
 from osdp_compile import Decision
-from osdp_compile.runtime.eager_markers import register_group
 from osdp_compile.runtime.collectives import GLOO_STAGES
+from osdp_compile.runtime.eager_markers import register_group
 from osdp_compile.runtime.p2p import group_uses_p2p, staged_kinds
 from tests.training import SLOW, mixed_plan
 
