@@ -54,6 +54,9 @@ from torch._guards import CompileContext, TracingContext
 # 2.11.0 to 2.15.0: Inductor's settings.
 from torch._inductor import config as inductor_config
 
+# 2.11.0 to 2.14.1: base classes of Inductor's custom passes.
+from torch._inductor import custom_graph_pass
+
 # 2.11.0 to 2.15.0: Inductor's fusion hooks (``InductorChoices.can_fuse_vertical``); the hooks read
 # ``name_to_node``, ``ancestors``, ``min_order``, ``is_extern``, ``users``.
 from torch._inductor.choices import InductorChoices
@@ -99,6 +102,7 @@ __all__ = [
     "InductorChoices",
     "Partitioner",
     "RestartTracing",
+    "after_fusion",
     "aot_input_index",
     "code_being_compiled",
     "compile_fx",
@@ -191,6 +195,8 @@ CUSTOM_BACKWARDS: tuple[CodeType, ...] = tuple(
 
 E = TypeVar("E", bound=Exception)
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+#: Takes and returns Inductor's kernels in their order.
+KernelPass = Callable[[list[BaseSchedulerNode]], list[BaseSchedulerNode]]
 
 
 def restart_tracing() -> NoReturn:
@@ -427,6 +433,42 @@ class Partitioner(CustomPartitionerFn):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (self.uuid(),)  # enough for the cache's key
+
+
+#: 2.13.0, 2.14.1: Inductor's cache refuses other passes after fusion. 2.11.0 and 2.12.0 lack it and
+#: take any function.
+_CustomSchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)
+
+
+class _AfterFusion(_CustomSchedulerPass):  # type: ignore[misc]
+    """A plain function as Inductor's pass over its kernels after fusion.
+
+    ``name``: stands for the function in the keys of Inductor's cache.
+    """
+
+    def __init__(self, function: KernelPass, name: str) -> None:
+        self.function, self.name = function, name
+
+    def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+        return self.function(nodes)
+
+    def uuid(self) -> str:
+        return self.name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (self.uuid(),)  # enough for the cache's key
+
+
+def after_fusion(function: KernelPass, name: str) -> AbstractContextManager[None]:
+    """A context in which a function rewrites the list of Inductor's kernels after fusion.
+
+    ``name``: changes with the function; stands for it in the keys of Inductor's cache.
+    """
+    # 2.11.0 to 2.14.1: the hook; it takes and returns the kernels in their order.
+    context: AbstractContextManager[None] = inductor_config.patch(
+        _post_fusion_custom_pass=_AfterFusion(function, name)
+    )
+    return context
 
 
 def compiled_library(source: str) -> ctypes.CDLL:

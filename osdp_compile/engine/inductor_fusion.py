@@ -1,14 +1,24 @@
-"""Inductor fusion: refuse fusions that move a kernel away from its place in the schedule.
+"""Inductor fusion: keep the kernels in the order of the schedule.
 
 Inductor fuses a kernel with a reader of its result. The fused kernel runs when the inputs of both
 are ready. All other readers of the result then wait too, among them collectives that the schedule
 starts earlier. This module refuses the fusion if the first kernel would so wait for an extern
 kernel (an operator that Inductor calls and does not generate).
+
+Inductor also fuses kernels that read one tensor. If the earlier of them would wait for an extern
+kernel, its inputs would live until then. This module refuses this fusion too.
+
+After fusion Inductor visits the kernels in the order of their first results, and puts all that a
+kernel needs directly before it. So an early result that is fused with a late one pulls all that the
+late one needs before the kernels between them. Buffers that these kernels read live longer than in
+the schedule. This module restores the order of the schedule.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import contextlib
+import heapq
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,10 +39,48 @@ class InPlace(_torch.InductorChoices):
         choose = _torch.InductorChoices.can_fuse_vertical
         return choose(scheduler, node1, node2, shared_data_score)
 
+    @staticmethod
+    def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+        """Whether to fuse two nodes that read one tensor."""
+        if _puts_off(scheduler, node1, node2) or _puts_off(scheduler, node2, node1):
+            return False
+        choose = _torch.InductorChoices.can_fuse_horizontal
+        return choose(scheduler, node1, node2, shared_data_score)
 
-def in_place() -> AbstractContextManager[None]:
-    """A context in which Inductor uses :class:`InPlace`."""
-    return _torch.with_choices(InPlace())
+
+@contextlib.contextmanager
+def in_place() -> Iterator[None]:
+    """A context in which Inductor uses :class:`InPlace` and :func:`in_order`."""
+    ordered = _torch.after_fusion(in_order, "osdp_compile, kernels in order")
+    with _torch.with_choices(InPlace()), ordered:
+        yield
+
+
+def in_order(kernels: list[Any]) -> list[Any]:
+    """Inductor's kernels in the order of the schedule, as far as their inputs allow.
+
+    Of the kernels whose inputs exist, the one with the earliest result is next.
+    """
+    writer = {name: kernel for kernel in kernels for name in kernel.get_buffer_names()}
+    readers: dict[Any, list[Any]] = {kernel: [] for kernel in kernels}
+    missing: dict[Any, int] = {}
+    for kernel in kernels:
+        sources = {writer.get(one.name) for one in kernel.unmet_dependencies} - {None, kernel}
+        missing[kernel] = len(sources)
+        for source in sources:
+            readers[source].append(kernel)
+    place = {kernel: (kernel.min_order, index) for index, kernel in enumerate(kernels)}
+    ready = [(*place[kernel], kernel) for kernel in kernels if not missing[kernel]]
+    heapq.heapify(ready)
+    found = []
+    while ready:
+        kernel = heapq.heappop(ready)[-1]
+        found.append(kernel)
+        for reader in readers[kernel]:
+            missing[reader] -= 1
+            if not missing[reader]:
+                heapq.heappush(ready, (*place[reader], reader))
+    return found
 
 
 def _puts_off(scheduler: Any, earlier: Any, later: Any) -> bool:

@@ -25,7 +25,7 @@ from passes.capture.captured_step import Captured
 from passes.pipeline import Pass
 from passes.types.context import Context, Parameter
 
-_UNSEEN_BYTES = 1 << 16
+UNSEEN_BYTES = 1 << 16
 
 
 def owned_parameters(
@@ -140,10 +140,10 @@ def held_bytes_of(
 ) -> int:
     """Bytes held during the whole step, without parameters and optimizer state.
 
-    Buffers, the batch, and :data:`_UNSEEN_BYTES` for memory that no graph shows: Adam's step
+    Buffers, the batch, and :data:`UNSEEN_BYTES` for memory that no graph shows: Adam's step
     counters, and small tensors that a collective's thread frees a moment late.
     """
     own = {id(entry.parameter) for entry in entries}
     held = {id(t): t for t in inputs if isinstance(t, torch.Tensor) and id(t) not in own}
     held.update((id(buffer), buffer) for buffer in buffers_of(roots))
-    return sum(t.numel() * t.element_size() for t in held.values()) + _UNSEEN_BYTES
+    return sum(t.numel() * t.element_size() for t in held.values()) + UNSEEN_BYTES

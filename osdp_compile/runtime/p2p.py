@@ -31,8 +31,12 @@ def group_uses_p2p(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def staged_kinds(group: dist.ProcessGroup, device: torch.device) -> frozenset[str]:
-    """The kinds of collective for which the backend holds a copy of the whole tensor in flight."""
-    return GLOO_STAGES if _on_gloo(group, device) else frozenset()
+    """The kinds of collective for which the backend holds a copy of the whole tensor in flight.
+
+    P2P collectives make no copies.
+    """
+    native = _on_gloo(group, device) and not group_uses_p2p(group, device)
+    return GLOO_STAGES if native else frozenset()
 
 
 def _on_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -6,6 +6,9 @@ number of operators that it takes, and, on a CPU, operators such as ``exp``. The
 thresholds are Inductor's (``StorageBox.should_realize_on_reuse`` and ``has_exceeded_max_reads`` in
 ``torch/_inductor/ir.py``). A reduction is always realized.
 
+On a CPU a concatenation is a buffer in memory (``ConcatKernel`` in ``torch/_inductor/ir.py``). Each
+of its parts is written by a loop over the elements of this part, which computes the part too.
+
 A realized result needs no memory if only the loop that computes it reads it. It is a buffer in
 memory if a loop over another number of elements reads it, or over the same in another order: such
 loops do not fuse.
@@ -23,7 +26,7 @@ from torch import fx
 from passes._torch import realize_thresholds
 from passes.graph.dataflow import Dataflow
 from passes.graph.fx_utils import by_target, concrete, numel_of
-from passes.graph.op_traits import is_reduction
+from passes.graph.op_traits import concatenated, is_concatenation, is_reduction
 
 #: A loop: the number of its elements, or the sizes and the reduced dimensions of a reduction that
 #: runs over its input in another order.
@@ -117,6 +120,8 @@ class _Realized:
             return is_reduction(nodes[self.dataflow.inputs[index][0]])
         if is_reduction(node) or any(map(self._is_in_memory_for, node.users)):
             return True
+        if self.on_cpu and is_concatenation(node):
+            return True
         # Inductor counts loads as operators.
         if loads > most.accumulated_reads or operators + loads > most.operators:
             return True
@@ -171,6 +176,15 @@ def _reduction_loop(node: fx.Node) -> Loop:
     return (*sizes, *sorted(reduced))
 
 
+def _loops_of_parts(dataflow: Dataflow, index: int, concatenation: int) -> frozenset[Loop]:
+    """The loops that write those parts of a concatenation that read a node."""
+    return frozenset(
+        _numel(part)
+        for part in concatenated(dataflow.nodes[concatenation])
+        if dataflow.writer[dataflow.place[part]] == index
+    )
+
+
 def read_elsewhere(dataflow: Dataflow, region: list[int], on_cpu: bool) -> set[int]:
     """Realized results that another loop reads than the one that computes them.
 
@@ -184,17 +198,26 @@ def read_elsewhere(dataflow: Dataflow, region: list[int], on_cpu: bool) -> set[i
     last = len(nodes) - 1
     loops: dict[int, frozenset[Loop]] = {}  # that compute a fused node
     found: set[int] = set()
+    joined: set[int] = set()  # concatenations that are buffers
     for index in range(last - 1, -1, -1):
         if not fused[index]:
             continue
         node, readers = nodes[index], dataflow.readers[index]
         elsewhere: frozenset[Loop] = frozenset().union(
-            *(loops[reader] for reader in readers if reader in loops)
+            *(
+                _loops_of_parts(dataflow, index, reader) if reader in joined else loops[reader]
+                for reader in readers
+                if reader in loops
+            )
         )
         own: frozenset[Loop] = frozenset((_numel(node),))
         source = nodes[dataflow.inputs[index][0]] if dataflow.traits[index].getitem else node
         reduces = is_reduction(source)
         loops[index] = frozenset((_reduction_loop(source),)) if reduces else own
+        if on_cpu and is_concatenation(node):
+            joined.add(index)
+            found.add(index)
+            continue
         home = own if on_cpu else own | loops[index]
         if elsewhere <= home and all(region[index] == region[reader] for reader in readers):
             continue

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.graph.fx_utils import COLLECTIVES, by_target, is_alias, is_getitem
+from passes.graph.fx_utils import COLLECTIVES, by_target, concrete, is_alias, is_getitem
 from passes.ops.markers import REDUCE_GRAD, UNSHARD
 from passes.ops.packing import PACKING
 
@@ -87,6 +87,27 @@ def is_reduction(node: fx.Node) -> bool:
 @by_target
 def _reduces(target: Any) -> bool:
     return target in REDUCTIONS or torch.Tag.reduction in getattr(target, "tags", ())
+
+
+def is_concatenation(node: fx.Node) -> bool:
+    """Whether a node concatenates two or more tensors.
+
+    Inductor skips empty tensors of one dimension, as torch does, and copies a single tensor.
+    """
+    if node.op != "call_function" or node.target is not _aten.cat.default:
+        return False
+    return len(concatenated(node)) > 1
+
+
+def concatenated(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a concatenation joins."""
+    parts = node.args[0]
+    assert isinstance(parts, list | tuple)
+    return [
+        part
+        for part in parts
+        if isinstance(part, fx.Node) and concrete(part.meta["val"].shape) != [0]
+    ]
 
 
 def effective_users(node: fx.Node) -> list[fx.Node]:

@@ -32,7 +32,7 @@ from passes.graph.fx_utils import (
     root_of,
 )
 from passes.graph.metadata import COLLECTIVE, GATHERED, GRADIENT_OF, LENT, SAVED, STATIC
-from passes.graph.op_traits import effective_users, is_reduction
+from passes.graph.op_traits import effective_users, is_concatenation, is_reduction
 from passes.ops.packing import UNPACK
 from passes.types.annotations import Memory
 
@@ -109,9 +109,10 @@ class MemoryModel:
             self._ends.append(
                 dataflow.called[index] and not (traits.fusible or traits.getitem or is_view)
             )
-            self._over.append(traits.fusible and size_bytes > 0)
+            joins = cost.in_function and is_concatenation(node)
+            self._over.append(traits.fusible and size_bytes > 0 and not joins)
             given = bool(meta.get(SAVED.name)) and LENT.name not in meta
-            self._own.append(dataflow.called[index] or given)
+            self._own.append((dataflow.called[index] and not joins) or given)
             self._workspace.append(cost.workspace_bytes)
             if node.target is WAIT and isinstance(node.args[0], fx.Node):
                 start = dataflow.place[node.args[0]]

@@ -94,6 +94,8 @@ class Compiled:
     def peak_bytes(self, inputs: dict[str, int]) -> int:
         """The most bytes that the code holds at once. ``inputs``: bytes of inputs that it frees."""
         size = {b.name: b.size_bytes for kernel in self.kernels for b in kernel.buffers}
+        results = self._results()
+        named = {name for names in results.values() for name in names}
         alive = dict(inputs)
         peak_bytes = sum(alive.values())
         for statement, reuses in self._statements():
@@ -104,10 +106,24 @@ class Compiled:
             ):
                 alive[moved[1]] = alive.pop(moved[2], 0)
             elif made := re.match(r"(buf\d+) = (?!reinterpret_tensor)", statement):
-                assert made[1] not in alive, f"made twice: {statement}"
-                alive[made[1]] = size[made[1]]
+                for name in results.get(made[1], [] if made[1] in named else [made[1]]):
+                    assert name not in alive, f"made twice: {statement}"
+                    alive[name] = size[name]
             peak_bytes = max(peak_bytes, sum(alive.values()))
         return peak_bytes
+
+    def _results(self) -> dict[str, list[str]]:
+        """The buffers that are results of a call, by the name that the code gives the call first.
+
+        The code of some versions of torch names the results in later statements. The call has
+        allocated them.
+        """
+        found: dict[str, list[str]] = {}
+        for statement, reuses in self._statements():
+            named = re.fullmatch(r"(buf\d+) = (buf\d+)(?:\[\d+\])?", statement)
+            if named and not reuses:
+                found.setdefault(named[2], []).append(named[1])
+        return found
 
     def _statements(self) -> Iterator[tuple[str, bool]]:
         """The statements of the code's call, each with True if it gives a buffer a new name."""
@@ -133,7 +149,11 @@ def compiled_step(model: nn.Module, *batch: torch.Tensor) -> list[Compiled]:
         kernels: list[Kernel] = []
         codes: list[str] = []
 
-        def keep(scheduled: list[Any]) -> list[Any]:
+        order = config._post_fusion_custom_pass
+        assert order is not None  # the backend's own
+
+        def keep(fused: list[Any]) -> list[Any]:
+            scheduled = order(fused)
             kernels.extend(map(_kernel, scheduled))
             return scheduled
 

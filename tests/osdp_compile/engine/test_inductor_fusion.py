@@ -9,6 +9,7 @@ import torch
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
+from osdp_compile._torch import KEEP_ORDER
 from osdp_compile.engine.inductor_fusion import in_place
 
 pytestmark = pytest.mark.inductor
@@ -27,16 +28,32 @@ def read_once(x, one, other):
     return x.sin() * (other @ other), one
 
 
+def summed_early_and_late(x, one, other):
+    """Two sums that read one tensor, and an operator that the late sum does not need."""
+    early = x.sum(0)
+    between = torch.addmm(one, x, one)
+    late = (x * (other @ other)).sum(0)
+    return early, between, late
+
+
+def summed_for_a_late_result(x, one, other):
+    """A sum that one late result reads, and an operator that this result does not need."""
+    early = x.sum(1, keepdim=True)
+    between = torch.addmm(one, x, one)
+    return between, early * (other @ other)
+
+
 def called(function) -> list[str]:
     """The products and the kernels of a function, in the order in which they are called."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     inputs = [torch.randn(64, 64) / 8 for _ in range(3)]
     wanted = function(*inputs)
-    with config.patch(fx_graph_cache=False):  # its key knows of neither way
+    # The backend's settings, without Inductor's cache: its key knows of neither way.
+    with config.patch(KEEP_ORDER), config.patch(fx_graph_cache=False):
         given, (code,) = run_and_get_code(torch.compile(function), *inputs)
     torch.testing.assert_close(given, wanted, atol=1e-5, rtol=1e-5)
-    return re.findall(r"^\s+(?:extern_kernels\.)?(mm|cpp_fused)\w*\(", code, re.MULTILINE)
+    return re.findall(r"^\s+(?:extern_kernels\.)?(addmm|mm|cpp_fused)\w*\(", code, re.MULTILINE)
 
 
 def test_a_result_is_not_put_off_behind_an_operator_that_it_does_not_need():
@@ -51,6 +68,24 @@ def test_inductor_by_itself_does_put_it_off():
 def test_what_only_the_later_one_reads_is_fused():
     with in_place():
         assert called(read_once) == ["mm", "cpp_fused"]
+
+
+def test_results_that_read_one_tensor_do_not_wait_for_each_others_operators():
+    with in_place():
+        assert called(summed_early_and_late) == ["cpp_fused", "addmm", "mm", "cpp_fused"]
+
+
+def test_inductor_by_itself_fuses_them():
+    assert called(summed_early_and_late) == ["mm", "cpp_fused", "addmm"]
+
+
+def test_an_operator_is_not_put_off_behind_all_that_a_late_result_needs():
+    with in_place():
+        assert called(summed_for_a_late_result) == ["addmm", "mm", "cpp_fused"]
+
+
+def test_inductor_by_itself_puts_the_operator_off():
+    assert called(summed_for_a_late_result) == ["mm", "cpp_fused", "addmm"]
 
 
 def test_other_compilations_are_as_they_were():

@@ -15,6 +15,7 @@ from examples.gpt import GPT, GPTConfig
 from osdp_compile import OsdpError, PeakMemory, Report, plan_of, report
 from osdp_compile.engine.backend import compile_graph
 from osdp_compile.options import CheckedOptions
+from osdp_compile.planning.planner_inputs import UNSEEN_BYTES
 from osdp_compile.trace import fake_world
 from osdp_compile.tracking.session import session_for
 from passes.simulate.chrome_trace import StepTimeline
@@ -83,7 +84,8 @@ def test_the_measured_peak_is_the_predicted_one_and_under_the_limit(outcomes):
         decisions = {row.decision for row in plan.parameters}
         assert len(decisions) > 1 or plan.recompute, f"nothing is bound: {decisions}, {said}"
         assert measured_bytes <= LIMIT_BYTES, said
-        assert measured_bytes == pytest.approx(predicted_bytes, rel=0.05), said
+        # The prediction holds a reserve.
+        assert measured_bytes == pytest.approx(predicted_bytes - UNSEEN_BYTES, rel=0.002), said
 
 
 @pytest.mark.timeout(600)

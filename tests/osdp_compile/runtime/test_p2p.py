@@ -14,8 +14,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from examples.gpt import GPT, GPTConfig
 from osdp_compile import Decision
+from osdp_compile.runtime.collectives import GLOO_STAGES
 from osdp_compile.runtime.eager_markers import register_group
-from osdp_compile.runtime.p2p import group_uses_p2p
+from osdp_compile.runtime.p2p import group_uses_p2p, staged_kinds
 from tests.training import SLOW, mixed_plan
 
 WAIT = torch.ops._c10d_functional.wait_tensor
@@ -114,3 +115,11 @@ def test_gloo_is_known_also_where_nobody_named_it(tmp_path, backend, wanted):
         assert group_uses_p2p(dist.group.WORLD, torch.device("cpu")) == wanted
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("native", "kinds"), [("0", frozenset()), ("1", GLOO_STAGES)])
+def test_only_gloos_own_collectives_copy_the_whole_tensor(monkeypatch, native, kinds):
+    monkeypatch.setenv("OSDP_NATIVE_COLLECTIVES", native)
+    monkeypatch.setattr("osdp_compile.runtime.p2p.backend_of", lambda group, device_type: "gloo")
+    assert staged_kinds(None, torch.device("cpu")) == kinds
+    assert staged_kinds(None, torch.device("cuda")) == frozenset()

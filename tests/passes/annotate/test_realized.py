@@ -105,6 +105,35 @@ def returned_and_read_later(s, x):
     return root, x * both, (x + both).sum(0)
 
 
+def concatenated(s, x):
+    """A pointwise result reads a concatenation, which is a buffer nevertheless."""
+    return (torch.cat([s[0], s[1] + s[2]], 1) * 2,)
+
+
+def concatenated_views(s, x):
+    """As rotary embeddings do."""
+    both = torch.cat([-s[0][..., 8:], s[0][..., :8]], -1)
+    return (s[0] * s[1] + both * s[2],)
+
+
+def concatenated_and_reduced(s, x):
+    return (torch.softmax(torch.cat([s[0], x], 1).sum(1), -1),)
+
+
+def heavy_part_of_a_concatenation(s, x):
+    """The part is written once, into the concatenation."""
+    root = s[0].sigmoid()
+    return torch.cat([root, s[1]], 1) * 2, root * 2
+
+
+def concatenation_of_one(s, x):
+    return (torch.cat([s[0] + s[1]], 1) * 2,)
+
+
+def concatenation_with_an_empty_part(s, x):
+    return (torch.cat([s[0] + s[1], s[2].view(-1)[:0]], 1) * 2,)
+
+
 FUNCTIONS = (
     many_reads,
     few_reads,
@@ -122,6 +151,12 @@ FUNCTIONS = (
     heavy_on_both_sides_of_a_product,
     read_by_a_product_and_later,
     returned_and_read_later,
+    concatenated,
+    concatenated_views,
+    concatenated_and_reduced,
+    heavy_part_of_a_concatenation,
+    concatenation_of_one,
+    concatenation_with_an_empty_part,
 )
 
 
