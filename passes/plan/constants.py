@@ -28,7 +28,7 @@ class Constants:
     most_plans: int = 600
     most_nodes: int = 30_000
     least_plans: int = 30
-    folded_plans: int = 16
+    folded_plans: int = 12
     proposed: int = 3
     slower: float = 1.02
     near: float = 1.25

@@ -93,6 +93,8 @@ class PlanEvaluator:
         if self.folded is not None:  # a folded step cannot show a bucket of several layers
             self.most_bucket_bytes = min(MOST_BUCKET_BYTES, self.folded.layer_bytes(ctx))
         self.seen: dict[Candidate, Evaluated] = {}
+        #: The last lowered candidate of a folded step. Its order stays open: it is lowered once.
+        self._last: Finished | None = None
         self.left = self.affordable()
         #: The peak to reach: the memory limit, unless the least memory is searched.
         self.target_bytes = ctx.limit_bytes
@@ -150,8 +152,11 @@ class PlanEvaluator:
             for gm in (step.forward, step.backward)
         ]
         exposed = [one.exposed_seconds for one in step.simulations]
+        plan = self.plan_of(key).replace(order=orders(step))
+        if self.folded is not None:
+            self._last = Finished(key, plan, step)
         return Evaluated(
-            self.plan_of(key).replace(order=orders(step)),
+            plan,
             step.prediction,
             None if self.ctx.limit_bytes is None else step.bytes_at(self.place_of),
             step.seconds_at(self.place_of),
@@ -235,6 +240,8 @@ class PlanEvaluator:
     def lowered(self, key: Candidate) -> Finished:
         """An evaluated plan, lowered with its own order of collectives."""
         plan = self.seen[key].plan
+        if self._last is not None and self._last.key == key:
+            return self._last
         return Finished(key, plan, predict(self.captured, plan, self.ctx, self.passes))
 
     def ordered(self, found: Finished) -> Finished:

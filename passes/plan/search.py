@@ -36,8 +36,8 @@ class Search:
             evaluator.evaluate(key)
         evaluator.is_short = limited and evaluator.is_limited(min(keys, key=evaluator.seconds))
         if all(evaluator.rank(key)[0] for key in keys):
-            keys += self._lean()
-        return self._onwards(min(keys, key=evaluator.evaluated_rank))
+            keys += self._lean_enough(min(keys, key=evaluator.rank))
+        return self._onwards(min(keys, key=evaluator.rank))
 
     def least(self) -> Candidate:
         """The candidate with the least peak, or the first one that is low enough.
@@ -82,6 +82,21 @@ class Search:
         start = self.evaluator.uniform(2)
         start = start.replace(bucket_bytes=start.bucket_bytes // 4)
         return [start.recomputing(one) for one in (None, *self.evaluator.sets)]
+
+    def _lean_enough(self, reference: Candidate) -> list[Candidate]:
+        """Candidates with little memory, evaluated in the order of their promise up to one that
+        fits.
+
+        ``reference``: an evaluated candidate.
+        """
+        judge = self.neighbours.prices.near(reference).judge
+        evaluated = []
+        for key in sorted(self._lean(), key=lambda one: judge(one).rank):
+            self.evaluator.evaluate(key)
+            evaluated.append(key)
+            if self.evaluator.rank(key)[0] == 0:
+                break
+        return evaluated
 
     def _climb(self, best: Candidate, within: bool = False) -> Candidate:
         """Go to a better neighbour, as long as there is one and the budget lasts.
