@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
 from collections.abc import Sequence
 
 import torch
@@ -62,7 +63,7 @@ from passes.types.plan import Plan
 #: Number of layers that stay at the beginning, and at the end.
 _ENDS = 3
 #: Least number of layers for folding.
-_FEWEST_LAYERS = 8
+FEWEST_LAYERS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +132,15 @@ class Folded:
         ]
         return places[0] - 1, places[1] - 1
 
+    def copies_of(self, node: fx.Node) -> int:
+        """The nodes of the whole step that a node of this step stands for."""
+        return 1 + len(self.inner) if LAYER.get(node) == self.at_the_cut[0] else 1
+
+    def whole_nodes(self) -> int:
+        """Number of nodes of the whole step."""
+        graphs = (self.captured.forward.graph, self.captured.backward.graph)
+        return sum(self.copies_of(node) for graph in graphs for node in graph.nodes)
+
     def without_inner(self, plan: Plan) -> Plan:
         """The plan without the recomputations of the layers left out."""
         gone = self._gone
@@ -155,7 +165,7 @@ class Folded:
 def fold(captured: Captured, parameters: Sequence[Parameter]) -> Folded | None:
     """Leave out the inner layers; None: too few layers, or layers that differ."""
     layers = layers_of(captured, parameters)
-    if len(layers) < _FEWEST_LAYERS:
+    if len(layers) < FEWEST_LAYERS:
         return None
     inner = range(_ENDS, len(layers) - _ENDS)
     number = {name: index + 1 for index, names in enumerate(layers) for name in names}
@@ -190,6 +200,54 @@ def _saved_bytes(forward: fx.Graph, number: int) -> int:
         for node in roots
         if LAYER.get(node) == number and not STATIC.get(node) and node.target is not UNSHARD
     )
+
+
+def stretched(folded: Folded, prefix: str, count: int) -> Folded | None:
+    """The folded step of ``count`` layers, from the trace of a few of them.
+
+    ``folded``: of the trace, whose layers are the first and the last ones of the model, by name.
+    It has the same graphs, in which the last layers get their numbers among all layers.
+    ``prefix``: the name of the list of layers, with its dot.
+
+    None: the trace has other layers, or an operator's key does not name its layer.
+    """
+    kept = len(folded.layers)
+    ahead = kept // 2
+    numbers = [*range(ahead), *range(count - kept + ahead, count)]
+    template = [name.removeprefix(f"{prefix}0.") for name in folded.layers[0]]
+    layers = tuple(tuple(f"{prefix}{n}.{name}" for name in template) for n in range(count))
+    if folded.layers != tuple(layers[number] for number in numbers):
+        return None
+    known = [_relative(own, prefix, n) for n, own in zip(numbers[1:-1], folded.operators, strict=True)]
+    del known[ahead - 2]  # the layer before the jump in the numbers
+    first = known[0]
+    if first is None or any(one != first for one in known):
+        return None
+    operators = tuple(
+        tuple(f"{head}{n + away}{rest}" for head, away, rest in first) for n in range(1, count - 1)
+    )
+    for gm in (folded.captured.forward, folded.captured.backward):
+        for node in gm.graph.nodes:
+            if LAYER.get(node, 0) > ahead:
+                LAYER.set(node, LAYER.of(node) + count - kept)
+    return dataclasses.replace(
+        folded, layers=layers, inner=range(_ENDS, count - _ENDS), operators=operators
+    )
+
+
+def _relative(keys: Sequence[str], prefix: str, number: int) -> list[tuple[str, int, str]] | None:
+    """The keys of a layer's operators without its number; None: a key names no layer.
+
+    For each key: the part up to the number of a layer in it, that number less ``number``, and the
+    rest. What follows a layer belongs to it too, so some keys name the next layer.
+    """
+    found = []
+    for key in keys:
+        match = re.fullmatch(rf"((?:.*\.)?{re.escape(prefix)})(\d+)([.:].*)", key)
+        if match is None:
+            return None
+        found.append((match[1], int(match[2]) - number, match[3]))
+    return found
 
 
 def _cut(
