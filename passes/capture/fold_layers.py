@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import re
 from collections.abc import Sequence
 
 import torch
@@ -28,6 +27,7 @@ from passes.annotate.annotate_costs import cost_of, stands_alone
 from passes.annotate.flops import flops_of
 from passes.capture.alike_layers import are_equal, descriptions, layers_of, layers_of_nodes
 from passes.capture.captured_step import Captured
+from passes.capture.layer_keys import layer_keys
 from passes.graph.fx_utils import (
     bytes_of,
     copy_module,
@@ -206,10 +206,10 @@ def stretched(folded: Folded, prefix: str, count: int) -> Folded | None:
     """The folded step of ``count`` layers, from the trace of a few of them.
 
     ``folded``: of the trace, whose layers are the first and the last ones of the model, by name.
-    It has the same graphs, in which the last layers get their numbers among all layers.
+    It has the same graphs, with the layers' numbers and the keys of the whole step.
     ``prefix``: the name of the list of layers, with its dot.
 
-    None: the trace has other layers, or an operator's key does not name its layer.
+    None: the trace has other layers, or other keys do not follow from its keys.
     """
     kept = len(folded.layers)
     ahead = kept // 2
@@ -218,36 +218,18 @@ def stretched(folded: Folded, prefix: str, count: int) -> Folded | None:
     layers = tuple(tuple(f"{prefix}{n}.{name}" for name in template) for n in range(count))
     if folded.layers != tuple(layers[number] for number in numbers):
         return None
-    known = [_relative(own, prefix, n) for n, own in zip(numbers[1:-1], folded.operators, strict=True)]
-    del known[ahead - 2]  # the layer before the jump in the numbers
-    first = known[0]
-    if first is None or any(one != first for one in known):
+    keys = layer_keys(folded.operators, prefix, count)
+    if keys is None:
         return None
-    operators = tuple(
-        tuple(f"{head}{n + away}{rest}" for head, away, rest in first) for n in range(1, count - 1)
-    )
     for gm in (folded.captured.forward, folded.captured.backward):
         for node in gm.graph.nodes:
             if LAYER.get(node, 0) > ahead:
                 LAYER.set(node, LAYER.of(node) + count - kept)
+            if OPERATOR_KEY.is_set(node):
+                OPERATOR_KEY.set(node, keys.renamed(OPERATOR_KEY.of(node)))
     return dataclasses.replace(
-        folded, layers=layers, inner=range(_ENDS, count - _ENDS), operators=operators
+        folded, layers=layers, inner=range(_ENDS, count - _ENDS), operators=keys.operators
     )
-
-
-def _relative(keys: Sequence[str], prefix: str, number: int) -> list[tuple[str, int, str]] | None:
-    """The keys of a layer's operators without its number; None: a key names no layer.
-
-    For each key: the part up to the number of a layer in it, that number less ``number``, and the
-    rest. What follows a layer belongs to it too, so some keys name the next layer.
-    """
-    found = []
-    for key in keys:
-        match = re.fullmatch(rf"((?:.*\.)?{re.escape(prefix)})(\d+)([.:].*)", key)
-        if match is None:
-            return None
-        found.append((match[1], int(match[2]) - number, match[3]))
-    return found
 
 
 def _cut(
