@@ -1,15 +1,16 @@
 """Layer keys: the operator keys of all layers, from a trace of the first and the last ones.
 
-An operator's key is its module and a count (:func:`passes.recompute.recompute_activations.keys_of`).
-Most operators of a layer belong to a module inside it, or to one at the beginning of the next layer:
-their keys differ from layer to layer in one number. Operators without a module, as those of a
-derivative, are counted through all layers, forwards or backwards. The layers that the trace leaves
-out move the counts of all that come after them.
+An operator's key is its module, its name and a count
+(:func:`passes.recompute.recompute_activations.keys_of`). Most operators of a layer belong to a
+module inside it, or to one at the beginning of the next layer. Their keys differ from layer to
+layer in one number. Operators without a module, as those of a derivative, are counted through all
+layers, forwards or backwards. The layers left out increase the counts of all that follow them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -28,51 +29,53 @@ class LayerKeys:
 
     def renamed(self, key: str) -> str:
         """The key in the whole step of an operator of the trace."""
-        place, _, number = key.rpartition(":")
+        place, count = _place_and_count(key)
         first, more = self.inserted.get(place, (0, 0))
-        return f"{place}:{int(number) + more}" if int(number) >= first else key
+        return f"{place}:{count + more}" if count >= first else key
 
 
 def layer_keys(traced: Sequence[Sequence[str]], prefix: str, layers: int) -> LayerKeys | None:
     """The keys of all layers; None: they do not follow from those of the trace.
 
-    ``traced``: the keys of the trace's layers except the first and the last one. The first half are
-    the first layers of the step, the others the last ones; corresponding keys are at the same place.
+    ``traced``: the keys of the trace's layers except the first and the last one; corresponding keys
+    are at the same place. The first half are the first layers of the step, the others the last.
     ``prefix``: the name of the list of layers, with its dot. ``layers``: their number.
     """
     half = len(traced) // 2
     missing = layers - 2 - len(traced)
     numbers = [n + 1 + (missing if n >= half else 0) for n in range(len(traced))]
-    named: list[tuple[str, int, str] | None] = []
-    counted: dict[str, list[list[int]]] = {}
     columns = list(zip(*traced, strict=True))
-    for column in columns:
-        one = _named(column, prefix, numbers)
-        named.append(one)
-        if one is None:
-            place = column[0].rpartition(":")[0]
-            if any(key.rpartition(":")[0] != place for key in column):
+    named = [_named(column, prefix, numbers) for column in columns]
+    counted: dict[str, list[list[int]]] = {}
+    for column, known in zip(columns, named, strict=True):
+        if known is None:
+            places, counts = zip(*map(_place_and_count, column), strict=True)
+            if len({*places}) > 1:
                 return None
-            counted.setdefault(place, []).append([int(key.rpartition(":")[2]) for key in column])
+            counted.setdefault(places[0], []).append([*counts])
     inserted = {}
-    for place, counts in counted.items():
-        first = _first_after(counts, half)
+    for place, every in counted.items():
+        first = _first_after(every, half)
         if first is None:
             return None
-        inserted[place] = first, missing * len(counts)
+        inserted[place] = first, missing * len(every)
     keys = LayerKeys((), inserted)
-    rows = []
-    for number in range(1, layers - 1):
-        row = []
-        for column, one in zip(columns, named, strict=True):
-            if one is not None:
-                row.append(f"{one[0]}{number + one[1]}{one[2]}")
-                continue
-            place, _, start = keys.renamed(column[0]).rpartition(":")
-            step = int(column[1].rpartition(":")[2]) - int(column[0].rpartition(":")[2])
-            row.append(f"{place}:{int(start) + step * (number - 1)}")
-        rows.append(tuple(row))
+
+    def key_of(place: int, layer: int) -> str:
+        known = named[place]
+        if known is not None:
+            return f"{known[0]}{layer + known[1]}{known[2]}"
+        (_, one), (_, next_one) = map(_place_and_count, columns[place][:2])
+        name, start = _place_and_count(keys.renamed(columns[place][0]))
+        return f"{name}:{start + (next_one - one) * (layer - 1)}"
+
+    rows = [tuple(key_of(p, n) for p in range(len(columns))) for n in range(1, layers - 1)]
     return dataclasses.replace(keys, operators=tuple(rows))
+
+
+def _place_and_count(key: str) -> tuple[str, int]:
+    place, _, count = key.rpartition(":")
+    return place, int(count)
 
 
 def _named(
@@ -97,7 +100,7 @@ def _first_after(counts: Sequence[Sequence[int]], half: int) -> int | None:
 
     ``counts``: by operator of one kind, its counts in the layers of the trace.
     """
-    steps = {after - before for own in counts for before, after in zip(own, own[1:], strict=False)}
+    steps = {after - before for own in counts for before, after in itertools.pairwise(own)}
     if len(steps) != 1 or abs(*steps) != len(counts):
         return None
     before, behind = ([own[place] for own in counts] for place in (half - 1, half))
