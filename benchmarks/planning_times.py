@@ -5,7 +5,8 @@
 
 Traced on the meta device for the H100 preset, 4,096 tokens a rank, in bf16; no process group, one
 thread. Planned without a limit, for the GPU's 80 GiB and a tenth above the least limit, several
-times each from the traced graphs on. Each model has a process of its own, whose memory at its highest is that of tracing and planning together.
+times each from the traced graphs on. Each model has a process of its own, whose memory at its
+highest is that of tracing and planning together.
 """
 
 from __future__ import annotations
