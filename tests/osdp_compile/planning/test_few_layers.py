@@ -50,7 +50,7 @@ def llama(layers: int) -> tuple[nn.Module, tuple, dict]:
 
 def gpt(layers: int) -> tuple[nn.Module, tuple, dict]:
     with torch.device("meta"):
-        model = GPT(GPTConfig(vocab=61, layers=layers, width=WIDTH, heads=2, context=32))
+        model = GPT(GPTConfig(vocab=61, layers=layers, width=2 * WIDTH, heads=2, context=32))
     tokens = torch.zeros(2, 33, dtype=torch.long)
     return model, (tokens[:, :-1], tokens[:, 1:]), {}
 
@@ -99,7 +99,7 @@ def test_the_folded_step_is_that_of_all_layers(both):
     assert dict(few.flops()) == dict(full.flops())
 
 
-@pytest.mark.parametrize("share", [None, 0.3], ids=["no limit", "limit"])
+@pytest.mark.parametrize("share", [None, pytest.param(0.3, marks=pytest.mark.thorough)])
 def test_the_plans_are_equal(both, share, tmp_path):
     few, full = both
     limit = None
@@ -136,6 +136,7 @@ def test_uniform_plans_need_no_trace_of_all_layers(both):
         assert lazy.priced(one, RANKS, SLOW) == full.priced(one, RANKS, SLOW)
 
 
+@pytest.mark.thorough
 def test_slices_and_recomputing_ask_for_all_layers_once():
     given = llama(12)
     few, full = trace(*given), traced_in_full(*given)
