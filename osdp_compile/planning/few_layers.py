@@ -103,22 +103,32 @@ class FewLayers:
         """
         calls = [node for node in gm.graph.nodes if node.target in (_before, _in_place_of)]
         results = {node.args[1]: node for node in gm.graph.nodes if node.target is _after}
-        if [node.args[1] for node in calls] != list(range(len(self.layers))):
-            raise LayersDiffer("the layers are not called once each, in their order")
-        if any(node.args[2:] != calls[0].args[2:] for node in calls):
-            raise LayersDiffer("the layers are called with different arguments")
-        ends = [results.get(number, call) for number, call in enumerate(calls)]
-        for end, call in zip(ends, calls[1:], strict=False):
-            if call.args[0] is not end or len(end.users) > 1:
-                raise LayersDiffer("something stands between two layers")
-        if len({_kind(node) for node in (*calls, *ends)}) > 1:
-            raise LayersDiffer("the layers' results are not like their inputs")
-        if any(_escapes(calls[number], result) for number, result in results.items()):
-            raise LayersDiffer("more than the result of a layer is read outside of it")
+        difference = _difference(calls, results, len(self.layers))
+        if difference is not None:
+            raise LayersDiffer(difference)
         for node in (*calls, *results.values()):
             node.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(node)
         gm.recompile()
+
+
+def _difference(
+    calls: Sequence[fx.Node], results: Mapping[Any, fx.Node], layers: int
+) -> str | None:
+    """Why the calls of the layers are not equal links of one chain; None: they are."""
+    if [node.args[1] for node in calls] != list(range(layers)):
+        return "the layers are not called once each, in their order"
+    if any(node.args[2:] != calls[0].args[2:] for node in calls):
+        return "the layers are called with different arguments"
+    ends = [results.get(number, call) for number, call in enumerate(calls)]
+    for end, call in zip(ends, calls[1:], strict=False):
+        if call.args[0] is not end or len(end.users) > 1:
+            return "something stands between two layers"
+    if len({_kind(node) for node in (*calls, *ends)}) > 1:
+        return "the layers' results are not like their inputs"
+    if any(_escapes(calls[number], result) for number, result in results.items()):
+        return "more than the result of a layer is read outside of it"
+    return None
 
 
 def _marked(cls: type[nn.Module], number: int) -> Any:
