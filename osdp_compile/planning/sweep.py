@@ -33,7 +33,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from osdp_compile.errors import InfeasibleLimit
 from osdp_compile.planning.traced_step import TracedStep, predicted
-from passes.annotate.annotate_costs import flops_by_dtype
 from passes.types.decision import Decision
 from passes.types.hardware import Hardware, LinkRate
 from passes.types.plan import Plan, Prediction
@@ -290,9 +289,4 @@ def _fastest(candidates: Sequence[_Candidate], limit_bytes: int | None) -> _Cand
 
 def _ideal_seconds(step: TracedStep, hardware: Hardware) -> float:
     """Seconds of the step's FLOPs at the profile's rates for matrix products."""
-    graphs = (step.captured.forward.graph, step.captured.backward.graph)
-    return sum(
-        flops / hardware.flops(dtype)
-        for graph in graphs
-        for dtype, flops in flops_by_dtype(graph).items()
-    )
+    return sum(flops / hardware.flops(dtype) for dtype, flops in step.flops())

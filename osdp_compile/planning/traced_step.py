@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from osdp_compile.model.mixed_precision import OWN_PRECISION, Precision, traced_
 from osdp_compile.model.shard_in_place import ModelParameter, check_shardable, model_parameters
 from osdp_compile.options import Accumulate, Search
 from osdp_compile.planning.fake_model import fake_models
+from osdp_compile.planning.few_layers import FewLayers, long_list
 from osdp_compile.planning.frames import captured_frames, collected, is_collecting, unseen_bytes_of
 from osdp_compile.planning.planner_inputs import (
     accumulated_bytes_of,
@@ -29,8 +30,9 @@ from osdp_compile.planning.planner_inputs import (
 )
 from osdp_compile.runtime.current_call import Call, interrupted_call
 from osdp_compile.runtime.meshes import mesh_dims_of
+from passes.annotate.annotate_costs import flops_by_dtype
 from passes.capture.captured_step import Captured
-from passes.capture.fold_layers import Folded, fold
+from passes.capture.fold_layers import Folded, fold, stretched
 from passes.overlap.bucket_collectives import bucket_bytes_for
 from passes.pipeline import Pass, default_passes, validate
 from passes.plan.monotone_search import MonotoneSearch
@@ -42,6 +44,8 @@ from passes.types.plan import Plan, Prediction
 
 log = logging.getLogger("osdp_compile")
 
+#: A model's arguments, by position and by keyword.
+_Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 #: A step with more forward and backward nodes is folded, if possible.
 _MOST_NODES = 2500
 #: Tries to complete the plan of a folded step on the whole step.
@@ -60,22 +64,46 @@ _GROUP = "osdp_offline"
 class TracedStep:
     """A model's training step, traced once, for plans of any cluster.
 
+    ``whole``: gives the captured step. For a model that was traced through few of its layers, the
+    first call traces all of them.
     ``held_bytes``: buffers, the batch, memory that no graph shows, and ``accumulated_bytes`` (whole
     accumulated gradients). ``adds_gradients``, ``slices``: as in the planner's context.
+    ``few``: the folded step, if it was traced through few of its layers.
     """
 
-    captured: Captured
+    whole: Callable[[], Captured]
     parameters: tuple[Parameter, ...]
     held_bytes: int
     passes: tuple[Pass, ...]
     slices: tuple[tuple[str, int, int], ...] | None = None
     accumulated_bytes: int = 0
     adds_gradients: bool = False
+    few: Folded | None = None
+
+    @property
+    def captured(self) -> Captured:
+        """The captured step with all layers."""
+        return self.whole()
 
     @functools.cached_property
     def folded(self) -> Folded | None:
         """The folded step, with a few layers for all; None: not large, or not foldable."""
-        return folded_if_large(self.captured, self.parameters)
+        return self.few or folded_if_large(self.captured, self.parameters)
+
+    def step_for(self, ctx: Context) -> Captured | Folded:
+        """The step for the planner: folded, unless the whole step is necessary."""
+        folded = self.folded
+        return folded if folded is not None and is_enough(folded, ctx) else self.captured
+
+    def flops(self) -> Iterator[tuple[str, int]]:
+        """(dtype, FLOPs) of the forward and of the backward."""
+        folded = self.folded
+        step = self.captured if folded is None else folded.captured
+        for gm in (step.forward, step.backward):
+            if folded is None:
+                yield from flops_by_dtype(gm.graph).items()
+            else:
+                yield from flops_by_dtype(gm.graph, folded.copies_of).items()
 
     def context(
         self, ranks: Mapping[str, int], hardware: Hardware, limit_bytes: int | None
@@ -125,8 +153,7 @@ class TracedStep:
             InfeasibleLimit: if no plan fits.
         """
         ctx = self.context(ranks, hardware, limit_bytes)
-        step = chosen(self.captured, self.folded, ctx)
-        return planned(step, ctx, self.passes, search, say)
+        return planned(self.step_for(ctx), ctx, self.passes, search, say)
 
     def monotone_search(
         self,
@@ -136,8 +163,7 @@ class TracedStep:
     ) -> MonotoneSearch:
         """A thorough search for several limits; it evaluates each limit of its grid once."""
         ctx = self.context(ranks, hardware, None)
-        step = chosen(self.captured, self.folded, ctx)
-        return MonotoneSearch(step, ctx, self.passes, say, progress.detail)
+        return MonotoneSearch(self.step_for(ctx), ctx, self.passes, say, progress.detail)
 
     def least_bytes(self, ranks: Mapping[str, int], hardware: Hardware) -> int:
         """The lowest feasible limit, as in the error :class:`InfeasibleLimit`."""
@@ -170,9 +196,8 @@ class TracedStep:
         return predicted(self._completed(plan, ctx))
 
     def _completed(self, plan: Plan, ctx: Context) -> Plan:
-        step = chosen(self.captured, self.folded, ctx)
-        if plan.recompute:  # names tensors of all layers
-            step = self.captured
+        # What a plan recomputes may differ from layer to layer.
+        step = self.captured if plan.recompute else self.step_for(ctx)
         return complete(plan, step, ctx, self.passes)
 
 
@@ -219,9 +244,9 @@ def planned_whole(
     Raises:
         InfeasibleLimit: if no plan fits.
     """
-    step = chosen(captured, folded_if_large(captured, ctx.parameters), ctx)
-    if step is captured:
-        return planned(step, ctx, passes, search)
+    step = folded_if_large(captured, ctx.parameters)
+    if step is None or not is_enough(step, ctx):
+        return planned(captured, ctx, passes, search)
     asked = ctx
     for _ in range(_WHOLE_TRIES):
         try:
@@ -252,14 +277,12 @@ def folded_if_large(captured: Captured, parameters: Sequence[Parameter]) -> Fold
     return folded
 
 
-def chosen(captured: Captured, folded: Folded | None, ctx: Context) -> Captured | Folded:
-    """The step for the planner: folded, unless the whole step is necessary.
+def is_enough(folded: Folded, ctx: Context) -> bool:
+    """Whether the folded step shows all that the planner may do.
 
-    That is: not folded, a bucket larger than one layer, or user-forced slices.
+    It shows no bucket larger than one layer, and no user-forced slices.
     """
-    if folded is None or ctx.slices or bucket_bytes_for(ctx) > folded.layer_bytes(ctx):
-        return captured
-    return folded
+    return not ctx.slices and bucket_bytes_for(ctx) <= folded.layer_bytes(ctx)
 
 
 class _SeveralFrames(OsdpError):
@@ -274,6 +297,16 @@ class _Found(OsdpError):
         self.step = step
 
 
+@dataclasses.dataclass(frozen=True)
+class _Training:
+    """Arguments of :func:`trace` that say how the model is trained."""
+
+    optimizer: int | str
+    passes: tuple[Pass, ...]
+    precision: Precision
+    accumulate: Accumulate
+
+
 def trace(
     model: nn.Module,
     args: Sequence[Any] = (),
@@ -286,12 +319,71 @@ def trace(
 ) -> TracedStep:
     """Trace a training step of a fake model, with all graphs that need gradients, as the backend.
 
+    A model with a long list of alike layers is traced through few of them. It must not change as
+    long as the step is in use, because some questions need a trace of all layers.
+
     Raises:
         OsdpError: if a parameter cannot be sharded, or if no result needs gradients.
     """
-    chosen = tuple(passes or default_passes())
-    validate(chosen)
+    training = _Training(optimizer, tuple(passes or default_passes()), precision, accumulate)
+    validate(training.passes)
     check_shardable(model_parameters([("", model)]))  # fake parameters have no hooks
+    inputs = (tuple(args), dict(kwargs or {}))
+    layers = long_list(model)
+    few = layers and _traced_few(model, inputs, training, layers)
+    return few or _traced_whole(model, inputs, training)
+
+
+def _traced_few(
+    model: nn.Module, inputs: _Inputs, training: _Training, layers: FewLayers
+) -> TracedStep | None:
+    """The step of a model of many layers, traced through few; None: it needs all of them."""
+    backend = _backend(training, layers)
+    compiled = torch.compile(model, backend=backend, dynamic=False, fullgraph=True)
+    try:
+        with layers.only():
+            step = _first_graph(compiled, model, inputs, training)
+    except Exception as error:  # also from the model's own code: a trace of all layers raises it
+        log.debug("tracing few layers: %r", error)
+        return None
+    folded = fold(step.captured, step.parameters)
+    few = folded and stretched(folded, layers.prefix, len(layers.layers))
+    if few is None or few.whole_nodes() <= _MOST_NODES:
+        return None
+    whole = functools.cache(lambda: _traced_whole(model, inputs, training).captured)
+    return dataclasses.replace(step, whole=whole, few=few)
+
+
+def _traced_whole(model: nn.Module, inputs: _Inputs, training: _Training) -> TracedStep:
+    """The step of a model, traced through all layers."""
+    compiled = torch.compile(model, backend=_backend(training), dynamic=False)
+    try:
+        return _first_graph(compiled, model, inputs, training)
+    except _SeveralFrames:
+        pass
+    call = Call(compiled, *inputs, modules=(model,), is_whole=False)
+    with traced_cast(model, training.precision):
+        return _traced_frames(model, call, training)
+
+
+def _first_graph(
+    compiled: Callable[..., Any], model: nn.Module, inputs: _Inputs, training: _Training
+) -> TracedStep:
+    """The step of a model that is one graph."""
+    with fake_models([model], inputs, _device_of(model)) as (given, named):
+        try:
+            with torch.enable_grad(), traced_cast(model, training.precision):
+                compiled(*given, **named)
+        except _Found as found:
+            return found.step
+    raise OsdpError(NOTHING_TO_PLAN)
+
+
+def _backend(training: _Training, layers: FewLayers | None = None) -> Callable[..., Any]:
+    """A backend that leaves Dynamo with the traced step.
+
+    ``layers``: the list of layers of which only a few run.
+    """
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         if is_collecting():
@@ -301,26 +393,14 @@ def trace(
         if interrupted_call(gm, inputs) is not None:
             _torch.raise_to_user(_SeveralFrames("the step is several graphs"))
         try:
-            found = _traced(gm, inputs, optimizer, chosen, precision, accumulate)
+            if layers is not None:
+                layers.connect(gm)
+            found = _traced(gm, inputs, training)
         except OsdpError as error:
             _torch.raise_to_user(error)
         _torch.raise_to_user(_Found(found))
 
-    compiled = torch.compile(model, backend=backend, dynamic=False)
-    inputs = (tuple(args), dict(kwargs or {}))
-    with fake_models([model], inputs, _device_of(model)) as (given, named):
-        try:
-            with torch.enable_grad(), traced_cast(model, precision):
-                compiled(*given, **named)
-        except _Found as found:
-            return found.step
-        except _SeveralFrames:
-            pass
-        else:
-            raise OsdpError(NOTHING_TO_PLAN)
-    call = Call(compiled, *inputs, modules=(model,), is_whole=False)
-    with traced_cast(model, precision):
-        return _traced_frames(model, call, optimizer, chosen, precision, accumulate)
+    return backend
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -335,45 +415,37 @@ def _device_of(model: nn.Module) -> torch.device:
 def _traced_frames(
     model: nn.Module,
     call: Call,
-    optimizer: int | str,
-    passes: tuple[Pass, ...],
-    precision: Precision,
-    accumulate: Accumulate,
+    training: _Training,
 ) -> TracedStep:
     """The traced step of a model with graph breaks."""
     roots = [("", model)]
     entries = model_parameters(roots)
-    ctx = _context(entries, optimizer, precision)
-    captured = captured_frames(call, roots, ctx, passes, _device_of(model))
+    ctx = _context(entries, training)
+    captured = captured_frames(call, roots, ctx, training.passes, _device_of(model))
     if captured is None:
         raise OsdpError(NOTHING_TO_PLAN)
     held_bytes = held_bytes_of(roots, _torch.tree_leaves((call.args, call.kwargs)), entries)
     held_bytes += unseen_bytes_of(captured, ctx)
-    return _step(captured, ctx, entries, held_bytes, passes, precision, accumulate)
+    return _step(captured, ctx, entries, held_bytes, training)
 
 
 def _traced(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
-    optimizer: int | str,
-    passes: tuple[Pass, ...],
-    precision: Precision,
-    accumulate: Accumulate,
+    training: _Training,
 ) -> TracedStep:
     roots, entries = owned_parameters(gm, inputs)
-    ctx = _context(entries, optimizer, precision)
-    captured = captured_step(gm, inputs, entries, ctx, passes)
+    ctx = _context(entries, training)
+    captured = captured_step(gm, inputs, entries, ctx, training.passes)
     held_bytes = held_bytes_of(roots, inputs, entries)
-    return _step(captured, ctx, entries, held_bytes, passes, precision, accumulate)
+    return _step(captured, ctx, entries, held_bytes, training)
 
 
-def _context(
-    entries: Sequence[ModelParameter], optimizer: int | str, precision: Precision
-) -> Context:
+def _context(entries: Sequence[ModelParameter], training: _Training) -> Context:
     """A context; only its parameters, data types and group name enter the graphs."""
-    parameters = tuple(described(entry, None, optimizer) for entry in entries)
+    parameters = tuple(described(entry, None, training.optimizer) for entry in entries)
     return Context(Plan((), world_size=1), generic(), parameters, 1, 0, _GROUP).replace(
-        param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype
+        param_dtype=training.precision.param_dtype, reduce_dtype=training.precision.reduce_dtype
     )
 
 
@@ -382,16 +454,16 @@ def _step(
     ctx: Context,
     entries: Sequence[ModelParameter],
     held_bytes: int,
-    passes: tuple[Pass, ...],
-    precision: Precision,
-    accumulate: Accumulate,
+    training: _Training,
 ) -> TracedStep:
-    accumulated_bytes = accumulated_bytes_of(entries, precision) if accumulate is True else 0
+    accumulated_bytes = 0
+    if training.accumulate is True:
+        accumulated_bytes = accumulated_bytes_of(entries, training.precision)
     return TracedStep(
-        captured=captured,
+        whole=lambda: captured,
         parameters=ctx.parameters,
         held_bytes=held_bytes + accumulated_bytes,
-        passes=passes,
+        passes=training.passes,
         accumulated_bytes=accumulated_bytes,
-        adds_gradients=accumulate == "reduced",
+        adds_gradients=training.accumulate == "reduced",
     )

@@ -16,6 +16,7 @@ logged once at debug level.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import fx
@@ -127,13 +128,18 @@ def _dtype_of(value: object) -> str:
     return str(value.dtype if isinstance(value, torch.Tensor) else torch.float32)[len("torch.") :]
 
 
-def flops_by_dtype(graph: fx.Graph) -> dict[str, int]:
-    """FLOPs of a graph by dtype, whose rate prices them (``Hardware.flops``)."""
+def flops_by_dtype(
+    graph: fx.Graph, copies_of: Callable[[fx.Node], int] = lambda node: 1
+) -> dict[str, int]:
+    """FLOPs of a graph by dtype, whose rate prices them (``Hardware.flops``).
+
+    ``copies_of``: the number of times that a node counts.
+    """
     total: dict[str, int] = {}
     for node in graph.nodes:
         if stands_alone(node) and (flops := flops_of(node)):
             dtype = _dtype_of(node.meta["val"])
-            total[dtype] = total.get(dtype, 0) + flops
+            total[dtype] = total.get(dtype, 0) + flops * copies_of(node)
     return total
 
 

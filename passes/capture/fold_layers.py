@@ -8,10 +8,9 @@ takes as long as planning one of six. Extra nodes hold the memory of the layers 
 saved activations, their kept gathered weights, and their gradients (:func:`put_in`). The seconds of
 a layer left out are those between two equal neighbours (:func:`seconds_of`).
 
-A layer's number is the number in its parameters' names (with several lists of modules, in the list
-with the most bytes). A forward node belongs to the last layer whose parameters it depends on, a
-backward node to the first one; layer 0 means no dependency. A step is folded if all inner layers
-are equal node by node, and each layer reads from its neighbours only.
+A step is folded if all inner layers are equal node by node, and each layer reads from its
+neighbours only (``passes/capture/alike_layers.py``). The step may also be the trace of a model that
+calls a few of its layers only (:func:`stretched`).
 """
 
 from __future__ import annotations
@@ -19,15 +18,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
 from passes.annotate.annotate_costs import cost_of, stands_alone
 from passes.annotate.flops import flops_of
+from passes.capture.alike_layers import are_equal, descriptions, layers_of, layers_of_nodes
 from passes.capture.captured_step import Captured
+from passes.capture.layer_keys import layer_keys
 from passes.graph.fx_utils import (
     bytes_of,
     copy_module,
@@ -47,13 +47,12 @@ from passes.graph.metadata import (
     LAYER,
     NOT_RECOMPUTED,
     OPERATOR_KEY,
-    PARAMETER,
     RECOMPUTED,
     SAVED,
     STATIC,
 )
 from passes.graph.step_module import step_module
-from passes.ops.markers import LEFT_OUT, UNSHARD, unshard_of, unshards
+from passes.ops.markers import LEFT_OUT, UNSHARD
 from passes.ops.slicing import parameter_of
 from passes.recompute.recompute_activations import keys_of, recompute, recomputed
 from passes.simulate.simulator import Simulation
@@ -64,7 +63,7 @@ from passes.types.plan import Plan
 #: Number of layers that stay at the beginning, and at the end.
 _ENDS = 3
 #: Least number of layers for folding.
-_FEWEST_LAYERS = 8
+FEWEST_LAYERS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +132,15 @@ class Folded:
         ]
         return places[0] - 1, places[1] - 1
 
+    def copies_of(self, node: fx.Node) -> int:
+        """The nodes of the whole step that a node of this step stands for."""
+        return 1 + len(self.inner) if LAYER.get(node) == self.at_the_cut[0] else 1
+
+    def whole_nodes(self) -> int:
+        """Number of nodes of the whole step."""
+        graphs = (self.captured.forward.graph, self.captured.backward.graph)
+        return sum(self.copies_of(node) for graph in graphs for node in graph.nodes)
+
     def without_inner(self, plan: Plan) -> Plan:
         """The plan without the recomputations of the layers left out."""
         gone = self._gone
@@ -157,7 +165,7 @@ class Folded:
 def fold(captured: Captured, parameters: Sequence[Parameter]) -> Folded | None:
     """Leave out the inner layers; None: too few layers, or layers that differ."""
     layers = layers_of(captured, parameters)
-    if len(layers) < _FEWEST_LAYERS:
+    if len(layers) < FEWEST_LAYERS:
         return None
     inner = range(_ENDS, len(layers) - _ENDS)
     number = {name: index + 1 for index, names in enumerate(layers) for name in names}
@@ -169,7 +177,7 @@ def fold(captured: Captured, parameters: Sequence[Parameter]) -> Folded | None:
         (captured.forward, Phase.FORWARD),
         (captured.backward, Phase.BACKWARD),
     ):
-        layer = _layers_of_nodes(gm.graph, phase, number, saved_in, len(layers))
+        layer = layers_of_nodes(gm.graph, phase, number, saved_in, len(layers))
         if phase is Phase.FORWARD:
             saved_in = {node.name: layer[node] for node in gm.graph.nodes}
             for node, key in keys.items():
@@ -184,63 +192,6 @@ def fold(captured: Captured, parameters: Sequence[Parameter]) -> Folded | None:
     return Folded(Captured(forward, backward), layers, inner, alike)
 
 
-def layers_of(captured: Captured, parameters: Sequence[Parameter]) -> tuple[tuple[str, ...], ...]:
-    """Parameter names by layer, in the order in which the forward reads the layers.
-
-    Corresponding parameters are at the same place. Empty if there are no layers, or if their
-    parameters differ in shape, dtype or ``requires_grad``.
-    """
-    lists: dict[str, dict[str, dict[str, Parameter]]] = {}
-    for parameter in parameters:
-        for found in re.finditer(r"(?<![^.])\d+(?![^.])", parameter.name):
-            prefix, rest = parameter.name[: found.start()], parameter.name[found.end() :]
-            lists.setdefault(prefix, {}).setdefault(found.group(), {})[rest] = parameter
-    sizes = {
-        prefix: sum(one.full_bytes for own in members.values() for one in own.values())
-        for prefix, members in lists.items()
-    }
-    if not sizes:
-        return ()
-    chosen = lists[max(sizes, key=lambda prefix: (sizes[prefix], -len(prefix)))]
-    read: dict[str, None] = {}
-    member_of = {one.name: key for key, own in chosen.items() for one in own.values()}
-    for node in unshards(captured.forward.graph):
-        name = unshard_of(node).name
-        if name in member_of:
-            read[member_of[name]] = None
-    if not read:
-        return ()
-    first = chosen[next(iter(read))]
-    kinds = {rest: (one.shape, one.dtype, one.requires_grad) for rest, one in first.items()}
-    for key in read:
-        own = {r: (one.shape, one.dtype, one.requires_grad) for r, one in chosen[key].items()}
-        if own != kinds:
-            return ()
-    return tuple(tuple(chosen[key][rest].name for rest in kinds) for key in read)
-
-
-def _layers_of_nodes(
-    graph: fx.Graph, phase: Phase, number: dict[str, int], saved_in: dict[str, int], last: int
-) -> dict[fx.Node, int]:
-    """The layer of every node, numbered from 1; 0: it depends on no layer."""
-    layer: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        name = PARAMETER.get(node)
-        if node.op == "placeholder":
-            if name is not None:
-                layer[node] = number.get(name, 0)
-            elif phase is Phase.BACKWARD:
-                # A saved tensor, or an incoming gradient.
-                layer[node] = saved_in.get(node.name, last)
-            else:
-                layer[node] = 0
-            continue
-        of_layers = [layer[source] for source in node.all_input_nodes if layer[source]]
-        choose = max if phase is Phase.FORWARD else min
-        layer[node] = choose(of_layers, default=0)
-    return layer
-
-
 def _saved_bytes(forward: fx.Graph, number: int) -> int:
     """Bytes that the forward saves of one layer; views of one tensor count once."""
     roots = dict.fromkeys(map(root_of, output_node(forward).all_input_nodes))
@@ -248,6 +199,36 @@ def _saved_bytes(forward: fx.Graph, number: int) -> int:
         bytes_of(node.meta["val"])
         for node in roots
         if LAYER.get(node) == number and not STATIC.get(node) and node.target is not UNSHARD
+    )
+
+
+def stretched(folded: Folded, prefix: str, count: int) -> Folded | None:
+    """The folded step of ``count`` layers, from the trace of a few of them.
+
+    ``folded``: of the trace, whose layers are the first and the last ones of the model, by name.
+    It has the same graphs, with the layers' numbers and the keys of the whole step.
+    ``prefix``: the name of the list of layers, with its dot.
+
+    None: the trace has other layers, or other keys do not follow from its keys.
+    """
+    kept = len(folded.layers)
+    ahead = kept // 2
+    numbers = [*range(ahead), *range(count - kept + ahead, count)]
+    template = [name.removeprefix(f"{prefix}0.") for name in folded.layers[0]]
+    layers = tuple(tuple(f"{prefix}{n}.{name}" for name in template) for n in range(count))
+    if folded.layers != tuple(layers[number] for number in numbers):
+        return None
+    keys = layer_keys(folded.operators, prefix, count)
+    if keys is None:
+        return None
+    for gm in (folded.captured.forward, folded.captured.backward):
+        for node in gm.graph.nodes:
+            if LAYER.get(node, 0) > ahead:
+                LAYER.set(node, LAYER.of(node) + count - kept)
+            if OPERATOR_KEY.is_set(node):
+                OPERATOR_KEY.set(node, keys.renamed(OPERATOR_KEY.of(node)))
+    return dataclasses.replace(
+        folded, layers=layers, inner=range(_ENDS, count - _ENDS), operators=keys.operators
     )
 
 
@@ -268,8 +249,10 @@ def _cut(
     before, behind = inner[0], inner[-1] + 2  # the layers at the gap, numbered from 1
     # All layers except the first and the last, where the step begins and ends.
     alike = range(2, max(number.values()))
-    kinds = {index: _kinds(members.get(index, []), layer, place, number) for index in alike}
-    if not _are_equal(kinds, before, behind):
+    described = {
+        index: descriptions(members.get(index, []), layer, place, number) for index in alike
+    }
+    if not are_equal(described, before, behind):
         return None
     source_layer = before if phase is Phase.FORWARD else behind
     left_in = {index for index in members if index <= before or index >= behind}
@@ -296,54 +279,6 @@ def _cut(
             if node in keys:
                 OPERATOR_KEY.set(copies[node], keys[node])
     return module_of(gm, graph)
-
-
-def _are_equal(
-    kinds: Mapping[int, list[tuple[Hashable, ...]] | None], before: int, behind: int
-) -> bool:
-    """Whether all layers have the same nodes, by their descriptions (:func:`_kinds`).
-
-    ``before``, ``behind``: the layers at the gap.
-    """
-    for index, own in kinds.items():
-        # Compare the reads only where the neighbours are equal layers too.
-        compared = slice(None) if before <= index <= behind else slice(3)
-        if own is None or [one[compared] for one in own] != [
-            one[compared] for one in kinds[before] or ()
-        ]:
-            return False
-    return True
-
-
-def _kinds(
-    nodes: Sequence[fx.Node],
-    layer: dict[fx.Node, int],
-    place: dict[fx.Node, int],
-    number: dict[str, int],
-) -> list[tuple[Hashable, ...]] | None:
-    """A description of a layer's nodes without its number; None: it reads beyond its neighbours.
-
-    For each node: the operator, its other arguments, its shape and dtype, and last its inputs.
-    """
-    found: list[tuple[Hashable, ...]] = []
-    for node in nodes:
-        read: list[Hashable] = []
-        for source in node.all_input_nodes:
-            away = layer[source] - layer[node] if layer[source] else None
-            if away is None:
-                read.append(source.name)  # shared by all layers
-            elif abs(away) <= 1:
-                read.append((away, place[source]))
-            else:
-                return None
-        args = [(isinstance(one, str) and one in number) or one for one in node.args]
-        given = str(fx.node.map_arg(args, lambda _: "tensor")), str(node.kwargs)
-        value = node.meta.get("val")
-        kind = (str(value.shape), str(value.dtype)) if isinstance(value, torch.Tensor) else ()
-        is_input = node.op == "placeholder"
-        what = bool(SAVED.get(node)) if is_input else str(node.target)
-        found.append(((node.op, what), given, kind, tuple(read)))
-    return found
 
 
 def _anchor(nodes: Sequence[fx.Node]) -> int:
