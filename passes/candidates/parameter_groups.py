@@ -9,13 +9,14 @@ from passes.types.context import Parameter
 
 
 def alike(parameters: Sequence[Parameter]) -> list[list[int]]:
-    """Group the indices of parameters whose names differ only in numbers.
+    """Group the indices of parameters whose names differ only in the numbers of layers.
 
-    Shape, dtype and ``requires_grad`` must agree. Groups are in the order of their first index.
+    ``norm1`` and ``norm2`` are two names. Shape, dtype and ``requires_grad`` must agree. Groups are
+    in the order of their first index.
     """
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, one in enumerate(parameters):
-        pattern = re.sub(r"\d+", "*", one.name)
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", one.name)
         key = (pattern, one.shape, one.dtype, one.requires_grad)
         groups.setdefault(key, []).append(index)
     return list(groups.values())

@@ -67,16 +67,21 @@ class Item:
 
 
 def items_of(evaluator: PlanEvaluator) -> list[Item]:
-    """The items of a step: alike parameters, and all tiny ones together."""
+    """The items of a step: alike parameters, and all tiny ones together.
+
+    An item of a folded step's layers has one parameter of each layer.
+    """
     tiny, layer_of = tiny_ones(evaluator), layers_of(evaluator)
+    place_of = _places_in_layers(evaluator)
     groups = [[i for i in members if i not in tiny] for members in alike(evaluator.ctx.parameters)]
     found = []
     for members in [*groups, sorted(tiny)]:
-        kinds: dict[tuple[tuple[Decision, ...], bool], list[int]] = {}
+        kinds: dict[tuple[tuple[Decision, ...], int | None], list[int]] = {}
         for index in members:
             decisions = tuple(one.decision for one in evaluator.choices[index])
-            kinds.setdefault((decisions, index in layer_of), []).append(index)
-        for (decisions, in_layers), own in kinds.items():
+            kinds.setdefault((decisions, place_of.get(index)), []).append(index)
+        for (decisions, place), own in kinds.items():
+            in_layers = place is not None
             if in_layers:
                 own.sort(key=layer_of.__getitem__)
             counts = () if own[0] in tiny else _counts(evaluator, len(own), in_layers)
@@ -110,6 +115,17 @@ def layers_of(evaluator: PlanEvaluator) -> dict[int, int]:
         index: number[one.name]
         for index, one in enumerate(evaluator.ctx.parameters)
         if one.name in number
+    }
+
+
+def _places_in_layers(evaluator: PlanEvaluator) -> dict[int, int]:
+    """The place of every parameter among those of its layer, by index; only of a folded step."""
+    layers = () if evaluator.folded is None else evaluator.folded.layers
+    place_of = {name: place for names in layers for place, name in enumerate(names)}
+    return {
+        index: place_of[one.name]
+        for index, one in enumerate(evaluator.ctx.parameters)
+        if one.name in place_of
     }
 
 

@@ -13,6 +13,11 @@ def test_names_that_differ_in_numbers_are_one_group():
     assert alike([parameter(name, (4, 4)) for name in names]) == [[0, 2], [1, 3], [4]]
 
 
+def test_a_number_within_a_name_is_not_that_of_a_layer():
+    names = ("h.0.ln_1", "h.0.ln_2", "h.1.ln_1", "h.1.ln_2")
+    assert alike([parameter(name, (4,)) for name in names]) == [[0, 2], [1, 3]]
+
+
 def test_shapes_dtypes_and_what_is_frozen_part_a_group():
     parameters = [
         parameter("layers.0", (4, 4)),

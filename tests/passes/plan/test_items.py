@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from passes.capture.fold_layers import fold
 from passes.pipeline import default_passes
 from passes.plan.constants import CONSTANTS
 from passes.plan.evaluator import PlanEvaluator
@@ -80,6 +81,20 @@ def test_all_or_none_of_a_group_of_alike_parameters_are_tiny():
     share_bytes = CONSTANTS.tiny * sum(full_bytes)
     assert 2 * full_bytes[0] < share_bytes < 5 * full_bytes[0]
     assert not tiny_ones(evaluator)
+
+
+def test_an_item_has_one_parameter_of_every_layer_of_a_folded_step():
+    """Also if two of a layer are alike."""
+    blocks = [
+        nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh(), nn.Linear(64, 64, bias=False))
+        for _ in range(LAYERS)
+    ]
+    captured_step, ctx = capture_step(nn.Sequential(*blocks), torch.randn(16, 64), world_size=8)
+    few = fold(captured_step, ctx.parameters)
+    assert few is not None
+    items = items_of(PlanEvaluator(few, ctx, PASSES))
+    names = [[ctx.parameters[index].name for index in item.members] for item in items]
+    assert names == [[f"{n}.{place}.weight" for n in range(LAYERS)] for place in (0, 2)]
 
 
 def test_an_option_costs_what_its_changes_cost():
