@@ -5,8 +5,7 @@
 
 The limits are evenly spaced from the least that is feasible to what is taken without one. A
 thorough search is never slower by how it is made, as is a frontier (``osdp plan --frontier``,
-``osdp sweep``), which lets a plan count wherever it fits; of a quick one this says how often and by
-how much that is needed.
+``osdp sweep``), which lets a plan count wherever it fits. A quick one may be slower by a percent.
 """
 
 from __future__ import annotations
@@ -35,6 +34,8 @@ from passes.types.units import format_bytes, format_seconds
 
 #: The same to five digits is the same.
 _EQUAL = 1 + 1e-5
+#: By how much a quick search may find a slower step with more memory.
+_QUICK = 0.01
 
 
 def _deep() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
@@ -120,9 +121,10 @@ def main() -> None:
             format_seconds(one.plan_seconds),
         )
     console.print(table)
-    holds = all(share <= _EQUAL - 1 for one in found for share in one.regressions)
+    most = _EQUAL - 1 if given.search == "thorough" else _QUICK
+    holds = all(share <= most for one in found for share in one.regressions)
     record = {"models": [dataclasses.asdict(one) for one in found]}
-    claims = {"more memory never gives a slower predicted step": holds}
+    claims = {f"more memory never gives a predicted step that is {most:.1%} slower": holds}
     conclude(console, claims, record, given.out)
 
 
