@@ -62,6 +62,25 @@ class MeasuredGraph:
 
 
 @dataclasses.dataclass(frozen=True)
+class StepParts:
+    """Measured seconds of a step's parts, as plain data.
+
+    ``wait_seconds``: the part of forward and backward in which compute waits for communication.
+    ``rest_seconds``: the optimizer and the training loop.
+    """
+
+    steps: int
+    forward_seconds: float
+    backward_seconds: float
+    wait_seconds: float
+    rest_seconds: float
+
+    @property
+    def step_seconds(self) -> float:
+        return self.forward_seconds + self.backward_seconds + self.rest_seconds
+
+
+@dataclasses.dataclass(frozen=True)
 class MeasuredStep:
     """The typical step among several measured ones: the mean of the middle half.
 
@@ -89,8 +108,16 @@ class MeasuredStep:
 
     @property
     def step_seconds(self) -> float:
-        return (
-            self.computing_seconds + self.wait_seconds + self.optimizer_seconds + self.loop_seconds
+        return self.parts().step_seconds
+
+    def parts(self) -> StepParts:
+        """The times without the graphs."""
+        return StepParts(
+            self.steps,
+            self.forward.seconds,
+            self.backward.seconds,
+            self.wait_seconds,
+            self.optimizer_seconds + self.loop_seconds,
         )
 
 

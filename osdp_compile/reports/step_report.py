@@ -13,7 +13,7 @@ from rich.text import Text
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from osdp_compile.calibration.evidence import MeasuredStep, typical
+from osdp_compile.calibration.evidence import StepParts, typical
 from osdp_compile.errors import OsdpError
 from osdp_compile.reports.cpu_memory import leaves_out
 from osdp_compile.reports.memory_plot import draw_memory
@@ -64,7 +64,7 @@ class Report:
     on_cuda: bool
     trained_graphs: int
     entered_late: bool = False
-    measured_parts: MeasuredStep | None = None
+    measured_parts: StepParts | None = None
     learned: Learned = dataclasses.field(default_factory=Learned)
 
     @property
@@ -185,7 +185,7 @@ def report(model: nn.Module, *, peak_bytes: int | None = None) -> Report:
         on_cuda=device.type == "cuda",
         trained_graphs=len(graphs),
         entered_late=entered_late,
-        measured_parts=typical(traced) if traced else None,
+        measured_parts=typical(traced).parts() if traced else None,
         learned=session.context.hardware.in_force,
     )
 
@@ -259,10 +259,10 @@ def _parts(said: Report) -> Iterator[tuple[str, float, float | None]]:
     seconds: dict[str, float] = {}
     if measured is not None:
         seconds = {
-            "forward": measured.forward.seconds,
-            "backward": measured.backward.seconds,
+            "forward": measured.forward_seconds,
+            "backward": measured.backward_seconds,
             "exposed communication": measured.wait_seconds,
-            "optimizer and training loop": measured.optimizer_seconds + measured.loop_seconds,
+            "optimizer and training loop": measured.rest_seconds,
         }
     predicted = dict.fromkeys(("forward", "backward"), 0.0)
     *graphs, optimizer = said.timeline.phases
