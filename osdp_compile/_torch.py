@@ -87,6 +87,13 @@ from torch.distributed.tensor import DTensor
 # 2.13.0: Adafactor's functional step of a group, on lists.
 from torch.optim import _adafactor
 
+# 2.15.0: a mode that sees the operators that compiled code calls; the innermost one of a thread.
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _push_mode,
+)
+
 # 2.11.0 to 2.15.0: leaves of nested containers and dataclasses such as model outputs.
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -102,6 +109,7 @@ __all__ = [
     "InductorChoices",
     "Partitioner",
     "RestartTracing",
+    "TorchDispatchMode",
     "after_fusion",
     "aot_input_index",
     "code_being_compiled",
@@ -119,6 +127,7 @@ __all__ = [
     "handle_adafactor",
     "handle_dtensor_operator",
     "is_marked_by_fsdp",
+    "leave_mode",
     "raise_to_user",
     "recompile_reason",
     "reduced_by_ddp",
@@ -316,6 +325,13 @@ def ends_at_graph_break(gm: fx.GraphModule) -> bool:
     """Whether this graph ends at a graph break."""
     # 2.11.0 to 2.15.0: the reason for the end of a graph.
     return bool(gm.compile_subgraph_reason.graph_break)  # type: ignore[union-attr]
+
+
+def leave_mode(mode: TorchDispatchMode) -> None:
+    """Leave a mode. After an error in a backward, autograd has taken it from the stack."""
+    if _get_current_dispatch_mode() is not mode:
+        _push_mode(mode)
+    mode.__exit__(None, None, None)
 
 
 def is_marked_by_fsdp(module: nn.Module) -> bool:

@@ -5,7 +5,7 @@ between runs. So a folder holds each profile in a file. The file's name is a has
 inputs: the ranks' machines, devices, threads and network addresses, the backend, a two-dimensional
 mesh, the version of torch. The hash does not show a changed link rate: a few messages check the
 rate, and a difference starts a new measurement. The first training of a model adds the times of
-its operators.
+its operators, and what its steps teach (``osdp_compile/tracking/learning.py``).
 
 The folder is ``$OSDP_CACHE_DIR``, else the user's cache folder for ``osdp_compile`` (Linux:
 ``$XDG_CACHE_HOME`` or ``~/.cache``; other systems: see platformdirs). With ``OSDP_CACHE_DIR=""``
@@ -14,6 +14,7 @@ nothing is read or written.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -37,6 +38,7 @@ from osdp_compile.model.agreement import on_every_rank
 from osdp_compile.runtime.collectives import backend_of
 from osdp_compile.runtime.p2p import group_uses_p2p
 from passes.types.hardware import Hardware
+from passes.types.learned import Learned
 
 log = logging.getLogger("osdp_compile")
 
@@ -94,6 +96,43 @@ def keep(
     _in_process[known] = hardware
     if known in _files:
         _write(hardware, _files[known])
+
+
+def keep_learned(
+    learned: Learned,
+    step_key: str,
+    hardware: Hardware,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    along: Mapping[str, dist.ProcessGroup] | None = None,
+) -> Path | None:
+    """Add what a training step teaches to a group's cached profile, for the next start. On rank 0.
+
+    Other jobs may have added to the file; it is read again.
+
+    Args:
+        step_key: identifies the training step (``Hardware.for_step``).
+        hardware: the profile that was corrected.
+
+    Returns the file; None if there is none, or if it holds another measurement by now.
+    """
+    known = _known(group, device, along)
+    path = _files.get(known)
+    if path is None:
+        return None
+    try:
+        current = Hardware.load(path)
+    except (ValueError, OSError) as error:
+        log.info("hardware profile %s learns nothing: %s", path, error)
+        return None
+    if current.without_steps() != hardware.without_steps():
+        log.info("hardware profile %s was measured anew, and learns nothing from before", path)
+        return None
+    current = dataclasses.replace(current, learned={**current.learned, step_key: learned})
+    if not _write(current, path):
+        return None
+    _in_process[known] = current
+    return path
 
 
 def _known(

@@ -145,8 +145,11 @@ def _cache() -> Iterator[Finding]:
 
 
 def _name_of(file: Path) -> str:
+    """A profile's name, and a line for each model that it learned from."""
     try:
-        return Hardware.load(file).name
+        found = Hardware.load(file)
+        learned = [f"\n  learned from {one.steps} steps: {one}" for one in found.learned.values()]
+        return found.name + "".join(learned)
     except ValueError:
         return f"{file.name}: not a profile of this version"
 

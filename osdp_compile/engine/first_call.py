@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from osdp_compile import _torch, progress
-from osdp_compile.calibration.profile_cache import hardware_of, keep
+from osdp_compile.calibration.profile_cache import hardware_of, keep, keep_learned
 from osdp_compile.calibration.step_times import with_step_seconds
 from osdp_compile.engine.deferred_init import write_as_into_whole_ones
 from osdp_compile.engine.no_sync import begin_if_waiting, check_if_waiting
@@ -53,6 +55,7 @@ from osdp_compile.runtime.current_call import interrupted_call
 from osdp_compile.runtime.eager_markers import register_group
 from osdp_compile.runtime.meshes import flat_mesh, groups_along, mesh_dim, mesh_dims_of, own_mesh
 from osdp_compile.runtime.p2p import group_uses_p2p, staged_kinds
+from osdp_compile.tracking.learning import trace_steps
 from osdp_compile.tracking.other_models import OtherModels, other_models, planned_under_share
 from osdp_compile.tracking.pending_model import PendingModel, end_waiting
 from osdp_compile.tracking.session import Session, base_parts, remember, session_for
@@ -246,6 +249,7 @@ def _session(step: _Step, options: CheckedOptions, to_train: bool = True) -> Ses
     names = [entry.name for entry in entries]
     remember(session, [root for _, root in step.roots], list(zip(names, renewed, strict=True)))
     _watch(session, renewed, others.watched_bytes + others.pending_bytes)
+    _trace_steps(session, decision.step_key, groups)
     begin_if_waiting(session)
     return session
 
@@ -304,6 +308,7 @@ class _PlanDecision:
     """The way of one step to its plan: trace, measure operators, plan.
 
     ``context``: the context to plan with. Tracing and measuring complete it.
+    ``step_key``: identifies the step in the profile (``Hardware.for_step``); rank 0's.
     """
 
     def __init__(
@@ -316,6 +321,7 @@ class _PlanDecision:
         context: Context,
     ) -> None:
         self.context = context
+        self.step_key = from_rank_zero(lambda: _step_key(step, options), groups.ranks)
         self._step, self._options, self._passes = step, options, passes
         self._groups, self._others = groups, others
         self._captured: Captured | None = None  # on rank 0; with several frames on all ranks
@@ -341,12 +347,13 @@ class _PlanDecision:
         if measures:
             progress.stage("measuring operators")
             hardware = with_step_seconds(self._captured, self.context, group, device, spare_bytes)
-        hardware = from_rank_zero(lambda: hardware, group)
+        kept = from_rank_zero(lambda: hardware, group)
+        hardware = kept.for_step(self.step_key)
         self.context = self.context.replace(
             hardware=hardware, mesh_dims=self._groups.mesh_dims(hardware)
         )
         if measures:  # keep it also if the limit is refused: the error's limit is of this profile
-            keep(hardware, group, device, self._groups.along)
+            keep(kept, group, device, self._groups.along)
 
     def _prepare(self, to_train: bool) -> bool:
         """Check a given plan, trace the step if it is needed; True: measure its operators."""
@@ -393,6 +400,33 @@ class _PlanDecision:
         return planned_whole(self._captured, context, self._passes, self._options.search)
 
 
+def _step_key(step: _Step, options: CheckedOptions) -> str:
+    """Identifies a training step in the profile: its parameters, operations and input shapes."""
+    inputs = [
+        f"input {tuple(one.shape)} {one.dtype}"
+        for one in step.inputs
+        if isinstance(one, torch.Tensor) and not isinstance(one, nn.Parameter)
+    ]
+    lines = [*fingerprint(step.gm, step.entries), *inputs, str(options.precision)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _trace_steps(session: Session, step_key: str, groups: _Groups) -> None:
+    """Trace some of the steps to come, on ranks that compute on CPUs; learn from them."""
+    if groups.device.type != "cpu" or backend_of(groups.ranks, "cpu") == "fake":
+        return
+    learns = session.options.hardware is None and session.context.rank == 0
+    kept = functools.partial(
+        keep_learned,
+        step_key=step_key,
+        hardware=session.context.hardware,
+        group=groups.ranks,
+        device=groups.device,
+        along=groups.along,
+    )
+    trace_steps(session, kept if learns else None)
+
+
 def _name_of_given_plan(step: _Step) -> str:
     """The plan in the options, for messages; with several frames it names their models."""
     if not step.frames:
@@ -436,6 +470,9 @@ def _log(session: Session) -> None:
     if session.context.rank != 0:
         return
     log_plan(session.plan, log)
+    learned = session.context.hardware.in_force
+    if learned.steps:
+        log.info("planned with what %d earlier steps taught: %s", learned.steps, learned)
     along = groups_along(session.options.mesh)
     if along and session.context.mesh_dims is None:
         log.info(

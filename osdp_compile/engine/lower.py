@@ -36,6 +36,7 @@ from passes.pipeline import Observer, Pass, Stage, run
 from passes.recompute.rng_states import settle_rng_states
 from passes.simulate.lent import returned_bytes
 from passes.simulate.simulator import simulate
+from passes.simulate.skeleton import skeleton_of
 from passes.simulate.timeline import timeline_of
 from passes.types.context import Context, Phase
 from passes.types.plan import OF_INPUT
@@ -115,7 +116,7 @@ def lower(
         )
     step = lowering.step
     if Phase.FORWARD in step.timelines:
-        compiled = timed(compiled, session.observed, step.frame)
+        compiled = timed(compiled, session.observed, step)
         limit_bytes = session.options.memory_limit_bytes
         if limit_bytes is not None:
             compiled = watched(compiled, session.watch, step, limit_bytes)
@@ -305,6 +306,7 @@ def _look_at(
     if ctx.phase is Phase.FORWARD:
         step.kept_bytes = simulation.memory.kept_bytes
     timeline = timeline_of(gm.graph, simulation, phase=ctx.phase.value, base=base)
+    step.skeletons[ctx.phase] = skeleton_of(gm.graph)
     session.observed.compiled(step, ctx.phase, timeline)
     session.watch.runs(timeline.peak_bytes - timeline.base_bytes + others_bytes)
     _warn_above_limit(session, step, ctx.phase, timeline.peak_bytes, difference)

@@ -13,6 +13,7 @@ from rich.text import Text
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from osdp_compile.calibration.evidence import StepParts, typical
 from osdp_compile.errors import OsdpError
 from osdp_compile.reports.cpu_memory import leaves_out
 from osdp_compile.reports.memory_plot import draw_memory
@@ -22,6 +23,7 @@ from passes.annotate.training_state import more_earlier_gradients
 from passes.simulate.chrome_trace import StepTimeline, optimizer_timeline
 from passes.simulate.timeline import Buffer, Event, Timeline
 from passes.types.context import Phase
+from passes.types.learned import Learned
 from passes.types.units import format_bytes, format_limit, format_seconds
 
 #: Number of measured steps below which no step time is reported.
@@ -46,6 +48,9 @@ class Report:
         entered_late: the given peak was measured without the model's own parameters, and is not in
             the report.
         on_cuda: the model is on CUDA.
+        measured_parts: the typical step among those that were traced call by call
+            (``osdp_compile/tracking/step_trace.py``); None before the first, and on CUDA.
+        learned: the corrections of the hardware profile behind the prediction.
         trained_graphs: number of graphs that a step runs in sequence; more than one comes from
             graph breaks. The timeline has the last compilation of each graph.
     """
@@ -59,6 +64,8 @@ class Report:
     on_cuda: bool
     trained_graphs: int
     entered_late: bool = False
+    measured_parts: StepParts | None = None
+    learned: Learned = dataclasses.field(default_factory=Learned)
 
     @property
     def predicted_step_seconds(self) -> float:
@@ -167,6 +174,7 @@ def report(model: nn.Module, *, peak_bytes: int | None = None) -> Report:
         peak_bytes = torch.cuda.max_memory_allocated(device)
     entered_late = peak_bytes is not None and leaves_out(peak_bytes, _own_parts(model))
     enough = observed.steps >= LEAST_STEPS
+    traced = observed.traces.steps if observed.traces is not None else []
     return Report(
         world_size=session.plan.world_size,
         memory_limit_bytes=session.options.memory_limit_bytes,
@@ -177,6 +185,8 @@ def report(model: nn.Module, *, peak_bytes: int | None = None) -> Report:
         on_cuda=device.type == "cuda",
         trained_graphs=len(graphs),
         entered_late=entered_late,
+        measured_parts=typical(traced).parts() if traced else None,
+        learned=session.context.hardware.in_force,
     )
 
 
@@ -227,8 +237,13 @@ def _side_by_side(said: Report) -> Table:
         format_seconds(step) if step is not None else "not measured yet",
         _ratio(said.predicted_step_seconds, step),
     )
-    exposed = format_seconds(said.predicted_exposed_seconds)
-    table.add_row("  exposed communication", exposed, "", "")
+    for part, predicted, measured in _parts(said):
+        table.add_row(
+            f"  {part}",
+            format_seconds(predicted),
+            format_seconds(measured) if measured is not None else "",
+            _ratio(predicted, measured),
+        )
     table.add_row(
         "peak memory",
         format_bytes(said.predicted_peak_bytes),
@@ -236,6 +251,27 @@ def _side_by_side(said: Report) -> Table:
         _ratio(said.predicted_peak_bytes, peak),
     )
     return table
+
+
+def _parts(said: Report) -> Iterator[tuple[str, float, float | None]]:
+    """Parts of the step: name, predicted and measured seconds (None: not measured)."""
+    measured = said.measured_parts
+    seconds: dict[str, float] = {}
+    if measured is not None:
+        seconds = {
+            "forward": measured.forward_seconds,
+            "backward": measured.backward_seconds,
+            "exposed communication": measured.wait_seconds,
+            "optimizer and training loop": measured.rest_seconds,
+        }
+    predicted = dict.fromkeys(("forward", "backward"), 0.0)
+    *graphs, optimizer = said.timeline.phases
+    for graph in graphs:
+        predicted[graph.phase] += graph.step_seconds
+    predicted["exposed communication"] = said.predicted_exposed_seconds
+    predicted["optimizer and training loop"] = optimizer.step_seconds
+    for part, predicted_seconds in predicted.items():
+        yield part, predicted_seconds, seconds.get(part)
 
 
 def _ratio(predicted: float, measured: float | None) -> str:
@@ -312,6 +348,12 @@ def _notes(said: Report) -> list[str]:
         notes.append(
             f"step: median of {said.measured_steps}, from the start of one forward to the next"
         )
+    if said.measured_parts is not None:
+        notes.append(
+            f"parts of the step: the middle half of {said.measured_parts.steps} traced steps"
+        )
+    if said.learned.steps:
+        notes.append(f"predicted with what {said.learned.steps} steps taught: {said.learned}")
     if said.on_cuda:
         notes.append("peak: the allocator's, since torch.cuda.reset_peak_memory_stats()")
     elif said.entered_late:

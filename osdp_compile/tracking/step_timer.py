@@ -2,7 +2,8 @@
 
 A step lasts from one start of the compiled forward to the next. It includes the backward, the
 optimizer and everything else in the training loop. On a GPU the host's launches are timed: once
-the host runs ahead, the launches follow each other at the rate of the steps.
+the host runs ahead, the launches follow each other at the rate of the steps. A few steps are traced
+call by call (``step_trace.py``).
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+from torch import fx
+
 from osdp_compile.tracking.larger_inputs import GrowingPeak
+from osdp_compile.tracking.step_trace import WARM_STEPS, StepTraces
 from passes.simulate.timeline import Timeline
 from passes.types.context import Phase
 
@@ -34,6 +38,7 @@ class CompiledStep:
     def __init__(self, frame: Hashable) -> None:
         self.frame = frame
         self.timelines: dict[Phase, Timeline] = {}
+        self.skeletons: dict[Phase, fx.Graph] = {}
         #: For graphs with dynamic shapes: bytes of a call at the peak above the prediction.
         self.growing: dict[Phase, GrowingPeak] = {}
         #: Bytes that the forward returns to its caller. The caller holds them in the backward.
@@ -70,10 +75,12 @@ class Observed:
 
     ``in_step``: the frames that one step runs with gradients, in execution order, each as often
     as it runs. Several frames come from graph breaks.
+    ``traces``: the steps that are traced call by call; None: none are.
     """
 
     def __init__(self) -> None:
         self.in_step: tuple[Hashable, ...] = ()
+        self.traces: StepTraces | None = None
         self._compiled: dict[Hashable, CompiledStep] = {}
         self._last: CompiledStep | None = None
         self._under_way: collections.deque[Hashable] = collections.deque(maxlen=_MOST_FRAMES)
@@ -81,6 +88,7 @@ class Observed:
         self._started: float | None = None
         self._leave_out = False  # the step under way
         self._leave_out_next = False
+        self._since_compiled = 0  # steps that were timed since then
 
     @property
     def graphs(self) -> list[CompiledStep]:
@@ -111,10 +119,15 @@ class Observed:
         self._compiled[step.frame] = self._last = step
         # The forward is compiled before its first start: leave out the step that follows.
         self._leave_out_next = True
+        self._since_compiled = 0
+        if self.traces is not None:
+            self.traces.restart()
 
     def interrupted(self) -> None:
         """A graph is being compiled: leave the current step out of the times."""
         self._leave_out = True
+        if self.traces is not None:
+            self.traces.interrupted()
 
     def forward_started(self, frame: Hashable) -> None:
         """Record the start of a frame's compiled forward."""
@@ -126,8 +139,22 @@ class Observed:
         now = time.perf_counter()
         if self._started is not None and not self._leave_out:
             self._steps_seconds.append(now - self._started)
+            self._since_compiled += 1
+        if self.traces is not None:
+            self.traces.next_step(now, self._last.skeletons)
         self._started = now
         self._leave_out, self._leave_out_next = self._leave_out_next, False
+
+    def traces_of(self, step: CompiledStep) -> StepTraces | None:
+        """The traces, if the step that has just begun is traced.
+
+        It is not while anything is new. It must be of one frame, and of its last compilation.
+        """
+        if self._since_compiled < WARM_STEPS or len(self.in_step) != 1 or self._under_way:
+            return None
+        if step is not self._last or self.traces is None or self.traces.is_over:
+            return None
+        return self.traces
 
     @property
     def steps(self) -> int:
@@ -140,7 +167,9 @@ class Observed:
         return statistics.median(self._steps_seconds) if self._steps_seconds else None
 
 
-def timed(function: Callable[..., Any], observed: Observed, frame: Hashable) -> Callable[..., Any]:
+def timed(
+    function: Callable[..., Any], observed: Observed, step: CompiledStep
+) -> Callable[..., Any]:
     """Wrap the compiled function of a trained frame; the wrapper records each start.
 
     It wraps the result of AOTAutograd and Inductor, not the compiler of one graph. Inductor
@@ -148,7 +177,10 @@ def timed(function: Callable[..., Any], observed: Observed, frame: Hashable) -> 
     """
 
     def stamped(*args: Any, **kwargs: Any) -> Any:
-        observed.forward_started(frame)
+        observed.forward_started(step.frame)
+        traces = observed.traces_of(step)
+        if traces is not None:
+            return traces.forward(function, args, kwargs)
         return function(*args, **kwargs)
 
     # Copy the attributes that AOTAutograd sets for Dynamo. (Not ``functools.wraps``: Dynamo

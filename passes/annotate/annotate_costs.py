@@ -4,13 +4,13 @@ Needs: ``meta["val"]`` on every node.
 Leaves: ``COST``, ``PHASE`` and ``REGION`` (None outside fused regions) of every node except the
 output; the module's ``DATAFLOW``. The graph is unchanged.
 
-Formulas: a kernel takes its measured time (``kernel_seconds`` of the profile). Without one it
-takes the larger of FLOPs / device rate and bytes / memory bandwidth (the roofline), plus
-``launch_seconds``. For FLOPs see ``passes/annotate/flops.py``. A collective takes ``latency + wire
-bytes x inverse bandwidth``, by the rates and ranks of its process group. A fused region costs the
-bytes that enter and leave it: each node pays for the outside tensors that it reads first in its
-region, and for its output in memory. A node without a FLOP formula is priced by its bytes and
-logged once at debug level.
+Formulas: a kernel takes its measured time (``kernel_seconds`` of the profile). Without one it takes
+the larger of FLOPs / device rate and bytes / memory bandwidth (the roofline), plus
+``launch_seconds``. Learned factors of the profile (``in_force``) correct both. For FLOPs see
+``passes/annotate/flops.py``. A collective takes ``latency + wire bytes x inverse bandwidth``, by
+the rates and ranks of its process group. A fused region costs the bytes that enter and leave it:
+each node pays for the outside tensors that it reads first in its region, and for its output in
+memory. A node without a FLOP formula is priced by its bytes and logged once at debug level.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     align = ctx.hardware.allocator_alignment_bytes
     launch_seconds = ctx.hardware.launch_seconds
     rate = ctx.hardware.memory_bytes_per_second
-    measured_seconds = ctx.hardware.kernel_seconds
+    measured_seconds, learned = ctx.hardware.kernel_seconds, ctx.hardware.in_force
     served = attribution(dataflow)
     phase = ctx.phase.value
     reads = _Reads(dataflow, region)
@@ -182,6 +182,7 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
             seconds += launch_seconds
         if measured_seconds and traits.stands_alone:
             seconds = measured_seconds.get(once_for("kernel", node, kernel_key), seconds)
+        seconds *= learned.kernel_factor if traits.stands_alone else learned.fused_factor
         meta[COST.name] = _cost(
             flops,
             read_bytes,
@@ -243,6 +244,7 @@ def _collective_cost(
         seconds=cost.seconds,
         compute_overhead_seconds=cost.overhead_seconds,
         start_delay_seconds=cost.start_delay_seconds,
+        lateness_seconds=cost.lateness_seconds,
         serves=names,
     )
 

@@ -74,14 +74,15 @@ def more_earlier_gradients(ctx: Context, plan: Plan, kept_bytes: int) -> dict[st
 
 
 def optimizer_seconds(ctx: Context, plan: Plan) -> float:
-    """Seconds of an optimizer's step on one rank.
+    """Seconds of an optimizer's step on one rank, with the learned time of the loop around it.
 
     A plan that shards nothing is priced with plain tensors, as the backend leaves them. After
     ``osdp_compile.shard`` they are DTensors anyway.
     """
     trained = sum(parameter.requires_grad for parameter in ctx.parameters)
     held_bytes = sum(state_bytes(ctx, plan).values())
-    return ctx.hardware.update_seconds(held_bytes, trained, plain=not plan.shards)
+    seconds = ctx.hardware.update_seconds(held_bytes, trained, plain=not plan.shards)
+    return seconds + ctx.hardware.in_force.loop_seconds
 
 
 def base_kinds(ctx: Context) -> dict[str, int]:

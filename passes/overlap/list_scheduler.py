@@ -279,7 +279,9 @@ class Scheduler:
         self.result.append(task.start)
         self.started.add(task)
         cost = task.cost
-        self.network.start(task.start, task.group, cost.seconds, cost.start_delay_seconds)
+        self.network.start(
+            task.start, task.group, cost.seconds, cost.start_delay_seconds, cost.lateness_seconds
+        )
         self.network.compute(cost.compute_overhead_seconds)
         if task.follows is not None:
             self.later.remove(task)

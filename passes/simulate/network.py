@@ -3,7 +3,8 @@
 A process group runs its collectives one at a time, in their start order. A collective that starts
 in an empty queue beside compute begins after a *start delay* (``start_delay_seconds``): on a
 machine whose cores all compute, the network threads first have to get a core. While the rank waits,
-there is no start delay.
+there is no start delay. Its end is later by the lateness of the slowest rank
+(``lateness_seconds``), whether this rank computes or waits.
 """
 
 from __future__ import annotations
@@ -43,13 +44,19 @@ class Network:
         return self.now + sum([flight.start_delay_seconds + flight.seconds for flight in flights])
 
     def start(
-        self, node: fx.Node, group: str, seconds: float, start_delay_seconds: float = 0.0
+        self,
+        node: fx.Node,
+        group: str,
+        seconds: float,
+        start_delay_seconds: float = 0.0,
+        lateness_seconds: float = 0.0,
     ) -> None:
         """Append a collective to the queue of its group."""
         queue = self._queues.setdefault(group, deque())
         self._group[node] = group
         if not queue:
             self.starts[node] = self.now
+            seconds += lateness_seconds
         queue.append(_Flight(node, 0.0 if queue else start_delay_seconds, seconds))
 
     def compute(self, seconds: float) -> None:

@@ -6,7 +6,7 @@ One compute stream runs the nodes in order. One network stream per process group
 collectives in their start order, like NCCL's streams and gloo's queues. A wait stalls the compute
 stream until its collective has ended: this stall is *exposed* communication. The compute overhead
 of a collective (``compute_overhead_seconds``) is added to the compute stream at its start. A
-collective may also have a start delay (``passes/simulate/network.py``). Memory:
+collective may also have a start delay and a lateness (``passes/simulate/network.py``). Memory:
 ``passes/simulate/memory.py``.
 
 Needs: ``annotate``. Leaves: the graph unchanged.
@@ -62,7 +62,13 @@ def simulate(graph: fx.Graph, memory: Memory | None = None) -> Simulation:
     for node in graph.nodes:
         cost = cost_of(node)
         if is_collective(node):
-            network.start(node, group_of(node), cost.seconds, cost.start_delay_seconds)
+            network.start(
+                node,
+                group_of(node),
+                cost.seconds,
+                cost.start_delay_seconds,
+                cost.lateness_seconds,
+            )
             exposed[node] = 0.0
             network.compute(cost.compute_overhead_seconds)
             compute += cost.compute_overhead_seconds

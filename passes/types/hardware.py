@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from passes.types.decode import decoded
+from passes.types.learned import Learned
 
 # Finite: JSON in Python has Infinity.
 _MOST = sys.float_info.max
@@ -136,6 +137,9 @@ class Hardware:
         update_seconds_per_plain_parameter: the same for plain tensors, if no parameter is sharded.
         kernel_seconds: measured times by ``passes.annotate.annotate_costs.kernel_key``; the
             rates price all other kernels.
+        learned: corrections by training step, from measured steps (``for_step``).
+        in_force: the corrections of the step that is planned or lowered. They change every price
+            of this profile, and no rate of it.
         hosts: the network beyond one host (``over``); None: the rates hold for any number of
             ranks.
     """
@@ -154,6 +158,8 @@ class Hardware:
     update_seconds_per_parameter: Seconds = 0.0
     update_seconds_per_plain_parameter: Seconds = 0.0
     kernel_seconds: dict[str, Seconds] = dataclasses.field(default_factory=dict)
+    learned: dict[str, Learned] = dataclasses.field(default_factory=dict)
+    in_force: Learned = dataclasses.field(default_factory=Learned)
     hosts: Hosts | None = None
 
     def over(self, ranks: Mapping[str, int]) -> Hardware:
@@ -227,6 +233,14 @@ class Hardware:
             hosts=hosts,
         )
 
+    def for_step(self, key: str) -> Hardware:
+        """The profile with the corrections learned for a training step in force, if any."""
+        return dataclasses.replace(self, in_force=self.learned.get(key, Learned()))
+
+    def without_steps(self) -> Hardware:
+        """The profile without what it knows of single operators and training steps."""
+        return dataclasses.replace(self, kernel_seconds={}, learned={}, in_force=Learned())
+
     def along(self, dimension: str | None) -> Hardware:
         """The profile for collectives along a mesh dimension; itself without rates along it."""
         if dimension is None or dimension not in self.dimensions:
@@ -248,9 +262,9 @@ class Hardware:
         if world_size == 1:
             return 0.0
         rate = self.collectives[kind]
-        return (
-            rate.latency_seconds + wire_bytes(kind, full_bytes, world_size) * rate.seconds_per_byte
-        )
+        sent_bytes = wire_bytes(kind, full_bytes, world_size)
+        seconds = rate.latency_seconds + sent_bytes * rate.seconds_per_byte
+        return seconds * self.in_force.network_factor
 
     def compute_overhead_seconds(self, kind: str, full_bytes: int, world_size: int) -> float:
         """Compute overhead in seconds of a collective on a tensor of ``full_bytes``."""
@@ -258,7 +272,8 @@ class Hardware:
             return 0.0
         rate = self.collectives[kind]
         sent_bytes = wire_bytes(kind, full_bytes, world_size)
-        return rate.start_seconds + sent_bytes * rate.overhead_seconds_per_byte
+        seconds = rate.start_seconds + sent_bytes * rate.overhead_seconds_per_byte
+        return seconds * self.in_force.overhead_factor
 
     def start_delay_seconds(self, kind: str, world_size: int) -> float:
         """Start delay in seconds of a collective that starts beside computing."""
@@ -273,7 +288,7 @@ class Hardware:
         besides = self.update_seconds_per_parameter
         if plain:
             besides = self.update_seconds_per_plain_parameter
-        return each * held_bytes + besides * parameters
+        return self.in_force.update_factor * (each * held_bytes + besides * parameters)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

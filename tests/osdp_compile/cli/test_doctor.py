@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 from unittest import mock
 
@@ -48,6 +49,18 @@ def test_a_torch_that_is_too_old_is_a_problem_and_a_newer_one_is_noted(monkeypat
         assert levels()["versions"] == "problem"
         monkeypatch.setattr(torch, "__version__", "9.9.0")
         assert levels()["versions"] == "note"
+
+
+def test_a_profile_says_what_it_has_learned(tmp_path):
+    from passes.types.hardware import generic
+    from passes.types.learned import Learned
+
+    (tmp_path / "profiles").mkdir()
+    profile = dataclasses.replace(generic(), learned={"a step": Learned(8, kernel_factor=1.5)})
+    profile.save(tmp_path / "profiles" / "a.json")
+    with compiled(0):
+        (found,) = [one for one in doctor.found() if one.subject == "profiles"]
+    assert "learned from 8 steps: torch's kernels x1.50" in found.text
 
 
 def test_profiles_are_listed_and_other_files_named(tmp_path):

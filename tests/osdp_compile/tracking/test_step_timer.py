@@ -134,7 +134,7 @@ def test_the_timed_function_is_the_function_and_what_was_left_on_it(clock):
     function._boxed_call = True
     seen = Observed()
     compiled(seen)
-    stamped = timed(function, seen, 0)
+    stamped = timed(function, seen, compiled(seen))
     assert [stamped(1, 2), stamped(3), stamped(4)] == [3, 3, 4]
     assert stamped._boxed_call is True
     assert seen.steps == 1

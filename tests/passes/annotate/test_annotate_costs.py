@@ -14,6 +14,7 @@ from passes.graph.fx_utils import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 from passes.ops.packing import FIRST_OF, MEAN_RANKS, PACK, PACK_COLUMNS, UNPACK
 from passes.types.annotations import Cost
 from passes.types.context import Context
+from passes.types.learned import Learned
 from tests.passes.graphs import GROUP, GraphBuilder, context, hardware
 
 aten = torch.ops.aten
@@ -71,6 +72,19 @@ def test_a_fused_chain_is_launched_once():
     annotated(b, second, ctx=context(hardware=hardware(launch_seconds=1.0)))
     assert cost_of(first).seconds < 1.0
     assert cost_of(second).seconds == pytest.approx(1.0, abs=1e-3)
+
+
+def test_learned_factors_correct_torchs_own_kernels_and_all_others():
+    b = GraphBuilder()
+    x = b.input("x", [100, 100])
+    product = b.call(aten.mm.default, x, x)
+    fused = b.call(aten.sin.default, product)
+    annotated(b, fused)
+    before = cost_of(product).seconds, cost_of(fused).seconds
+    learned = Learned(8, kernel_factor=2.0, fused_factor=3.0)
+    annotate(fx.GraphModule({}, b.graph), context(hardware=hardware(in_force=learned)))
+    assert cost_of(product).seconds == pytest.approx(2 * before[0])
+    assert cost_of(fused).seconds == pytest.approx(3 * before[1])
 
 
 def test_views_and_waits_cost_nothing():

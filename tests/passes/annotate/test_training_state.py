@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from passes.annotate.training_state import (
@@ -16,6 +18,7 @@ from passes.annotate.training_state import (
     state_bytes,
 )
 from passes.types.decision import Decision
+from passes.types.learned import Learned
 from tests.passes.graphs import context, hardware, parameter
 
 #: Ten rows on four ranks: rank 0 has three.
@@ -71,6 +74,14 @@ def test_a_plan_that_shards_nothing_steps_on_plain_tensors():
     whole = context([UNEVEN, FROZEN], Decision.REPLICATE, world_size=4, hardware=profile)
     held_bytes = 10 * 2 * 4 * 4 + 8 * 2 * 4  # parameter, gradient and Adam's two moments
     assert optimizer_seconds(whole, whole.plan) == pytest.approx(held_bytes * 1e-9 + 1e-6)
+
+
+def test_the_learned_time_of_the_training_loop_is_added_to_it():
+    profile = hardware(update_seconds_per_byte=1e-9)
+    learned = Learned(8, update_factor=2.0, loop_seconds=0.5)
+    before, after = (mixed(hardware=one) for one in (profile, replace(profile, in_force=learned)))
+    seconds = optimizer_seconds(before, before.plan)
+    assert optimizer_seconds(after, after.plan) == pytest.approx(2 * seconds + 0.5)
 
 
 def test_the_base_is_told_by_kind():

@@ -74,3 +74,12 @@ def test_a_late_collective_stalls_the_step():
     price(start, 4.0, start_delay_seconds=3.0)
     found = simulate(graph)
     assert found.exposed[start] == 3.0 and found.step_seconds == 8.0
+
+
+def test_a_late_rank_delays_the_first_in_flight_also_while_it_is_waited_for(nodes):
+    a, b, _ = nodes
+    network = Network()
+    network.start(a, "group", 3.0, lateness_seconds=2.0)
+    network.start(b, "group", 1.0, lateness_seconds=2.0)
+    assert network.wait(b) == 6.0
+    assert network.ends == {a: 5.0, b: 6.0}
