@@ -484,7 +484,7 @@ def without_autograd_cache() -> Any:
 def hooks_saved_tensors() -> bool:
     """Whether hooks pack the tensors that autograd saves now."""
     # 2.11.0 to 2.15.0: AOTAutograd asks this too; True: also while tracing.
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None
 
 
