@@ -175,9 +175,7 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--way", choices=list(WAYS), required=True)
-    parser.add_argument(
-        "--phase", choices=PHASES, required=True
-    )
+    parser.add_argument("--phase", choices=PHASES, required=True)
     parser.add_argument("--work", required=True, help="a Work as JSON")
     parser.add_argument("--options", default="{}", help="options of the osdp backend as JSON")
     parser.add_argument("--started", type=float, default=0.0, help="time.time() of the start")

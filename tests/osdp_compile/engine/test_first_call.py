@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
 import osdp_compile
 from osdp_compile.engine import first_call
+from osdp_compile.tracking.other_models import OtherModels
 from tests.ranks import Ranks
 from tests.training import SLOW
 
@@ -79,13 +82,34 @@ def test_a_second_start_finds_plan_and_code(inductor_cache, tmp_path):
     assert second[4] == second_other[4] == (2, 0, 0)
 
 
-def test_another_limit_or_batch_is_planned_and_a_damaged_plan_too(two_ranks, tmp_path):
-    def plans(**given):
-        return two_ranks.run(started, str(tmp_path), **{"limit": "800KiB", **given})[0][2]
+def planner_calls(rank, world_size, folder, starts):
+    """Calls of the planner in each start, which ends before the model is sharded.
 
-    assert plans() == 1 and plans() == 0
-    assert plans(limit="900KiB") == 1
-    assert plans(rows=16) == 1
-    for path in (tmp_path / "plans").iterdir():
-        path.write_bytes(path.read_bytes()[:-10])
-    assert plans() == 1 and plans() == 0
+    ``starts``: the limit and the rows of each; "damage": cut all kept plans short before the next.
+    """
+    counts = []
+    alone = mock.patch.object(first_call, "other_models", lambda *_: OtherModels())
+    stop = mock.patch.object(first_call, "register_group", side_effect=RuntimeError("decided"))
+    planner = mock.patch.object(first_call, "planned_whole", wraps=first_call.planned_whole)
+    with mock.patch.dict(os.environ, {"OSDP_CACHE_DIR": folder}), alone, stop, planner as planned:
+        for start in starts:
+            if start == "damage":
+                for path in Path(folder).glob("plans/*.json") if rank == 0 else ():
+                    path.write_bytes(path.read_bytes()[:-10])
+                continue
+            limit, rows = start
+            torch._dynamo.reset()
+            options = {"memory_limit": limit, "hardware": SLOW}
+            compiled = torch.compile(Mlp(), backend="osdp", options=options)
+            before = planned.call_count
+            with pytest.raises(Exception, match="decided"):
+                compiled(torch.randn(rows, 64))
+            counts.append(planned.call_count - before)
+    return counts
+
+
+def test_another_limit_or_batch_is_planned_and_a_damaged_plan_too(two_ranks, tmp_path):
+    first = ("800KiB", 8)
+    starts = [first, first, ("900KiB", 8), ("800KiB", 16), first, "damage", first, first]
+    counts, other = two_ranks.run(planner_calls, str(tmp_path), starts)
+    assert counts == [1, 0, 1, 1, 0, 1, 0] and not any(other)
