@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ def measure_on(
             *("--way", way, "--phase", phase, "--out", str(out)),
             *("--work", json.dumps(dataclasses.asdict(work))),
             *("--options", json.dumps(options or {})),
+            *("--started", str(time.time())),
         ]
         hosts.run(command, environment(cache or Path(folder) / "cache", profiles))
         result: dict[str, Any] = json.loads(out.read_text())

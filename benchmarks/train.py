@@ -6,6 +6,7 @@ Started by the other benchmarks on every rank, with torch.distributed's variable
 * ``time``: seconds of steps, after warm-up;
 * ``memory``: the peak of tensor bytes since before the model was built, over three steps;
 * ``first``: seconds of the first forward and backward;
+* ``start``: seconds from the start of the process to the end of the first optimizer step;
 * ``least``: the least memory limit that osdp can hold, or what it predicts if none is given.
 
 Rank 0 writes a JSON file; of times and peaks, the highest over ranks.
@@ -18,6 +19,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
 import statistics
 import time
 from pathlib import Path
@@ -33,6 +35,7 @@ from benchmarks.tasks import ALL_TASKS, words
 from examples.gpt import GPT, GPTConfig
 
 MEMORY_STEPS = 3
+PHASES = ("time", "memory", "first", "start", "least")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +113,12 @@ def first_call_seconds(work: Work, way: str, options: dict[str, Any]) -> float:
     return time.perf_counter() - begin
 
 
+def start_seconds(work: Work, way: str, options: dict[str, Any], started: float) -> float:
+    """Seconds from ``started`` to the end of the first optimizer step."""
+    train(work, way, options, steps=1)
+    return time.time() - started
+
+
 def least_bytes(work: Work, options: dict[str, Any]) -> int:
     """The least limit that is feasible if the given one is not; else the predicted peak."""
     model = work.model()
@@ -131,8 +140,17 @@ def over_ranks(value: float, operation: dist.ReduceOp.RedOpType) -> float:
     return float(tensor)
 
 
-def measure(work: Work, way: str, options: dict[str, Any], phase: str) -> dict[str, Any]:
+def measure(
+    work: Work, way: str, options: dict[str, Any], phase: str, started: float
+) -> dict[str, Any]:
     """One phase on this rank and all others; the figures of the slowest and the largest."""
+    if phase == "start":
+        seconds = start_seconds(work, way, options, started)
+        cpu_seconds = sum(os.times()[:4])  # with the compilers that have ended
+        return {
+            "start_seconds": over_ranks(seconds, dist.ReduceOp.MAX),
+            "cpu_seconds": over_ranks(cpu_seconds, dist.ReduceOp.MAX),
+        }
     if phase == "first":
         seconds = first_call_seconds(work, way, options)
         return {"first_call_seconds": over_ranks(seconds, dist.ReduceOp.MAX)}
@@ -157,16 +175,17 @@ def measure(work: Work, way: str, options: dict[str, Any], phase: str) -> dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--way", choices=list(WAYS), required=True)
-    parser.add_argument("--phase", choices=["time", "memory", "first", "least"], required=True)
+    parser.add_argument("--phase", choices=PHASES, required=True)
     parser.add_argument("--work", required=True, help="a Work as JSON")
     parser.add_argument("--options", default="{}", help="options of the osdp backend as JSON")
+    parser.add_argument("--started", type=float, default=0.0, help="time.time() of the start")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("osdp_compile").setLevel(logging.WARNING)
     dist.init_process_group("gloo")
     work = Work(**json.loads(given.work))
-    result = measure(work, given.way, json.loads(given.options), given.phase)
+    result = measure(work, given.way, json.loads(given.options), given.phase, given.started)
     if dist.get_rank() == 0:
         given.out.write_text(json.dumps(result))
     dist.barrier()

@@ -76,6 +76,9 @@ from torch._inductor.scheduler import BaseSchedulerNode
 # 2.11.0 to 2.15.0: holds Inductor's InductorChoices object.
 from torch._inductor.virtualized import V
 
+# 2.11.0 to 2.15.0: a graph input that stands for an object, such as a DeviceMesh.
+from torch._library.fake_class_registry import FakeScriptObject
+
 # 2.11.0 to 2.15.0: tensors with a shape and a device, without memory.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -126,14 +129,17 @@ __all__ = [
     "gradient_input_index",
     "handle_adafactor",
     "handle_dtensor_operator",
+    "hooks_saved_tensors",
     "is_marked_by_fsdp",
     "leave_mode",
     "raise_to_user",
+    "real_meshes",
     "recompile_reason",
     "reduced_by_ddp",
     "register_work",
     "restart_tracing",
     "restart_with_constants",
+    "settings",
     "skip_code",
     "tree_leaves",
     "tree_map_only",
@@ -493,6 +499,20 @@ def compiled_library(source: str) -> ctypes.CDLL:
     return library
 
 
+def real_meshes(inputs: Sequence[Any]) -> list[Any]:
+    """A graph's inputs with real meshes in place of fake ones.
+
+    Inductor's cache key numbers real meshes. It pickles a fake mesh in a mode in which the key of
+    equal graphs differs between processes (2.13.0 to 2.15.0).
+    """
+    return [_real_mesh(one) for one in inputs]
+
+
+def _real_mesh(value: Any) -> Any:
+    real = value.real_obj if isinstance(value, FakeScriptObject) else None
+    return real if isinstance(real, DeviceMesh) else value
+
+
 def with_choices(choices: InductorChoices) -> AbstractContextManager[None]:
     """A context in which Inductor uses these choices, on this thread."""
     context: AbstractContextManager[None] = V.set_choices_handler(choices)
@@ -517,6 +537,29 @@ def without_autograd_cache() -> Any:
     """A context without AOTAutograd's cache of Dynamo graphs: its key lacks the plan, on which the
     result depends."""
     return functorch_config.patch(enable_autograd_cache=False)
+
+
+def hooks_saved_tensors() -> bool:
+    """Whether hooks pack the tensors that autograd saves now."""
+    # 2.11.0 to 2.15.0: AOTAutograd asks this too; True: also while tracing.
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None
+
+
+def settings() -> Iterator[tuple[str, Any]]:
+    """Settings of torch on which AOTAutograd's graphs depend, each with its value."""
+    # 2.11.0 to 2.15.0: get_config_copy.
+    yield from sorted(inductor_config.get_config_copy().items())
+    yield from sorted(functorch_config.get_config_copy().items())
+    for device in ("cpu", "cuda"):
+        on = torch.is_autocast_enabled(device)
+        yield f"autocast on {device}", (on, torch.get_autocast_dtype(device))
+    yield "autocast cache", torch.is_autocast_cache_enabled()
+    yield "default dtype", torch.get_default_dtype()
+    yield "matmul precision", torch.get_float32_matmul_precision()
+    yield "deterministic", torch.are_deterministic_algorithms_enabled()
+    yield "anomaly", torch.is_anomaly_enabled()
+    yield "threads", torch.get_num_threads()
 
 
 # 2.13.0: DTensor's operator -> custom handler(operator, args, kwargs).

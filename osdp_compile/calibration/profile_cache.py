@@ -7,9 +7,7 @@ mesh, the version of torch. The hash does not show a changed link rate: a few me
 rate, and a difference starts a new measurement. The first training of a model adds the times of
 its operators, and what its steps teach (``osdp_compile/tracking/learning.py``).
 
-The folder is ``$OSDP_CACHE_DIR``, else the user's cache folder for ``osdp_compile`` (Linux:
-``$XDG_CACHE_HOME`` or ``~/.cache``; other systems: see platformdirs). With ``OSDP_CACHE_DIR=""``
-nothing is read or written.
+The folder: ``osdp_compile/calibration/kept_files.py``.
 """
 
 from __future__ import annotations
@@ -21,17 +19,16 @@ import logging
 import math
 import os
 import socket
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import torch
 import torch.distributed as dist
 
 from osdp_compile.calibration.calibrate import device_name, measure_hardware
 from osdp_compile.calibration.collective_times import rates_hold
+from osdp_compile.calibration.kept_files import cache_folder, read_own, write_own
 from osdp_compile.errors import OsdpError
 from osdp_compile.log_lines import ensure_visible
 from osdp_compile.model.agreement import on_every_rank
@@ -146,14 +143,6 @@ def _sizes(along: Mapping[str, dist.ProcessGroup] | None) -> dict[str, int]:
     return {name: one.size() for name, one in (along or {}).items()}
 
 
-def cache_folder() -> Path | None:
-    """The folder of cached profiles; None: the cache is off."""
-    asked = os.environ.get("OSDP_CACHE_DIR")
-    if asked is not None:
-        return Path(asked) if asked else None
-    return platformdirs.user_cache_path("osdp_compile", appauthor=False)
-
-
 def _complete(given: Hardware, group: dist.ProcessGroup, device: torch.device) -> Hardware:
     """Check that a profile has rates for all collectives that the passes may emit for the group."""
     scatter = "all_to_all" if group_uses_p2p(group, device) else "reduce_scatter"
@@ -263,7 +252,7 @@ def _read(path: Path | None) -> dict[str, Any] | None:
     if path is None:
         return None
     try:
-        hardware = Hardware.load(path)
+        hardware = Hardware.from_dict(json.loads(read_own(path)))
     except FileNotFoundError:
         return None
     except (ValueError, OSError) as error:
@@ -280,16 +269,7 @@ def _read(path: Path | None) -> dict[str, Any] | None:
 def _write(hardware: Hardware, path: Path) -> bool:
     """Write a profile; return whether it worked. A failure only costs time at the next run."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Atomic: another job may read or write the same file at the same time.
-        handle, unfinished = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        os.close(handle)
-        try:
-            hardware.save(unfinished)
-            os.replace(unfinished, path)
-        except BaseException:
-            os.unlink(unfinished)
-            raise
+        write_own(path, json.dumps(hardware.to_dict(), indent=1))
     except OSError as error:
         log.info("the measured hardware profile is not kept: %s", error)
         return False

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from osdp_compile.calibration.profile_cache import cache_folder
+from osdp_compile.calibration.kept_files import cache_folder
 from osdp_compile.cli.main import version
+from osdp_compile.planning.plan_cache import kept_plans, plans_folder
 from osdp_compile.torch_versions import TESTED, newer_than_tested, release
 from passes.types.hardware import Hardware
 from passes.types.units import format_bytes
@@ -132,12 +133,16 @@ def _devices() -> Iterator[Finding]:
 def _cache() -> Iterator[Finding]:
     folder = cache_folder()
     if folder is None:
-        advice = "Every run measures the machine. Unset OSDP_CACHE_DIR to keep profiles."
+        advice = "Every run measures and plans. Unset OSDP_CACHE_DIR to keep profiles and plans."
         yield Finding("profiles", "the cache is off", "note", advice)
         return
     files = sorted(folder.glob("*.json")) if folder.is_dir() else []
     names = [_name_of(file) for file in files]
     yield Finding("profiles", f"{len(files)} in {folder}" + "".join(f"\n{one}" for one in names))
+    plans = plans_folder()
+    if plans is not None:
+        sizes = [about.st_size for _, about in kept_plans(plans)] if plans.is_dir() else []
+        yield Finding("plans", f"{len(sizes)} in {plans}, {format_bytes(sum(sizes))}")
     existing = next(one for one in (folder, *folder.parents) if one.exists())
     if not os.access(existing, os.W_OK):
         advice = "Set OSDP_CACHE_DIR to a folder that can be written."

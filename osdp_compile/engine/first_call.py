@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -40,6 +41,8 @@ from osdp_compile.optim.checks import check_works_on_rows
 from osdp_compile.optim.rebind import OptimizerIndex
 from osdp_compile.options import CheckedOptions
 from osdp_compile.planning.frames import captured_frames, unseen_bytes_of
+from osdp_compile.planning.plan_cache import find, pass_lines, path_of, plans_folder
+from osdp_compile.planning.plan_cache import keep as keep_plan
 from osdp_compile.planning.planner_inputs import (
     accumulated_bytes_of,
     captured_step,
@@ -48,6 +51,7 @@ from osdp_compile.planning.planner_inputs import (
     owned_parameters,
     slices_of,
 )
+from osdp_compile.planning.step_key import Uncertain, captured_lines, dynamo_lines
 from osdp_compile.planning.traced_step import planned_whole
 from osdp_compile.reports.plan_table import log_plan
 from osdp_compile.runtime.collectives import backend_of
@@ -229,8 +233,10 @@ def _session(step: _Step, options: CheckedOptions, to_train: bool = True) -> Ses
     decision = _PlanDecision(step, options, passes, groups, others, context)
     if step.frames and not (options.plan is not None and options.plan.order):
         decision.trace_frames()
-    decision.measure_operators(spare_bytes, to_train)
-    plan = from_rank_zero(decision.plan, ranks)
+    plan = from_rank_zero(decision.found, ranks)
+    if plan is None:
+        decision.measure_operators(spare_bytes, to_train)
+        plan = from_rank_zero(decision.plan, ranks)
 
     for one in (ranks, *groups.along.values()):
         register_group(one)
@@ -325,6 +331,7 @@ class _PlanDecision:
         self._step, self._options, self._passes = step, options, passes
         self._groups, self._others = groups, others
         self._captured: Captured | None = None  # on rank 0; with several frames on all ranks
+        self._lines: list[str] | None = None  # the step as text, on rank 0; None: no plan is kept
 
     def _trace(self) -> Captured:
         progress.stage("tracing")
@@ -338,6 +345,39 @@ class _PlanDecision:
         """
         unseen_bytes = unseen_bytes_of(self._trace(), self.context)
         self.context = self.context.replace(base_bytes=self.context.base_bytes + unseen_bytes)
+
+    def found(self) -> Plan | None:
+        """The kept plan of an earlier run with the same step, options and machine."""
+        fake = backend_of(self._groups.ranks, self._groups.device.type) == "fake"
+        if fake or self._options.plan is not None or plans_folder() is None:
+            return None
+        try:
+            self._lines = self._step_lines()
+        except Uncertain as why:
+            log.debug("no plan is kept for this step: %s", why)
+        path = self._path()
+        return None if path is None else find(path, self.context)
+
+    def _step_lines(self) -> list[str]:
+        """The step as text: the Dynamo graph if that is enough, else the captured graphs."""
+        step = self._step
+        decided = [*self._options.lines(), *pass_lines(self._passes), repr(self._others)]
+        if not step.frames:
+            names = {id(entry.parameter): entry.name for entry in step.entries}
+            own = {i: names[id(one)] for i, one in enumerate(step.inputs) if id(one) in names}
+            try:
+                return [*decided, *dynamo_lines(step.gm, step.inputs, own)]
+            except Uncertain as why:
+                log.debug("the step is traced to look for its plan: %s", why)
+        return [*decided, *captured_lines(self._captured or self._trace())]
+
+    def _path(self) -> Path | None:
+        """The file of the step's plan with the context's profile; None: no plan is kept."""
+        try:
+            return None if self._lines is None else path_of(self._lines, self.context)
+        except Uncertain as why:
+            log.debug("no plan is kept for this step: %s", why)
+            return None
 
     def measure_operators(self, spare_bytes: int, to_train: bool) -> None:
         """Trace the step, and measure its operators, if the plan is not known yet. Collective."""
@@ -387,11 +427,16 @@ class _PlanDecision:
                 raise PlanMismatch(f"the plan given in options does not fit: {error}") from None
         progress.stage("planning")
         if options.memory_limit_bytes is None:
-            return self._plan_under(None)
-        whole_bytes = sum(one.full_bytes for one in self.context.parameters)
-        return planned_under_share(
-            self._plan_under, self._others, options.memory_limit_bytes, whole_bytes
-        )
+            made = self._plan_under(None)
+        else:
+            whole_bytes = sum(one.full_bytes for one in self.context.parameters)
+            made = planned_under_share(
+                self._plan_under, self._others, options.memory_limit_bytes, whole_bytes
+            )
+        path = self._path()
+        if path is not None:
+            keep_plan(made, self.context, path)
+        return made
 
     def _plan_under(self, limit_bytes: int | None) -> Plan:
         assert self._captured is not None

@@ -195,7 +195,7 @@ class _Lowering:
         for key in MODULE_KEYS:
             key.pop(graph)  # Inductor's cache key covers everything in a graph
         with in_place():
-            return self._compile_inner(graph, example_inputs, **kwargs)
+            return self._compile_inner(graph, _torch.real_meshes(example_inputs), **kwargs)
 
 
 def _called_with(inputs: Sequence[Any], static: dict[int, str]) -> tuple[GraphInput, ...]:

@@ -35,6 +35,7 @@ REASONS = {
     "osdp_compile/planning/frames.py": {
         "_collectors": "the step being traced; Dynamo calls the backend without it"
     },
+    "osdp_compile/planning/plan_cache.py": {"source_digest": CACHE},
     "osdp_compile/progress.py": {"_under_way": "work shown on the terminal"},
     "osdp_compile/reports/cpu_memory.py": {
         "_last_peak": "the last count of the library, whose counters are the process's",

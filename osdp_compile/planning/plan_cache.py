@@ -1,0 +1,184 @@
+"""Plan cache: plans of earlier runs, kept on disk, so that a second start does not plan.
+
+A file's name is a hash of everything that the planner reads, and of its source. The measured times
+of single operators are in the file instead, because training of another model adds some to the
+profile: a plan is found as long as the profile still has the times that it was made with.
+
+The folder: ``plans`` in that of ``osdp_compile/calibration/kept_files.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import networkx
+import numpy
+import torch
+
+import passes
+from osdp_compile.calibration.kept_files import cache_folder, read_own, write_own
+from osdp_compile.planning.step_key import Uncertain, text_of
+from passes.pipeline import Pass
+from passes.types.context import Context
+from passes.types.plan import Plan
+
+log = logging.getLogger("osdp_compile")
+
+#: The plans above this size together are removed, the longest unused first.
+_MOST_BYTES = 1 << 26
+_PACKAGES = (Path(passes.__file__).parent, Path(__file__).parents[1])
+
+
+def plans_folder() -> Path | None:
+    """The folder of kept plans; None: the cache is off."""
+    folder = cache_folder()
+    return None if folder is None else folder / "plans"
+
+
+def path_of(step: Sequence[str], ctx: Context) -> Path | None:
+    """The file of a step's plan; None: the cache is off.
+
+    ``step``: the step (``step_key.py``), the options, and all else that the planner depends on
+    beside the context, as text.
+
+    Raises:
+        Uncertain: a part has no text of its own.
+    """
+    folder = plans_folder()
+    if folder is None:
+        return None
+    lines = [*_versions(), source_digest(), *_context_lines(ctx), *step]
+    return folder / f"{hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:32]}.json"
+
+
+def pass_lines(given: Sequence[Pass]) -> list[str]:
+    """The list of passes.
+
+    Raises:
+        Uncertain: a pass is a user's function, whose source is not in the key.
+    """
+    for one in given:
+        if one.function.__module__.partition(".")[0] != "passes":
+            raise Uncertain(f"the pass {one.name!r}")
+    return [f"pass {one.name}: {one.function.__qualname__}" for one in given]
+
+
+def find(path: Path, ctx: Context) -> Plan | None:
+    """The plan that this file holds, if it was made with the operator times of this profile."""
+    try:
+        plan, kernel_seconds = _decoded(read_own(path))
+        different = plan.mismatch(
+            [(one.name, one.shape, one.dtype) for one in ctx.parameters],
+            ctx.world_size,
+            ctx.ranks_of_a_host,
+        )
+        if different is not None:
+            raise ValueError(different)
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, OSError) as error:
+        log.info("the kept plan %s is of no use and dropped: %s", path, error)
+        _remove(path)
+        return None
+    if not kernel_seconds.items() <= ctx.hardware.kernel_seconds.items():
+        return None
+    log.info("plan found: %s. To plan anew, delete it; OSDP_CACHE_DIR='' keeps none", path)
+    try:
+        os.utime(path)
+    except OSError as error:
+        log.debug("%s stays as old as it is: %s", path, error)
+    return plan
+
+
+def keep(plan: Plan, ctx: Context, path: Path) -> None:
+    """Write a plan; a failure only costs time at the next start."""
+    data = {"kernel_seconds": ctx.hardware.kernel_seconds, "plan": plan.to_dict()}
+    body = json.dumps(data)
+    try:
+        write_own(path, f"{_checksum(body)}\n{body}\n")
+        _trim(path.parent)
+    except OSError as error:
+        log.info("the plan is not kept: %s", error)
+
+
+@functools.cache
+def source_digest() -> str:
+    """A digest of the source of both packages."""
+    digest = hashlib.sha256()
+    for package in _PACKAGES:
+        for file in sorted(package.rglob("*.py")):
+            digest.update(f"{file.relative_to(package.parent)}\n".encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _versions() -> list[str]:
+    git: str | None = torch.version.git_version
+    packages = (torch.__version__, git, numpy.__version__, networkx.__version__)
+    return [platform.python_version(), platform.machine(), *map(str, packages)]
+
+
+def _context_lines(ctx: Context) -> list[str]:
+    """The context, without names of process groups and without times of single operators."""
+    hardware = ctx.hardware.to_dict()
+    del hardware["kernel_seconds"]
+    dims = [(dim.name, dim.size) for dim in ctx.mesh_dims or ()]
+    own: dict[str, Any] = {
+        "hardware": json.dumps(hardware, sort_keys=True),
+        "group_name": "",
+        "mesh_dims": dims,
+        "staged": sorted(ctx.staged),
+    }
+    fields = [field.name for field in dataclasses.fields(ctx)]
+    return [f"{name}: {text_of(own.get(name, getattr(ctx, name)))}" for name in fields]
+
+
+def _decoded(text: str) -> tuple[Plan, dict[str, float]]:
+    checksum, _, body = text.partition("\n")
+    if checksum != _checksum(body.rstrip("\n")):
+        raise ValueError("its checksum is another")
+    data = json.loads(body)
+    return Plan.from_dict(data["plan"]), data["kernel_seconds"]
+
+
+def _checksum(body: str) -> str:
+    return hashlib.sha256(body.encode()).hexdigest()
+
+
+def _trim(folder: Path) -> None:
+    """Remove the longest unused plans above the limit. Other jobs may do so at the same time."""
+    files = [(about.st_mtime, about.st_size, path) for path, about in kept_plans(folder)]
+    total_bytes = sum(size for _, size, _ in files)
+    for _, size, path in sorted(files):
+        if total_bytes <= _MOST_BYTES:
+            return
+        _remove(path)
+        total_bytes -= size
+
+
+def kept_plans(folder: Path) -> list[tuple[Path, os.stat_result]]:
+    """The files of kept plans."""
+    found = []
+    for entry in os.scandir(folder):
+        if entry.name.endswith(".json"):
+            try:
+                found.append((Path(entry.path), entry.stat()))
+            except FileNotFoundError:
+                continue  # another job removed it
+    return found
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.info("%s cannot be removed: %s", path, error)
