@@ -90,7 +90,8 @@ from torch.distributed.tensor import DTensor
 # 2.13.0: Adafactor's functional step of a group, on lists.
 from torch.optim import _adafactor
 
-# 2.11.0 to 2.15.0: a mode that sees the operators that compiled code calls; the innermost one of a thread.
+# 2.11.0 to 2.15.0: a mode that sees the operators that compiled code calls; the innermost one of
+# a thread.
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode,

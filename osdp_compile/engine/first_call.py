@@ -326,12 +326,18 @@ class _PlanDecision:
         others: OtherModels,
         context: Context,
     ) -> None:
-        self.context = context
         self.step_key = from_rank_zero(lambda: _step_key(step, options), groups.ranks)
         self._step, self._options, self._passes = step, options, passes
         self._groups, self._others = groups, others
+        self._profile = context.hardware
+        self.context = self._by_profile(context)
         self._captured: Captured | None = None  # on rank 0; with several frames on all ranks
         self._lines: list[str] | None = None  # the step as text, on rank 0; None: no plan is kept
+
+    def _by_profile(self, context: Context) -> Context:
+        """A context with the prices of the profile, corrected for this step."""
+        hardware = self._profile.for_step(self.step_key)
+        return context.replace(hardware=hardware, mesh_dims=self._groups.mesh_dims(hardware))
 
     def _trace(self) -> Captured:
         progress.stage("tracing")
@@ -383,17 +389,15 @@ class _PlanDecision:
         """Trace the step, and measure its operators, if the plan is not known yet. Collective."""
         group, device = self._groups.ranks, self._groups.device
         measures = from_rank_zero(lambda: self._prepare(to_train), group)
-        hardware = self.context.hardware
+        measured = self._profile
         if measures:
             progress.stage("measuring operators")
-            hardware = with_step_seconds(self._captured, self.context, group, device, spare_bytes)
-        kept = from_rank_zero(lambda: hardware, group)
-        hardware = kept.for_step(self.step_key)
-        self.context = self.context.replace(
-            hardware=hardware, mesh_dims=self._groups.mesh_dims(hardware)
-        )
+            plain = self.context.replace(hardware=self._profile)
+            measured = with_step_seconds(self._captured, plain, group, device, spare_bytes)
+        self._profile = from_rank_zero(lambda: measured, group)
+        self.context = self._by_profile(self.context)
         if measures:  # keep it also if the limit is refused: the error's limit is of this profile
-            keep(kept, group, device, self._groups.along)
+            keep(self._profile, group, device, self._groups.along)
 
     def _prepare(self, to_train: bool) -> bool:
         """Check a given plan, trace the step if it is needed; True: measure its operators."""

@@ -128,9 +128,10 @@ def _versions() -> list[str]:
 
 
 def _context_lines(ctx: Context) -> list[str]:
-    """The context, without names of process groups and without times of single operators."""
+    """The context, without names of process groups, times of single operators, and what other
+    training steps have taught."""
     hardware = ctx.hardware.to_dict()
-    del hardware["kernel_seconds"]
+    del hardware["kernel_seconds"], hardware["learned"]
     dims = [(dim.name, dim.size) for dim in ctx.mesh_dims or ()]
     own: dict[str, Any] = {
         "hardware": json.dumps(hardware, sort_keys=True),

@@ -17,6 +17,7 @@ from passes.pipeline import Pass, Stage, default_passes
 from passes.types.context import Context, MeshDim, Parameter
 from passes.types.decision import Decision
 from passes.types.hardware import generic
+from passes.types.learned import Learned
 from passes.types.plan import Plan, Prediction
 
 WEIGHT = Parameter("weight", (8, 8), "float32", 64, 4, True, 512)
@@ -102,6 +103,14 @@ def test_a_pass_of_a_user_is_in_no_key():
     assert len(pass_lines(default_passes())) == len(default_passes())
     with pytest.raises(Uncertain, match="mine"):
         pass_lines([Pass("mine", lambda gm, ctx: gm, stage=Stage.PARTS)])
+
+
+def test_what_other_steps_have_taught_does_not_matter(path):
+    taught = Learned(steps=4, kernel_factor=2.0)
+    others = dataclasses.replace(HARDWARE, learned={"another": taught})
+    assert path_of(["step"], CONTEXT.replace(hardware=others)) == path
+    own = dataclasses.replace(HARDWARE, learned={"own": taught}).for_step("own")
+    assert path_of(["step"], CONTEXT.replace(hardware=own)) != path
 
 
 def test_times_of_more_operators_do_not_matter_and_other_times_do(path):
