@@ -27,7 +27,7 @@ from passes.candidates.recompute_sets import recompute_sets
 from passes.candidates.slice_groups import find_slice_groups
 from passes.plan.constants import CONSTANTS
 from passes.plan.neighbours import SLICES
-from passes.plan.predict import predict
+from passes.pricing.predict import predict
 from passes.types.context import Context
 from passes.types.decision import DECISIONS, Decision
 from passes.types.hardware import Hardware, LinkRate

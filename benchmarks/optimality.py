@@ -36,7 +36,7 @@ from osdp_compile.planning.traced_step import predicted
 from passes.overlap.bucket_collectives import bucket_bytes_for
 from passes.plan.constants import CONSTANTS
 from passes.plan.planner import complete
-from passes.plan.predict import predict
+from passes.pricing.predict import predict
 from passes.types.plan import ParameterPlan, Plan
 from passes.types.units import format_bytes
 

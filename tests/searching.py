@@ -16,4 +16,4 @@ _SHORT = dataclasses.replace(CONSTANTS, most_plans=40)
 
 def short_searches() -> AbstractContextManager[Any]:
     """Limit the planner of this process to few plans, to shorten tests with a memory limit."""
-    return mock.patch("passes.plan.evaluator.CONSTANTS", _SHORT)
+    return mock.patch("passes.plan.search.CONSTANTS", _SHORT)

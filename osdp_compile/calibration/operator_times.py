@@ -18,7 +18,7 @@ from torch import fx
 
 from osdp_compile.calibration.collective_times import synchronize
 from passes.annotate.annotate_costs import annotate, cost_of, kernel_key, stands_alone
-from passes.capture.captured_step import Captured
+from passes.graph.captured import Captured
 from passes.graph.fx_utils import bytes_of, concrete
 from passes.types.context import Context
 from passes.types.hardware import Hardware

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from osdp_compile.calibration.collective_times import agreed
 from osdp_compile.calibration.operator_times import with_kernel_seconds
 from osdp_compile.calibration.optimizer_times import with_update_seconds
-from passes.capture.captured_step import Captured
+from passes.graph.captured import Captured
 from passes.types.context import Context
 from passes.types.hardware import Hardware
 

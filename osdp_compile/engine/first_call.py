@@ -65,7 +65,8 @@ from osdp_compile.tracking.pending_model import PendingModel, end_waiting
 from osdp_compile.tracking.session import Session, base_parts, remember, session_for
 from osdp_compile.tracking.uncovered import compiled_models
 from passes.annotate.training_state import held_between_steps
-from passes.capture.captured_step import Captured, NothingSaved
+from passes.capture.captured_step import NothingSaved
+from passes.graph.captured import Captured
 from passes.pipeline import Pass, default_passes, validate
 from passes.plan.planner import complete
 from passes.types.context import Context, MeshDim

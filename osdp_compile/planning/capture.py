@@ -14,7 +14,8 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
 
 from osdp_compile import _torch
-from passes.capture.captured_step import Captured, add_markers, mark_inputs
+from passes.capture.captured_step import add_markers, mark_inputs
+from passes.graph.captured import Captured
 from passes.graph.fx_utils import output_node
 from passes.pipeline import Pass, Stage, run
 from passes.recompute.rng_states import settle_rng_states

@@ -27,8 +27,8 @@ from osdp_compile.planning.capture import NeedsNoGradients
 from osdp_compile.planning.fake_model import fake_models
 from osdp_compile.planning.planner_inputs import captured_step
 from osdp_compile.runtime.current_call import Call, stack
-from passes.capture.captured_step import Captured
 from passes.capture.join_frames import FrameRun, join_frames
+from passes.graph.captured import Captured
 from passes.graph.fx_utils import output_node
 from passes.pipeline import Pass
 from passes.types.context import Context

@@ -21,7 +21,7 @@ from osdp_compile.optim.rebind import OptimizerIndex
 from osdp_compile.optim.state_sizes import state_bytes_per_element
 from osdp_compile.planning.capture import capture
 from osdp_compile.runtime.current_call import Call, with_whole_models
-from passes.capture.captured_step import Captured
+from passes.graph.captured import Captured
 from passes.pipeline import Pass
 from passes.types.context import Context, Parameter
 

@@ -16,8 +16,8 @@ from torch import fx, nn
 from osdp_compile import _torch
 from osdp_compile.model.find_modules import static_inputs
 from osdp_compile.model.subgraphs import graphs_of
-from passes.capture.captured_step import Captured
 from passes.graph import metadata
+from passes.graph.captured import Captured
 from passes.graph.fx_utils import hint
 
 _KEYS = sorted(

@@ -31,8 +31,8 @@ from osdp_compile.planning.planner_inputs import (
 from osdp_compile.runtime.current_call import Call, interrupted_call
 from osdp_compile.runtime.meshes import mesh_dims_of
 from passes.annotate.annotate_costs import flops_by_dtype
-from passes.capture.captured_step import Captured
 from passes.capture.fold_layers import Folded, fold, stretched
+from passes.graph.captured import Captured
 from passes.overlap.bucket_collectives import bucket_bytes_for
 from passes.pipeline import Pass, default_passes, validate
 from passes.plan.monotone_search import MonotoneSearch

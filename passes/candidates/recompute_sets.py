@@ -33,7 +33,7 @@ from torch import fx
 
 from passes.annotate.annotate_costs import annotate, cost_of, stands_alone
 from passes.annotate.collectives import cost_on
-from passes.capture.captured_step import Captured
+from passes.graph.captured import Captured
 from passes.graph.fx_utils import (
     bytes_of,
     copy_module,

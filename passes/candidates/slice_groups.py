@@ -25,7 +25,7 @@ import networkx as nx
 from torch import fx
 
 from passes.candidates.parameter_groups import alike
-from passes.capture.captured_step import Captured
+from passes.graph.captured import Captured
 from passes.graph.dependencies import dependency_graph
 from passes.graph.fx_utils import bytes_of, copy_module, root_of
 from passes.ops.markers import unshard_of, unshards

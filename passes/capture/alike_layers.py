@@ -13,7 +13,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import torch
 from torch import fx
 
-from passes.capture.captured_step import Captured
+from passes.graph.captured import Captured
 from passes.graph.metadata import PARAMETER, SAVED
 from passes.ops.markers import unshard_of, unshards
 from passes.types.context import Parameter, Phase

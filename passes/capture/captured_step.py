@@ -7,13 +7,13 @@ them with sharded parameters, so that the planner predicts many plans from one t
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from passes.graph.captured import Captured
 from passes.graph.fx_utils import copy_module, empty_value, fake_mode_of, is_cast, output_node
 from passes.graph.metadata import (
     GATHERED,
@@ -53,26 +53,6 @@ class NothingSaved(ValueError):
             f"it recomputes {len(keys)} tensors that this model's forward does not save or that "
             f"its backward cannot recompute, the first of them {keys[0]!r}; make a new plan"
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class Captured:
-    """A partitioned training step with a marker for every parameter that it reads.
-
-    ``values``: the cache that all graphs made from this step share
-    (:func:`passes.graph.fx_utils.shared_values`).
-    ``unread``: the model's parameters that eager code outside of the graphs reads.
-    ``is_joined``: the graphs join several frames (``passes/capture/join_frames.py``).
-    ``border_bytes``: the most bytes of gradients that one frame's backward gets from later frames.
-    Autograd holds them while that backward runs.
-    """
-
-    forward: fx.GraphModule
-    backward: fx.GraphModule
-    values: dict[Hashable, Any] = dataclasses.field(default_factory=dict, repr=False)
-    unread: frozenset[str] = frozenset()
-    is_joined: bool = False
-    border_bytes: int = 0
 
 
 def add_markers(

@@ -26,8 +26,8 @@ from torch import fx
 from passes.annotate.annotate_costs import cost_of, stands_alone
 from passes.annotate.flops import flops_of
 from passes.capture.alike_layers import are_equal, descriptions, layers_of, layers_of_nodes
-from passes.capture.captured_step import Captured
 from passes.capture.layer_keys import layer_keys
+from passes.graph.captured import Captured
 from passes.graph.fx_utils import (
     bytes_of,
     copy_module,

@@ -26,7 +26,7 @@ import torch
 from torch import fx, nn
 
 from passes._torch import FakeTensorMode
-from passes.capture.captured_step import Captured
+from passes.graph.captured import Captured
 from passes.graph.fx_utils import bytes_of, concrete, hint, module_of, output_node
 from passes.graph.metadata import LENT, OPERATOR_KEY, PARAMETER, SAVED, SAVES
 from passes.ops.markers import REDUCE_GRAD, UNSHARD, reduce_grad_of, set_args, unshard_of

@@ -281,7 +281,7 @@ def shared_values(known: dict[Hashable, Any]) -> Iterator[None]:
     For graphs that are analysed and never compiled: the planner lowers many graphs, and fake
     tensors take most of this time. Within it, values do not show which nodes share memory.
 
-    It is a cache and changes no other result (``tests/passes/plan/test_predict.py``). So no
+    It is a cache and changes no other result (``tests/passes/pricing/test_predict.py``). So no
     argument carries it through all functions that make nodes or count bytes, a user's passes among
     them.
 

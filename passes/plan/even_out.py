@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from passes.candidates.candidate import Candidate
 from passes.plan.constants import CONSTANTS
-from passes.plan.evaluator import Finished, PlanEvaluator
 from passes.plan.items import Item
-from passes.plan.prices import Prices
+from passes.pricing.evaluator import Finished, PlanEvaluator
+from passes.pricing.prices import Prices
 from passes.types.decision import Decision
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from passes.graph.metadata import COLLECTIVE
 from passes.ops.slicing import parameter_of
-from passes.plan.predict import LoweredStep
+from passes.pricing.predict import LoweredStep
 from passes.types.context import Context
 from passes.types.plan import Plan, shardable
 from passes.types.units import format_seconds

@@ -1,14 +1,14 @@
 """Gains: the bytes and the seconds that a decision saves, in words for users.
 
 Alike parameters with one decision are one group. A gain is that of the group, against the fastest
-other decision for it, as the prices forecast it (``prices.py``).
+other decision for it, as the prices forecast it (``passes/pricing/prices.py``).
 """
 
 from __future__ import annotations
 
 from passes.candidates.parameter_groups import alike
-from passes.plan.evaluator import PlanEvaluator
-from passes.plan.prices import Forecast, Reference
+from passes.pricing.evaluator import PlanEvaluator
+from passes.pricing.prices import Forecast, Reference
 from passes.types.decision import Decision
 from passes.types.units import format_bytes, format_seconds
 

@@ -12,9 +12,9 @@ from passes.candidates.candidate import Candidate
 from passes.candidates.parameter_groups import alike
 from passes.plan.constants import CONSTANTS
 from passes.plan.dynamic_program import best_options
-from passes.plan.evaluator import PlanEvaluator
-from passes.plan.footprints import NUMBER, Footprints
-from passes.plan.prices import Reference
+from passes.pricing.evaluator import PlanEvaluator
+from passes.pricing.footprints import NUMBER, Footprints
+from passes.pricing.prices import Reference
 from passes.types.decision import Decision
 from passes.types.plan import Split
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from passes.capture.captured_step import Captured
 from passes.capture.fold_layers import Folded
+from passes.graph.captured import Captured
 from passes.pipeline import Pass
 from passes.plan.planner import Infeasible, least_limit, make_plan
 from passes.types.context import Context

@@ -10,9 +10,9 @@ from collections.abc import Hashable, Iterable, Iterator
 from passes.candidates.candidate import Candidate
 from passes.candidates.slice_groups import SliceGroup
 from passes.plan.constants import CONSTANTS
-from passes.plan.evaluator import PlanEvaluator
 from passes.plan.items import Solver, items_of, layers_of, tiny_ones
-from passes.plan.prices import Prices, Reference
+from passes.pricing.evaluator import PlanEvaluator
+from passes.pricing.prices import Prices, Reference
 
 #: The numbers of slices to try.
 SLICES = (2, 4, 8)

@@ -14,9 +14,9 @@ option o gives its first k members one decision and the others another one::
     c(j, o) = wf * forward communication + wb * backward communication + computing
     w(j, o) = bytes at the place where M binds
 
-The prices (``prices.py``) come from the simulation of a candidate x and judge candidates near it.
-wf and wb are the exposed shares of x's communication. The place where M binds is that of the peak;
-if the solution has its peak at another place, both bind.
+The prices (``passes/pricing/prices.py``) come from the simulation of a candidate x and judge
+candidates near it. wf and wb are the exposed shares of x's communication. The place where M binds
+is that of the peak; if the solution has its peak at another place, both bind.
 
 The search (``search.py``). Start from uniform plans; if none fits, also from plans that recompute.
 Evaluate the neighbours (``neighbours.py``) of the best candidate x in the order of their promise at
@@ -42,16 +42,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from passes.candidates.candidate import Candidate
-from passes.capture.captured_step import Captured
 from passes.capture.fold_layers import Folded
+from passes.graph.captured import Captured
 from passes.pipeline import Pass
-from passes.plan.evaluator import Finished, PlanEvaluator
 from passes.plan.even_out import evened
 from passes.plan.explain import explained
 from passes.plan.gains import gains
-from passes.plan.orders import orders, with_fastest_order
-from passes.plan.predict import predict
 from passes.plan.search import Search
+from passes.pricing.evaluator import Finished, PlanEvaluator
+from passes.pricing.orders import orders, with_fastest_order
+from passes.pricing.predict import predict
 from passes.types.context import Context
 from passes.types.plan import Plan, Prediction
 from passes.types.units import format_bytes, format_limit, is_decimal

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 from passes.candidates.candidate import Candidate
 from passes.plan.constants import CONSTANTS
-from passes.plan.evaluator import PlanEvaluator
 from passes.plan.neighbours import Change, Neighbourhood
+from passes.pricing.evaluator import PlanEvaluator
 from passes.types.decision import DECISIONS
 
 
@@ -23,6 +23,7 @@ class Search:
 
     def __init__(self, evaluator: PlanEvaluator, enough_bytes: int = 0) -> None:
         self.evaluator, self._enough_bytes = evaluator, enough_bytes
+        evaluator.left = _budget(evaluator)
         self.neighbours = Neighbourhood(evaluator)
         #: Changes that gained nothing, with the structure that they were tried on.
         self._useless: set[tuple[object, ...]] = set()
@@ -59,7 +60,7 @@ class Search:
 
     def start_again(self, key: Candidate) -> Candidate:
         """The best candidate that climbs from another start lead to, with a new budget."""
-        self.evaluator.left = self.evaluator.affordable()
+        self.evaluator.left = _budget(self.evaluator)
         self.evaluator.evaluate(key)
         return self._onwards(key)
 
@@ -193,6 +194,15 @@ class Search:
 
     def _is_enough(self, key: Candidate) -> bool:
         return self.evaluator.peak_bytes(key) <= self._enough_bytes
+
+
+def _budget(evaluator: PlanEvaluator) -> int:
+    """The evaluation budget: smaller for a large graph, which takes long to simulate."""
+    if evaluator.folded is not None:
+        return CONSTANTS.folded_plans
+    nodes = sum(map(len, evaluator.place_of))
+    plans = max(CONSTANTS.least_plans, CONSTANTS.most_nodes // nodes)
+    return min(CONSTANTS.most_plans, plans)
 
 
 def _structure(key: Candidate) -> tuple[object, ...]:

@@ -85,7 +85,7 @@ class StepTimeline:
 def optimizer_timeline(
     ctx: Context, plan: Plan, base: Mapping[str, int], kept_bytes: int
 ) -> Timeline:
-    """The optimizer step, with the costs of :func:`passes.plan.predict.predict`.
+    """The optimizer step, with the costs of :func:`passes.pricing.predict.predict`.
 
     It is one event with constant memory.
 

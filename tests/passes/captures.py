@@ -10,7 +10,7 @@ from torch import nn
 
 from osdp_compile.model.find_modules import static_inputs
 from osdp_compile.planning.capture import capture
-from passes.capture.captured_step import Captured
+from passes.graph.captured import Captured
 from passes.pipeline import default_passes
 from passes.types.context import Context
 from passes.types.hardware import Hardware

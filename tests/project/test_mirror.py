@@ -13,6 +13,7 @@ FOLDERS = (
     "capture",
     "overlap",
     "plan",
+    "pricing",
     "recompute",
     "shard",
     "simulate",

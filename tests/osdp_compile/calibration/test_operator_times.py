@@ -19,7 +19,7 @@ from osdp_compile.calibration.step_times import with_step_seconds
 from passes.annotate.annotate_costs import cost_of, kernel_key, stands_alone
 from passes.pipeline import default_passes
 from passes.plan.planner import complete
-from passes.plan.predict import predict
+from passes.pricing.predict import predict
 from passes.types.hardware import UPDATE_PASSES
 from tests.passes import graphs
 from tests.passes.captures import capture_step

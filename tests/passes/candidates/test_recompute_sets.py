@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from passes.candidates.recompute_sets import recompute_sets
-from passes.plan.predict import predict
+from passes.pricing.predict import predict
 from tests.passes.capture.test_captured_step import decided
 from tests.passes.recompute.test_recompute_activations import AGAIN, PASSES, of_blocks
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from passes.capture.captured_step import Captured, lay_out
+from passes.capture.captured_step import lay_out
+from passes.graph.captured import Captured
 from passes.graph.metadata import GRADIENT_OF, PARAMETER
 from passes.graph.verifier import check
 from passes.pipeline import Stage, default_passes, run

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from passes.candidates.recompute_sets import RecomputeSet
-from passes.capture.captured_step import Captured
 from passes.capture.fold_layers import Folded, fold
+from passes.graph.captured import Captured
 from passes.overlap.bucket_collectives import bucket_bytes_for
 from passes.pipeline import default_passes
-from passes.plan.evaluator import PlanEvaluator
 from passes.plan.planner import Infeasible, make_plan
-from passes.plan.predict import LoweredStep, predict
+from passes.pricing.evaluator import PlanEvaluator
+from passes.pricing.predict import LoweredStep, predict
 from passes.types.context import Context
 from passes.types.decision import Decision
 from passes.types.hardware import Hardware, LinkRate

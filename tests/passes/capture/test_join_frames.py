@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from osdp_compile.planning.frames import captured_frames
 from osdp_compile.runtime.current_call import Call
-from passes.capture.captured_step import Captured
+from passes.graph.captured import Captured
 from passes.graph.metadata import OPERATOR_KEY
 from passes.pipeline import default_passes
 from passes.plan.planner import complete
-from passes.plan.predict import predict
+from passes.pricing.predict import predict
 from passes.recompute.recompute_activations import keys_of
 from passes.types.context import Context
 from passes.types.decision import FLAT_DECISIONS, Decision

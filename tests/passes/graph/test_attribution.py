@@ -12,7 +12,7 @@ from passes.graph.dataflow import Dataflow
 from passes.graph.fx_utils import ALL_GATHER, ALL_REDUCE, WAIT, is_collective
 from passes.graph.metadata import COLLECTIVE, PHASE
 from passes.pipeline import default_passes
-from passes.plan.predict import predict
+from passes.pricing.predict import predict
 from passes.types.decision import FLAT_DECISIONS, Decision
 from passes.types.plan import Collective
 from tests.passes.captures import capture_step

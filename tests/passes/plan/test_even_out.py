@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from passes.candidates.parameter_groups import alike
-from passes.capture.captured_step import Captured
+from passes.graph.captured import Captured
 from passes.plan.constants import CONSTANTS
-from passes.plan.evaluator import Finished, PlanEvaluator
 from passes.plan.even_out import evened
 from passes.plan.items import items_of
 from passes.plan.planner import complete, make_plan
-from passes.plan.prices import Prices
+from passes.pricing.evaluator import Finished, PlanEvaluator
+from passes.pricing.prices import Prices
 from passes.types.context import Context
 from passes.types.decision import Decision
 from tests.passes.capture.test_fold_layers import (
@@ -65,7 +65,7 @@ def test_a_difference_that_gains_nothing_goes():
 
 
 def test_a_difference_that_stays_gains_enough_or_is_needed_to_fit(monkeypatch):
-    monkeypatch.setattr("passes.plan.evaluator.PlanEvaluator.sets", [])
+    monkeypatch.setattr("passes.pricing.evaluator.PlanEvaluator.sets", [])
     step, ctx = captured()
     ctx = ctx.replace(hardware=network(NETWORKS["slow"]), slices=())
     least, free = least_bytes(ctx), make_plan(step, ctx, PASSES).prediction.peak_bytes

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from passes.capture.captured_step import Captured
+from passes.graph.captured import Captured
 from passes.plan.planner import make_plan
-from passes.plan.predict import predict
+from passes.pricing.predict import predict
 from passes.types.context import Context
 from passes.types.decision import Decision
 from tests.passes.captures import capture_step

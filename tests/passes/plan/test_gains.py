@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from passes.pipeline import default_passes
-from passes.plan.evaluator import PlanEvaluator
 from passes.plan.gains import _gain, gains
-from passes.plan.prices import Forecast, Prices
+from passes.pricing.evaluator import PlanEvaluator
+from passes.pricing.prices import Forecast, Prices
 from passes.types.decision import Decision
 from passes.types.units import format_bytes
 from tests.passes.captures import capture_step

@@ -10,10 +10,10 @@ from torch import nn
 from passes.capture.fold_layers import fold
 from passes.pipeline import default_passes
 from passes.plan.constants import CONSTANTS
-from passes.plan.evaluator import PlanEvaluator
 from passes.plan.items import items_of, tiny_ones
 from passes.plan.planner import make_plan
-from passes.plan.predict import predict
+from passes.pricing.evaluator import PlanEvaluator
+from passes.pricing.predict import predict
 from passes.types.decision import DECISIONS
 from tests.passes.capture.test_fold_layers import (
     LAYERS,
@@ -30,7 +30,7 @@ from tests.passes.captures import capture_step
 def test_a_plan_of_a_folded_step_is_near_that_of_the_whole(monkeypatch):
     """And between plans for all layers alike there are some for which others fit."""
     # Of a folded step nothing runs in slices; recomputing has tests of its own.
-    monkeypatch.setattr("passes.plan.evaluator.PlanEvaluator.sets", [])
+    monkeypatch.setattr("passes.pricing.evaluator.PlanEvaluator.sets", [])
     step, ctx = captured()
     ctx = ctx.replace(hardware=network(NETWORKS["slow"]), slices=())
     free = make_plan(folded(), ctx, PASSES)

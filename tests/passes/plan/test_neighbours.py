@@ -6,10 +6,10 @@ import dataclasses
 
 from passes.graph.metadata import PACKABLE
 from passes.overlap.bucket_collectives import bucket_bytes_for
-from passes.plan.evaluator import PlanEvaluator
 from passes.plan.neighbours import Neighbourhood
 from passes.plan.planner import make_plan
-from passes.plan.predict import predict
+from passes.pricing.evaluator import PlanEvaluator
+from passes.pricing.predict import predict
 from tests.passes.plan.test_planner import PASSES, captured, limits
 
 
@@ -27,7 +27,7 @@ def test_a_bucket_size_that_is_no_better_does_not_end_the_search_for_one(monkeyp
         prediction = dataclasses.replace(step.prediction, step_seconds=seconds)
         return dataclasses.replace(step, prediction=prediction)
 
-    monkeypatch.setattr("passes.plan.evaluator.predict", priced)
+    monkeypatch.setattr("passes.pricing.evaluator.predict", priced)
     assert make_plan(captured_step, ctx, PASSES).bucket_bytes == 4 * start
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from passes.capture.captured_step import Captured
+from passes.graph.captured import Captured
 from passes.overlap.bucket_collectives import bucket_bytes_for
 from passes.pipeline import default_passes
 from passes.plan.planner import Infeasible, make_plan
-from passes.plan.predict import predict
+from passes.pricing.predict import predict
 from passes.types.context import Context
 from passes.types.decision import FLAT_DECISIONS, Decision
 from passes.types.hardware import Hardware, LinkRate

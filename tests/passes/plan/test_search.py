@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from passes.capture.captured_step import Captured
+from passes.graph.captured import Captured
 from passes.overlap.bucket_collectives import bucket_bytes_for
 from passes.pipeline import default_passes
-from passes.plan.evaluator import PlanEvaluator
 from passes.plan.planner import Infeasible, complete, make_plan
-from passes.plan.predict import predict
 from passes.plan.search import Search
+from passes.pricing.evaluator import PlanEvaluator
+from passes.pricing.predict import predict
 from passes.types.context import Context
 from passes.types.decision import Decision
 from passes.types.plan import OF_INPUT, Plan
@@ -123,7 +123,7 @@ def test_the_least_limit_is_about_that_of_the_smallest_of_all_plans(model: str, 
     step, ctx = captured(model)
     # Those plans run nothing in slices, and recompute nothing.
     tight = ctx.replace(limit_bytes=1000, slices=())
-    monkeypatch.setattr("passes.plan.evaluator.PlanEvaluator.sets", [])
+    monkeypatch.setattr("passes.pricing.evaluator.PlanEvaluator.sets", [])
     with pytest.raises(Infeasible) as caught:
         make_plan(step, tight, PASSES)
     start = bucket_bytes_for(tight)
@@ -138,7 +138,7 @@ def test_the_least_limit_is_about_that_of_the_smallest_of_all_plans(model: str, 
 
 @pytest.mark.parametrize("model", ["even", "biased"])
 def test_no_single_decision_that_fits_is_faster(model: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("passes.plan.evaluator.PlanEvaluator.sets", [])
+    monkeypatch.setattr("passes.pricing.evaluator.PlanEvaluator.sets", [])
     step, ctx = captured(model)
     limited = ctx.replace(limit_bytes=limits(step, ctx, 5)[2], slices=())
     evaluator = PlanEvaluator(step, limited, PASSES)
@@ -153,7 +153,7 @@ def test_no_single_decision_that_fits_is_faster(model: str, monkeypatch: pytest.
 
 
 def test_all_decisions_of_a_small_step_are_evaluated(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("passes.plan.evaluator.PlanEvaluator.sets", [])
+    monkeypatch.setattr("passes.pricing.evaluator.PlanEvaluator.sets", [])
     step, ctx = captured("even")
     limited = ctx.replace(limit_bytes=limits(step, ctx, 5)[2], slices=())
     evaluator = PlanEvaluator(step, limited, PASSES)
@@ -162,7 +162,7 @@ def test_all_decisions_of_a_small_step_are_evaluated(monkeypatch: pytest.MonkeyP
 
 
 _SEEN = """
-from passes.plan.evaluator import PlanEvaluator
+from passes.pricing.evaluator import PlanEvaluator
 from passes.plan.search import Search
 from tests.passes.plan.test_planner import PASSES, captured, limits
 step, ctx = captured("even", rows=64)

@@ -14,7 +14,7 @@ from torch import nn
 from passes.annotate.annotate_costs import annotate, cost_of
 from passes.annotate.training_state import optimizer_temporary_bytes, state_bytes
 from passes.candidates.choices import Choice, choices_of
-from passes.capture.captured_step import Captured
+from passes.graph.captured import Captured
 from passes.graph.fx_utils import COLLECTIVES, group_of, is_collective
 from passes.graph.metadata import COLLECTIVE
 from passes.overlap.bucket_collectives import bucket
@@ -263,6 +263,6 @@ def test_the_planner_shards_within_hosts_where_memory_is_short_and_only_the_outs
     def over_all_ranks(one: Parameter, given: Context) -> list[Choice]:
         return [c for c in choices_of(one, given) if not c.decision.within_host]
 
-    with mock.patch("passes.plan.evaluator.choices_of", over_all_ranks):
+    with mock.patch("passes.pricing.evaluator.choices_of", over_all_ranks):
         without = planned(step, ctx, limit)
     assert found.prediction.step_seconds < 0.95 * without.prediction.step_seconds

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from passes.capture.captured_step import Captured, NothingSaved, lay_out
+from passes.capture.captured_step import NothingSaved, lay_out
+from passes.graph.captured import Captured
 from passes.graph.fx_utils import copy_module, output_node, output_nodes
 from passes.graph.metadata import RECOMPUTED
 from passes.pipeline import default_passes
@@ -213,7 +214,7 @@ def test_the_planner_recomputes_under_a_limit_that_is_too_small_otherwise(monkey
     captured, ctx = of_layers()
     least = least_bytes(captured, ctx)
     with monkeypatch.context() as patch:
-        patch.setattr("passes.plan.evaluator.PlanEvaluator.sets", [])
+        patch.setattr("passes.pricing.evaluator.PlanEvaluator.sets", [])
         least_without = least_bytes(captured, ctx)
     assert least < 0.8 * least_without
     for limit_bytes in (least, (least + least_without) // 2):

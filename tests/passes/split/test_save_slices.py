@@ -12,7 +12,7 @@ from passes.capture.captured_step import lay_out
 from passes.graph.fx_utils import is_collective
 from passes.graph.metadata import COLLECTIVE, GATHERED
 from passes.pipeline import Stage, default_passes, run
-from passes.plan.predict import predict
+from passes.pricing.predict import predict
 from passes.types.context import Phase
 from passes.types.decision import Decision
 from passes.types.plan import OF_INPUT

@@ -16,7 +16,7 @@ from passes.graph.fx_utils import is_collective
 from passes.graph.metadata import COLLECTIVE, GRADIENT_OF
 from passes.ops.slicing import JOIN_SLICES, PAD_SLICE, TAKE_SLICE, TRIM_SLICE, cut_into
 from passes.pipeline import Stage, default_passes, run
-from passes.plan.predict import predict
+from passes.pricing.predict import predict
 from passes.recompute.recompute_activations import PartitionBoundary, keys_of
 from passes.types.context import Phase
 from passes.types.decision import Decision

@@ -19,8 +19,9 @@ from passes.annotate.training_state import (
     optimizer_seconds,
     optimizer_temporary_bytes,
 )
-from passes.capture.captured_step import Captured, lay_out
+from passes.capture.captured_step import lay_out
 from passes.capture.fold_layers import Folded, Seconds, put_in, recomputed_of, seconds_of
+from passes.graph.captured import Captured
 from passes.graph.fx_utils import is_collective, shared_values
 from passes.graph.metadata import MEMORY, UNSCHEDULED
 from passes.pipeline import Pass, Stage, run

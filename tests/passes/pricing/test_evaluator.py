@@ -8,7 +8,7 @@ from torch import nn
 
 from passes.candidates.candidate import Candidate
 from passes.pipeline import default_passes
-from passes.plan.evaluator import PlanEvaluator
+from passes.pricing.evaluator import PlanEvaluator
 from passes.types.decision import Decision
 from tests.passes.captures import capture_step
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from passes.capture.captured_step import Captured
+from passes.graph.captured import Captured
 from passes.graph.metadata import HELD_BACK
 from passes.overlap.reorder_collectives import order_of
 from passes.pipeline import Pass
-from passes.plan.predict import LoweredStep, predict
+from passes.pricing.predict import LoweredStep, predict
 from passes.types.annotations import Reason
 from passes.types.context import Context, Phase
 from passes.types.plan import Collective, Plan

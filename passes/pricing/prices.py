@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from passes.candidates.candidate import Candidate
-from passes.plan.evaluator import PlanEvaluator, above_target
-from passes.plan.footprints import Footprints
+from passes.pricing.evaluator import PlanEvaluator, above_target
+from passes.pricing.footprints import Footprints
 
 #: Price of a second of communication that is hidden: of two equal plans the one with less.
 _LEAST_WEIGHT = 0.01

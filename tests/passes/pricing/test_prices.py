@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from passes.plan.evaluator import PlanEvaluator
-from passes.plan.prices import Prices
+from passes.pricing.evaluator import PlanEvaluator
+from passes.pricing.prices import Prices
 from tests.passes.plan.test_planner import MODELS, PASSES, captured, limits
 
 

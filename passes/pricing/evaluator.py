@@ -14,15 +14,14 @@ from passes.candidates.candidate import Candidate, rows_of
 from passes.candidates.choices import Choice, choices_of
 from passes.candidates.recompute_sets import Recomputation, RecomputeSet
 from passes.candidates.slice_groups import SliceGroup, find_slice_groups, splits_by_hand
-from passes.capture.captured_step import Captured
 from passes.capture.fold_layers import Folded, recomputes_regularly
+from passes.graph.captured import Captured
 from passes.graph.fx_utils import is_collective
 from passes.graph.metadata import PACKABLE
 from passes.overlap.bucket_collectives import bucket_bytes_for, packed
 from passes.pipeline import Pass
-from passes.plan.constants import CONSTANTS
-from passes.plan.orders import orders, with_fastest_order
-from passes.plan.predict import LoweredStep, predict
+from passes.pricing.orders import orders, with_fastest_order
+from passes.pricing.predict import LoweredStep, predict
 from passes.types.annotations import Packable
 from passes.types.context import Context
 from passes.types.decision import Decision
@@ -95,7 +94,8 @@ class PlanEvaluator:
         self.seen: dict[Candidate, Evaluated] = {}
         #: The last lowered candidate of a folded step. Its order stays open: it is lowered once.
         self._last: Finished | None = None
-        self.left = self.affordable()
+        #: The evaluation budget that is left; the search sets it.
+        self.left = 0
         #: The peak to reach: the memory limit, unless the least memory is searched.
         self.target_bytes = ctx.limit_bytes
         #: Whether memory restricts the search.
@@ -297,15 +297,6 @@ class PlanEvaluator:
         if self.folded is not None or self.graphs.is_joined or self.ctx.slices is not None:
             return []
         return find_slice_groups(self.graphs, self.ctx)
-
-    def affordable(self) -> int:
-        """The evaluation budget: smaller for a large graph, which takes long to simulate."""
-        if self.folded is not None:
-            return CONSTANTS.folded_plans
-        graphs = self.graphs.forward.graph, self.graphs.backward.graph
-        nodes = sum(len(graph.nodes) for graph in graphs)
-        plans = max(CONSTANTS.least_plans, CONSTANTS.most_nodes // nodes)
-        return min(CONSTANTS.most_plans, plans)
 
     def uniform(self, option: int) -> Candidate:
         """One decision for all parameters, at the default bucket size.

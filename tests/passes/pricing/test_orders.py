@@ -8,11 +8,11 @@ import itertools
 import torch
 from torch import nn
 
-from passes.capture.captured_step import Captured
+from passes.graph.captured import Captured
 from passes.overlap.bucket_collectives import bucket_bytes_for
 from passes.pipeline import default_passes
-from passes.plan.orders import orders, with_fastest_order
-from passes.plan.predict import LoweredStep, predict
+from passes.pricing.orders import orders, with_fastest_order
+from passes.pricing.predict import LoweredStep, predict
 from passes.types.context import Context
 from passes.types.decision import Decision
 from passes.types.hardware import LinkRate

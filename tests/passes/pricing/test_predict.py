@@ -11,9 +11,9 @@ from torch import nn
 from passes.graph.fx_utils import shared_values
 from passes.graph.printer import graph_text
 from passes.pipeline import default_passes
-from passes.plan import predict as module
+from passes.pricing import predict as module
 from passes.plan.planner import make_plan
-from passes.plan.predict import predict
+from passes.pricing.predict import predict
 from passes.types.decision import Decision
 from passes.types.plan import Plan
 from tests.passes.captures import capture_step

@@ -19,7 +19,7 @@ import numpy as np
 from passes.candidates.candidate import Candidate
 from passes.graph.op_traits import effective_users
 from passes.ops.markers import REDUCE_GRAD, reduce_grad_of, unshard_of, unshards
-from passes.plan.evaluator import PlanEvaluator
+from passes.pricing.evaluator import PlanEvaluator
 from passes.types.decision import DECISIONS, Decision
 from passes.types.plan import OF_INPUT, Split
 

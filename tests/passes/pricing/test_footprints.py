@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from passes.annotate.training_state import optimizer_temporary_bytes, state_bytes
-from passes.plan.evaluator import PlanEvaluator
-from passes.plan.footprints import Footprints
+from passes.pricing.evaluator import PlanEvaluator
+from passes.pricing.footprints import Footprints
 from passes.types.plan import Split
 from tests.passes.plan.test_planner import PASSES, captured
 

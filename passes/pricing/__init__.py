@@ -1,0 +1,1 @@
+"""Pricing: what a candidate costs, simulated as it will run and forecast from another one."""
