@@ -227,7 +227,7 @@ def _side_by_side(said: Report) -> Table:
         title_justify="left",
         header_style="bold",
     )
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for column in ("predicted", "measured", "predicted / measured"):
         table.add_column(column, justify="right")
     step, peak = said.measured_step_seconds, said.measured_peak_bytes

@@ -125,7 +125,7 @@ def test_the_report_compares_each_part_of_the_step(starts):
 
 @pytest.mark.timeout(600)
 def test_few_steps_another_model_and_a_given_profile_learn_nothing(two_ranks, folder, starts):
-    (path,) = Path(folder).iterdir()
+    (path,) = Path(folder).glob("*.json")
     before = json.loads(path.read_text())["learned"]
     assert len(before) == 1
     given = {"memory_limit": "40MiB", "hardware": FAST}
