@@ -11,8 +11,8 @@ from torch import nn
 from passes.graph.fx_utils import shared_values
 from passes.graph.printer import graph_text
 from passes.pipeline import default_passes
-from passes.pricing import predict as module
 from passes.plan.planner import make_plan
+from passes.pricing import predict as module
 from passes.pricing.predict import predict
 from passes.types.decision import Decision
 from passes.types.plan import Plan
