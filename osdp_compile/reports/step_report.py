@@ -228,8 +228,9 @@ def _side_by_side(said: Report) -> Table:
         header_style="bold",
     )
     table.add_column("", no_wrap=True)
-    for column in ("predicted", "measured", "predicted / measured"):
-        table.add_column(column, justify="right")
+    for column in ("predicted", "measured"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("predicted / measured", justify="right")
     step, peak = said.measured_step_seconds, said.measured_peak_bytes
     table.add_row(
         "step",
@@ -262,14 +263,14 @@ def _parts(said: Report) -> Iterator[tuple[str, float, float | None]]:
             "forward": measured.forward_seconds,
             "backward": measured.backward_seconds,
             "exposed communication": measured.wait_seconds,
-            "optimizer and training loop": measured.rest_seconds,
+            "optimizer and loop": measured.rest_seconds,
         }
     predicted = dict.fromkeys(("forward", "backward"), 0.0)
     *graphs, optimizer = said.timeline.phases
     for graph in graphs:
         predicted[graph.phase] += graph.step_seconds
     predicted["exposed communication"] = said.predicted_exposed_seconds
-    predicted["optimizer and training loop"] = optimizer.step_seconds
+    predicted["optimizer and loop"] = optimizer.step_seconds
     for part, predicted_seconds in predicted.items():
         yield part, predicted_seconds, seconds.get(part)
 

@@ -117,7 +117,7 @@ def test_the_report_compares_each_part_of_the_step(starts):
     parts = first.measured_parts
     assert parts.steps == TRACED_STEPS and first.learned == Learned()
     text = " ".join(str(second).split())
-    for part in ("forward", "backward", "exposed communication", "optimizer and training loop"):
+    for part in ("forward", "backward", "exposed communication", "optimizer and loop"):
         assert part in text
     assert "8 traced steps" in text and "predicted with what 8 steps taught" in text
     assert parts.step_seconds == pytest.approx(first.measured_step_seconds, rel=0.9)
