@@ -51,7 +51,7 @@ def replaced(old: nn.Parameter, name: str) -> None:
     """Record a parameter that sharding replaced, and check every optimizer from now on."""
     _replaced[old] = name
     if not _watching:
-        _watching.append(register_optimizer_step_pre_hook(_before_step))
+        _watching.append(register_optimizer_step_pre_hook(torch.compiler.disable(_before_step)))
         for operator in _ON_ROWS_AS_THEY_ARE:
             _torch.handle_dtensor_operator(getattr(torch.ops.aten, operator).default, _on_rows)
         _torch.handle_adafactor(step_on_rows)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -154,8 +155,8 @@ class StepTraces:
         """Run and trace a compiled forward. Its backward is traced when it runs."""
         if not self._hooks:
             self._hooks = [
-                register_optimizer_step_pre_hook(self._optimizer_begins),
-                register_optimizer_step_post_hook(self._optimizer_ends),
+                register_optimizer_step_pre_hook(torch.compiler.disable(self._optimizer_begins)),
+                register_optimizer_step_post_hook(torch.compiler.disable(self._optimizer_ends)),
             ]
         self._left -= 1
         trace = self._open = _Trace(time.perf_counter(), CallTimes(), CallTimes())

@@ -42,7 +42,10 @@ def watch_optimizers(backend: Callable[..., Any]) -> None:
     if not _watching:
         _watching.append(
             register_optimizer_step_pre_hook(
-                lambda optimizer, args, kwargs: check_covered(optimizer, backend)
+                # A compiled step would trace the check: Dynamo fails on it.
+                torch.compiler.disable(
+                    lambda optimizer, args, kwargs: check_covered(optimizer, backend)
+                )
             )
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -208,3 +209,24 @@ def train_another_model(rank, world_size):
 
 def test_another_model_with_its_own_optimizer_is_left_alone(two_ranks):
     assert two_ranks.run(train_another_model) == [True, True]
+
+
+def compile_the_step(rank, world_size):
+    """Whether Dynamo traced the check of a compiled optimizer step, for each object looked at."""
+    model, other = TwoLayers(), TwoLayers()
+    compiled = _compiled(model, world_size)
+    _step(compiled, sgd(model.parameters()), rank)
+    traced = []
+
+    def backend_of_compiled(_):
+        traced.append(torch.compiler.is_dynamo_compiling())
+
+    optimizer = sgd(other.parameters())
+    optimizer.step = torch.compile(optimizer.step)
+    with mock.patch("osdp_compile._torch.backend_of_compiled", backend_of_compiled):
+        _step(other, optimizer, rank)
+    return set(traced)
+
+
+def test_a_compiled_step_does_not_trace_the_check(two_ranks):
+    assert two_ranks.run(compile_the_step) == [{False}, {False}]
