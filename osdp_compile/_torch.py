@@ -438,6 +438,26 @@ def _plain_index(description: Any) -> int | None:
     return description.idx if description is not None else None
 
 
+def with_allocations(run: Callable[[], E]) -> tuple[E, list[int]]:
+    """The result of a function, and this thread's CPU allocations (frees are negative), in bytes.
+
+    Raises:
+        RuntimeError: a profiler records this thread.
+    """
+    # 2.11.0 to 2.15.0: the profiler before Kineto, which writes no lines of its own to stderr.
+    state, config = torch._C._profiler.ProfilerState.CPU, torch._C._profiler._ExperimentalConfig()
+    torch._C._autograd._enable_profiler_legacy(
+        torch._C._profiler.ProfilerConfig(state, False, True, False, False, False, config)
+    )
+    try:
+        result = run()
+    finally:
+        threads = torch._C._autograd._disable_profiler_legacy()
+    events: list[Any] = [event for thread in threads for event in thread]
+    changes = [one.cpu_memory_usage() for one in events if one.kind() == "memory_alloc"]
+    return result, changes
+
+
 class Partitioner(CustomPartitionerFn):
     """A plain function as a partitioner for Inductor's settings."""
 

@@ -11,13 +11,15 @@ import dataclasses
 import logging
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
 from osdp_compile.calibration.collective_times import synchronize
-from passes.annotate.annotate_costs import annotate, cost_of, kernel_key, stands_alone
+from passes.annotate.annotate_costs import annotate, cost_of, stands_alone
+from passes.annotate.kernel_key import kernel_key
 from passes.graph.captured import Captured
 from passes.graph.fx_utils import bytes_of, concrete
 from passes.types.context import Context
@@ -43,16 +45,13 @@ def with_kernel_seconds(
     out, or that fail on made-up inputs, keep their cost by formula.
     """
     hardware = ctx.hardware
-    found: dict[str, fx.Node] = {}
     for gm in (captured.forward, captured.backward):
         annotate(gm, ctx)
-        for node in gm.graph.nodes:
-            if stands_alone(node) and kernel_key(node) not in hardware.kernel_seconds:
-                found.setdefault(kernel_key(node), node)
+    found = large_operators(captured, most_bytes)
     wanted = [
         (key, node)
         for key, node in sorted(found.items(), key=lambda item: -cost_of(item[1]).seconds)
-        if sum(bytes_of(n.meta.get("val")) for n in (node, *node.all_input_nodes)) <= most_bytes
+        if key not in hardware.kernel_seconds
     ]
     taken: dict[str, list[float]] = {}
     deadline = time.perf_counter() + seconds
@@ -69,18 +68,45 @@ def with_kernel_seconds(
     return dataclasses.replace(hardware, kernel_seconds={**hardware.kernel_seconds, **measured})
 
 
-def _run(node: fx.Node, device: torch.device) -> float:
-    """Seconds of an operator on made-up inputs, after one warm-up run."""
+def large_operators(captured: Captured, most_bytes: int) -> dict[str, fx.Node]:
+    """The distinct operators of a step that are kernels of torch's own, by ``kernel_key``.
+
+    ``most_bytes``: limit of one operator's inputs and outputs; larger operators are left out.
+    """
+    found: dict[str, fx.Node] = {}
+    for gm in (captured.forward, captured.backward):
+        for node in gm.graph.nodes:
+            if not stands_alone(node):
+                continue
+            held = (node, *node.all_input_nodes)
+            if sum(bytes_of(one.meta.get("val")) for one in held) <= most_bytes:
+                found.setdefault(kernel_key(node), node)
+    return found
+
+
+def on_made_up_inputs(node: fx.Node, device: torch.device) -> Callable[[], Any]:
+    """A function that runs an operator on made-up inputs of its shapes and strides."""
     args = fx.node.map_arg(node.args, lambda source: _like(source.meta["val"], device))
     kwargs = fx.node.map_arg(node.kwargs, lambda source: _like(source.meta["val"], device))
-    assert callable(node.target)
-    with torch.no_grad():
-        node.target(*args, **kwargs)
-        synchronize(device)
-        begin = time.perf_counter()
-        node.target(*args, **kwargs)
-        synchronize(device)
-        return time.perf_counter() - begin
+    operator = node.target
+    assert callable(operator)
+
+    def run() -> Any:
+        with torch.no_grad():
+            return operator(*args, **kwargs)
+
+    return run
+
+
+def _run(node: fx.Node, device: torch.device) -> float:
+    """Seconds of an operator on made-up inputs, after one warm-up run."""
+    run = on_made_up_inputs(node, device)
+    run()
+    synchronize(device)
+    begin = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - begin
 
 
 def _like(value: Any, device: torch.device) -> Any:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from osdp_compile import _torch, progress
 from osdp_compile.calibration.profile_cache import hardware_of, keep, keep_learned
 from osdp_compile.calibration.step_times import with_step_seconds
+from osdp_compile.calibration.workspaces import measured_workspaces
 from osdp_compile.engine.deferred_init import write_as_into_whole_ones
 from osdp_compile.engine.no_sync import begin_if_waiting, check_if_waiting
 from osdp_compile.engine.strip_markers import only_reads, unmarked
@@ -41,7 +42,7 @@ from osdp_compile.optim.checks import check_works_on_rows
 from osdp_compile.optim.rebind import OptimizerIndex
 from osdp_compile.options import CheckedOptions
 from osdp_compile.planning.frames import captured_frames, unseen_bytes_of
-from osdp_compile.planning.plan_cache import find, pass_lines, path_of, plans_folder
+from osdp_compile.planning.plan_cache import KeptPlan, find, pass_lines, path_of, plans_folder
 from osdp_compile.planning.plan_cache import keep as keep_plan
 from osdp_compile.planning.planner_inputs import (
     accumulated_bytes_of,
@@ -234,7 +235,7 @@ def _session(step: _Step, options: CheckedOptions, to_train: bool = True) -> Ses
     decision = _PlanDecision(step, options, passes, groups, others, context)
     if step.frames and not (options.plan is not None and options.plan.order):
         decision.trace_frames()
-    plan = from_rank_zero(decision.found, ranks)
+    plan = decision.found()
     if plan is None:
         decision.measure_operators(spare_bytes, to_train)
         plan = from_rank_zero(decision.plan, ranks)
@@ -354,7 +355,14 @@ class _PlanDecision:
         self.context = self.context.replace(base_bytes=self.context.base_bytes + unseen_bytes)
 
     def found(self) -> Plan | None:
-        """The kept plan of an earlier run with the same step, options and machine."""
+        """The kept plan of an earlier run with the same step, options and machine. Collective."""
+        kept = from_rank_zero(self._find, self._groups.ranks)
+        if kept is None:
+            return None
+        self.context = self.context.replace(workspaces=kept.workspaces)
+        return kept.plan
+
+    def _find(self) -> KeptPlan | None:
         fake = backend_of(self._groups.ranks, self._groups.device.type) == "fake"
         if fake or self._options.plan is not None or plans_folder() is None:
             return None
@@ -396,9 +404,17 @@ class _PlanDecision:
             plain = self.context.replace(hardware=self._profile)
             measured = with_step_seconds(self._captured, plain, group, device, spare_bytes)
         self._profile = from_rank_zero(lambda: measured, group)
-        self.context = self._by_profile(self.context)
+        workspaces = from_rank_zero(lambda: self._workspaces(spare_bytes), group)
+        self.context = self._by_profile(self.context.replace(workspaces=workspaces))
         if measures:  # keep it also if the limit is refused: the error's limit is of this profile
             keep(self._profile, group, device, self._groups.along)
+
+    def _workspaces(self, spare_bytes: int) -> dict[str, int]:
+        groups = self._groups
+        simulated = groups.device.type != "cpu" or backend_of(groups.ranks, "cpu") == "fake"
+        if simulated or self._captured is None:
+            return {}
+        return measured_workspaces(self._captured, spare_bytes)
 
     def _prepare(self, to_train: bool) -> bool:
         """Check a given plan, trace the step if it is needed; True: measure its operators."""

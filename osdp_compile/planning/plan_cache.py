@@ -1,6 +1,6 @@
 """Plan cache: plans of earlier runs, kept on disk, so that a second start does not plan.
 
-A file's name is a hash of everything that the planner reads, and of its source. The measured times
+A file's name is a hash of everything that the planner reads, and of its source. The measurements
 of single operators are in the file instead, because training of another model adds some to the
 profile: a plan is found as long as the profile still has the times that it was made with.
 
@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +72,23 @@ def pass_lines(given: Sequence[Pass]) -> list[str]:
     return [f"pass {one.name}: {one.function.__qualname__}" for one in given]
 
 
-def find(path: Path, ctx: Context) -> Plan | None:
+@dataclasses.dataclass(frozen=True)
+class KeptPlan:
+    """A plan with the measurements of single operators that it was made with.
+
+    ``kernel_seconds``: of the profile (``Hardware``). ``workspaces``: of the ``Context``.
+    """
+
+    plan: Plan
+    kernel_seconds: Mapping[str, float]
+    workspaces: Mapping[str, int]
+
+
+def find(path: Path, ctx: Context) -> KeptPlan | None:
     """The plan that this file holds, if it was made with the operator times of this profile."""
     try:
-        plan, kernel_seconds = _decoded(read_own(path))
-        different = plan.mismatch(
+        kept = _decoded(read_own(path))
+        different = kept.plan.mismatch(
             [(one.name, one.shape, one.dtype) for one in ctx.parameters],
             ctx.world_size,
             ctx.ranks_of_a_host,
@@ -89,19 +101,23 @@ def find(path: Path, ctx: Context) -> Plan | None:
         log.info("the kept plan %s is of no use and dropped: %s", path, error)
         _remove(path)
         return None
-    if not kernel_seconds.items() <= ctx.hardware.kernel_seconds.items():
+    if not kept.kernel_seconds.items() <= ctx.hardware.kernel_seconds.items():
         return None
     log.info("plan found: %s. To plan anew, delete it; OSDP_CACHE_DIR='' keeps none", path)
     try:
         os.utime(path)
     except OSError as error:
         log.debug("%s stays as old as it is: %s", path, error)
-    return plan
+    return kept
 
 
 def keep(plan: Plan, ctx: Context, path: Path) -> None:
     """Write a plan; a failure only costs time at the next start."""
-    data = {"kernel_seconds": ctx.hardware.kernel_seconds, "plan": plan.to_dict()}
+    data = {
+        "kernel_seconds": ctx.hardware.kernel_seconds,
+        "workspaces": ctx.workspaces,
+        "plan": plan.to_dict(),
+    }
     body = json.dumps(data)
     try:
         write_own(path, f"{_checksum(body)}\n{body}\n")
@@ -128,8 +144,8 @@ def _versions() -> list[str]:
 
 
 def _context_lines(ctx: Context) -> list[str]:
-    """The context, without names of process groups, times of single operators, and what other
-    training steps have taught."""
+    """The context, without names of process groups, measurements of single operators, and what
+    other training steps have taught."""
     hardware = ctx.hardware.to_dict()
     del hardware["kernel_seconds"], hardware["learned"]
     dims = [(dim.name, dim.size) for dim in ctx.mesh_dims or ()]
@@ -138,17 +154,18 @@ def _context_lines(ctx: Context) -> list[str]:
         "group_name": "",
         "mesh_dims": dims,
         "staged": sorted(ctx.staged),
+        "workspaces": "",
     }
     fields = [field.name for field in dataclasses.fields(ctx)]
     return [f"{name}: {text_of(own.get(name, getattr(ctx, name)))}" for name in fields]
 
 
-def _decoded(text: str) -> tuple[Plan, dict[str, float]]:
+def _decoded(text: str) -> KeptPlan:
     checksum, _, body = text.partition("\n")
     if checksum != _checksum(body.rstrip("\n")):
         raise ValueError("its checksum is another")
     data = json.loads(body)
-    return Plan.from_dict(data["plan"]), data["kernel_seconds"]
+    return KeptPlan(Plan.from_dict(data["plan"]), data["kernel_seconds"], data["workspaces"])
 
 
 def _checksum(body: str) -> str:

@@ -24,6 +24,7 @@ from torch import fx
 from passes.annotate.collectives import cost_on
 from passes.annotate.flops import flops_of
 from passes.annotate.fusion_regions import materialized, regions
+from passes.annotate.kernel_key import kernel_key
 from passes.annotate.realized import NO_REGION
 from passes.annotate.workspace import workspace_bytes
 from passes.graph.attribution import attribution
@@ -32,7 +33,6 @@ from passes.graph.fx_utils import (
     ALL_REDUCE,
     COLLECTIVES,
     bytes_of,
-    concrete,
     group_of,
     is_alias,
     is_collective,
@@ -95,21 +95,6 @@ def stands_alone(node: fx.Node) -> bool:
         or is_collective(node)
         or is_packing(node)
     )
-
-
-def kernel_key(node: fx.Node) -> str:
-    """A text key for a kernel's time: operator, dtypes, shapes, strides and other arguments."""
-
-    def described(source: fx.Node) -> str:
-        value = source.meta.get("val")
-        if not isinstance(value, torch.Tensor):
-            return str(value)
-        dtype = str(value.dtype).removeprefix("torch.")
-        return f"{dtype}{concrete(value.shape)}@{concrete(value.stride())}"
-
-    args = fx.node.map_arg(node.args, described)
-    kwargs = fx.node.map_arg(node.kwargs, described)
-    return f"{node.target} {args} {kwargs if kwargs else ''}".rstrip()
 
 
 def _packing_read_bytes(node: fx.Node) -> int:
@@ -180,8 +165,11 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
             seconds = max(flops / ctx.hardware.flops(_dtype_of(value)), seconds)
         if own == NO_REGION or is_real:
             seconds += launch_seconds
-        if measured_seconds and traits.stands_alone:
-            seconds = measured_seconds.get(once_for("kernel", node, kernel_key), seconds)
+        workspace = workspace_bytes(node) if on_cpu else 0
+        if traits.stands_alone and (measured_seconds or ctx.workspaces):
+            key = once_for("kernel", node, kernel_key)
+            seconds = measured_seconds.get(key, seconds)
+            workspace = ctx.workspaces.get(key, workspace)
         seconds *= learned.kernel_factor if traits.stands_alone else learned.fused_factor
         meta[COST.name] = _cost(
             flops,
@@ -190,7 +178,7 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
             memory_bytes,
             seconds,
             names,
-            workspace_bytes(node) if on_cpu else 0,
+            workspace,
             in_function,
         )
     return gm

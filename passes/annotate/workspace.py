@@ -18,31 +18,40 @@ def workspace_bytes(node: fx.Node) -> int:
 
     Convolutions only: oneDNN copies operands and results to and from blocked layouts.
 
-    - Forward: the larger of weight + input and the result.
+    - Forward: the larger of weight + input and the result; transposed, of two results.
     - Backward: the larger of the weight and input + the result's gradient.
-    - Backward if the input is lower than the kernel: at least the columns that the kernel covers
-      in one row of the batch, plus four weights if the batch has several rows. Some CPUs take
-      this (oneDNN chooses an algorithm by the instruction set), others the usual amount.
+    - Backward if oneDNN multiplies columns: at least four weights and the columns that the kernel
+      covers in one row of the batch. It does so for kernels wider than 14, and on some CPUs (it
+      chooses an algorithm by the instruction set) for inputs lower than the kernel in batches of
+      several rows; others take the usual amount.
+
+    Exact for most convolutions of 16 channels, or a multiple; up to 16 times too low or too high
+    for others. ``Context.workspaces`` has measured figures.
 
     Source: memory measured with torch 2.13 on two kinds of CPU.
     """
     if node.target is _aten.convolution.default:
         source, weight = _size(node.args[0]), _size(node.args[1])
-        return max(source + weight, bytes_of(node.meta["val"]))
+        results = 2 if node.args[6] else 1
+        return max(source + weight, results * bytes_of(node.meta["val"]))
     elif node.target is _aten.convolution_backward.default:
         gradient, source, weight = (_size(arg) for arg in node.args[:3])
         usual_bytes = max(weight, source + gradient)
-        if not _is_lower_than_kernel(node):
+        if not _multiplies_columns(node):
             return usual_bytes
-        rows, *_ = _shape(node.args[1])
-        return max(usual_bytes, 4 * weight * (rows > 1) + _column_bytes(node))
+        return max(usual_bytes, 4 * weight + _column_bytes(node))
     return 0
 
 
-def _is_lower_than_kernel(backward: fx.Node) -> bool:
-    """Whether the kernel is higher than the input without padding (2d only)."""
+#: The widest kernel of oneDNN's direct algorithms for the gradient of a weight.
+_WIDEST_DIRECT = 14
+
+
+def _multiplies_columns(backward: fx.Node) -> bool:
     source, weight = (_shape(arg) for arg in backward.args[1:3])
-    return len(source) == 4 and source[2] < weight[2]
+    if weight[-1] > _WIDEST_DIRECT:
+        return True
+    return len(source) == 4 and source[0] > 1 and source[2] < weight[2]
 
 
 def _column_bytes(backward: fx.Node) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+from collections.abc import Mapping
 
 import torch
 
@@ -120,6 +121,8 @@ class Context:
         mesh_dims: the mesh dimensions of hierarchical collectives: outer (between hosts) and inner
             (within a host). Rank ``h * inner.size + g`` is the g-th rank of host h. None: the ranks
             are one flat group, or the profile has no rates along the dimensions.
+        workspaces: measured workspace bytes of kernels, by ``passes.annotate.kernel_key``. Other
+            kernels have those of a formula (``passes/annotate/workspace.py``).
     """
 
     plan: Plan
@@ -142,6 +145,7 @@ class Context:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     mesh_dims: tuple[MeshDim, MeshDim] | None = None
+    workspaces: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def network(self, group_name: str) -> tuple[Hardware, int]:
         """Rates of collectives on a process group, and its number of ranks."""

@@ -135,7 +135,7 @@ class Hardware:
             and state (0: ``UPDATE_PASSES / memory_bytes_per_second``).
         update_seconds_per_parameter: additional time for each parameter.
         update_seconds_per_plain_parameter: the same for plain tensors, if no parameter is sharded.
-        kernel_seconds: measured times by ``passes.annotate.annotate_costs.kernel_key``; the
+        kernel_seconds: measured times by ``passes.annotate.kernel_key``; the
             rates price all other kernels.
         learned: corrections by training step, from measured steps (``for_step``).
         in_force: the corrections of the step that is planned or lowered. They change every price

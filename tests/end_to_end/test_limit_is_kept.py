@@ -205,6 +205,29 @@ def test_logits_that_are_returned_and_saved_are_not_written_over(two_ranks):
         assert not one.warnings
 
 
+class OddConvolutions(nn.Sequential):
+    """Convolutions whose temporary memory is above the formula's."""
+
+    def __init__(self):
+        super().__init__(nn.Conv2d(3, 50, 1, stride=2), nn.Conv2d(50, 20, 3, stride=2))
+
+
+def convolved(rank, world_size):
+    def train(given):
+        torch.manual_seed(0)
+        batches = repeat(normal(rank, 8, 3, 56, 56), STEPS)
+        return trained(OddConvolutions(), batches, given, lambda one: one.square().mean())
+
+    return kept(train)
+
+
+def test_temporary_memory_of_convolutions_is_that_of_this_cpu(two_ranks):
+    for one in two_ranks.run(convolved):
+        assert one.peak_bytes <= one.limit_bytes
+        assert one.peak_bytes == pytest.approx(one.predicted_bytes, rel=0.05)
+        assert one.warnings == []
+
+
 class Adapted(nn.Module):
     """A frozen linear with an adapter of low rank that is trained."""
 

@@ -16,7 +16,8 @@ from osdp_compile import PeakMemory, Plan
 from osdp_compile.calibration.operator_times import with_kernel_seconds
 from osdp_compile.calibration.optimizer_times import with_update_seconds
 from osdp_compile.calibration.step_times import with_step_seconds
-from passes.annotate.annotate_costs import cost_of, kernel_key, stands_alone
+from passes.annotate.annotate_costs import cost_of, stands_alone
+from passes.annotate.kernel_key import kernel_key
 from passes.pipeline import default_passes
 from passes.plan.planner import complete
 from passes.pricing.predict import predict

@@ -42,7 +42,7 @@ def path():
 
 def test_a_kept_plan_is_found_as_it_was(path, caplog):
     with caplog.at_level(logging.INFO, "osdp_compile"):
-        assert find(path_of(["step"], CONTEXT), CONTEXT) == PLAN
+        assert find(path_of(["step"], CONTEXT), CONTEXT).plan == PLAN
     assert [f"plan found: {path}" in one for one in caplog.messages] == [True]
 
 
@@ -118,7 +118,15 @@ def test_times_of_more_operators_do_not_matter_and_other_times_do(path):
     for known, is_found in (({**times, "aten.add": 1.0}, True), ({"aten.mm": 1.0}, False)):
         ctx = CONTEXT.replace(hardware=dataclasses.replace(HARDWARE, kernel_seconds=known))
         assert path_of(["step"], ctx) == path
-        assert (find(path, ctx) == PLAN) is is_found
+        assert (find(path, ctx) is not None) is is_found
+
+
+def test_a_plan_is_found_with_the_workspaces_that_it_was_made_with(path):
+    workspaces = {"aten.convolution": 1 << 20}
+    measured = CONTEXT.replace(workspaces=workspaces)
+    assert path_of(["step"], measured) == path
+    keep(PLAN, measured, path)
+    assert find(path, CONTEXT).workspaces == workspaces
 
 
 DAMAGE = {

@@ -1,0 +1,91 @@
+"""Measured workspaces: they are what the counting allocator sees, and reach the prediction."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from osdp_compile import PeakMemory, Plan
+from osdp_compile.calibration.operator_times import on_made_up_inputs
+from osdp_compile.calibration.workspaces import measured_workspaces
+from passes.annotate.annotate_costs import cost_of, stands_alone
+from passes.annotate.kernel_key import kernel_key
+from passes.pipeline import default_passes
+from passes.pricing.predict import predict
+from tests.passes.captures import capture_step
+
+aten = torch.ops.aten
+MOST_BYTES = 1 << 30
+
+
+class Model(nn.Module):
+    """Convolutions of odd sizes: wide, of few channels, transposed, in groups; an attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 12, 16, stride=4)
+        self.up = nn.ConvTranspose2d(12, 20, 3, stride=2)
+        self.groups = nn.Conv2d(20, 40, 3, groups=4)
+        self.linear = nn.Linear(40, 40)
+
+    def forward(self, x):
+        x = torch.relu(self.groups(self.up(self.patches(x)))).flatten(2).transpose(1, 2)
+        x = self.linear(x).unflatten(2, (4, 10)).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(x, x, x).square().mean()
+
+
+@pytest.fixture(scope="module")
+def step():
+    return capture_step(Model(), torch.randn(4, 3, 40, 40))
+
+
+def kernels(*graphs):
+    return {
+        kernel_key(node): node for gm in graphs for node in gm.graph.nodes if stands_alone(node)
+    }
+
+
+def counted_bytes(node):
+    """Bytes beside inputs and results, by another means: the allocator that counts."""
+    run = on_made_up_inputs(node, torch.device("cpu"))
+    run()
+    with PeakMemory() as memory:
+        results = run()
+    del results
+    return memory.peak_bytes - memory.current_bytes
+
+
+def test_each_operator_but_matrix_products_takes_what_is_counted(step):
+    captured, _ = step
+    found = measured_workspaces(captured, MOST_BYTES)
+    nodes = kernels(captured.forward, captured.backward)
+    products = {
+        key for key, one in nodes.items() if one.target in (aten.mm.default, aten.addmm.default)
+    }
+    assert found.keys() == nodes.keys() - products
+    assert {key: counted_bytes(nodes[key]) for key in found} == found
+    assert sum(one > 0 for one in found.values()) >= 6
+
+
+def test_measurements_take_the_place_of_the_formula(step):
+    captured, ctx = step
+    found = measured_workspaces(captured, MOST_BYTES)
+    plan = Plan.uniform(Model().named_parameters(), "shard_regather", world_size=4)
+    lowered = predict(captured, plan, ctx.replace(workspaces=found), default_passes())
+    nodes = kernels(lowered.forward, lowered.backward)
+    assert {key: cost_of(nodes[key]).workspace_bytes for key in found} == found
+
+
+def test_an_operator_above_the_limit_is_not_run(step):
+    captured, _ = step
+    assert measured_workspaces(captured, 0) == {}
+
+
+def test_a_profiler_of_the_user_goes_on(step):
+    captured, _ = step
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        found = measured_workspaces(captured, MOST_BYTES)
+        torch.ones(4).exp()
+    assert found == measured_workspaces(captured, MOST_BYTES)
+    assert "aten::exp" in {event.key for event in profiler.key_averages()}
