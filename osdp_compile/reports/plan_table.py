@@ -75,8 +75,9 @@ def prediction_lines(plan: Plan) -> list[str]:
     ]
     if plan.recompute:
         lines.append(
-            f"recomputed in the backward: {len(plan.recompute)} tensors, "
-            f"{format_bytes(said.recomputed_bytes)}, {format_seconds(said.recomputed_seconds)}: "
+            f"recomputed in the backward: {len(plan.recompute)} tensors, saves "
+            f"{format_bytes(said.recomputed_bytes)} of activations for "
+            f"{format_seconds(said.recomputed_seconds)}: "
             + ", ".join(map(_joined, _keys_grouped(plan.recompute)))
         )
     stages = [

@@ -19,11 +19,13 @@ def explained(
     ctx: Context,
     representatives: Mapping[str, str],
     gains: Mapping[str, str],
+    gains_of_slices: Mapping[str, str],
 ) -> Plan:
     """The plan with its prediction and the reason of every decision.
 
     ``representatives``: for each parameter that is not in the graphs, the parameter with its
-    figures. ``gains``: by name of a parameter, the gain of its decision (``gains.py``).
+    figures. ``gains``, ``gains_of_slices``: by name of a parameter, the gain of its decision and of
+    its slices (``gains.py``).
     """
     gathers: dict[str, tuple[float, float]] = {}
     reductions: dict[str, tuple[float, float]] = {}
@@ -42,6 +44,8 @@ def explained(
             parts.append("too small to shard")
         elif gains.get(row.name):
             parts.append(gains[row.name])
+        if gains_of_slices.get(row.name):
+            parts.append(f"slices: {gains_of_slices[row.name]}")
         for what, kind in (("gather", gathers), ("reduce", reductions)):
             if (seen := representatives.get(row.name, row.name)) in kind:
                 seconds, late = kind[seen]

@@ -1,4 +1,4 @@
-"""Gains: the bytes and the seconds that a decision saves, in words for users.
+"""Gains: the bytes and the seconds that decisions and slices save, in words for users.
 
 Alike parameters with one decision are one group. A gain is that of the group, against the fastest
 other decision for it, as the prices forecast it (``passes/pricing/prices.py``).
@@ -6,9 +6,10 @@ other decision for it, as the prices forecast it (``passes/pricing/prices.py``).
 
 from __future__ import annotations
 
+from passes.candidates.candidate import Candidate
 from passes.candidates.parameter_groups import alike
 from passes.pricing.evaluator import PlanEvaluator
-from passes.pricing.prices import Forecast, Reference
+from passes.pricing.prices import Reference
 from passes.types.decision import Decision
 from passes.types.units import format_bytes, format_seconds
 
@@ -37,25 +38,44 @@ def gains(evaluator: PlanEvaluator, reference: Reference) -> dict[str, str]:
             ]
             if others:
                 fastest, other = min(others, key=lambda pair: pair[0].seconds)
-                said = _gain(now, fastest, other)
+                longer_seconds = fastest.seconds - now.seconds
+                said = _gain(longer_seconds, fastest.peak_bytes - now.peak_bytes, other.text)
                 found.update((ctx.parameters[index].name, said) for index in own)
     return found
 
 
-def _gain(now: Forecast, other: Forecast, decision: Decision) -> str:
-    """The gain of a decision against another one; empty: the forecast sees none."""
-    longer_seconds = other.seconds - now.seconds
-    saved_bytes = other.peak_bytes - now.peak_bytes
+def gains_of_slices(evaluator: PlanEvaluator, key: Candidate) -> dict[str, str]:
+    """By name of a parameter in slices, the gain of its slice group's slices against none.
+
+    Both ways are simulated.
+    """
+    found: dict[str, str] = {}
+    if not key.splits:
+        return found
+    now, ctx = evaluator.evaluate(key).prediction, evaluator.ctx
+    for group in evaluator.slice_groups:
+        if key.slices_of(group, ctx)[0] > 1:
+            whole = evaluator.evaluate(key.slicing(group, 1, None, ctx)).prediction
+            longer_seconds = whole.step_seconds - now.step_seconds
+            said = _gain(longer_seconds, whole.peak_bytes - now.peak_bytes, "whole operators")
+            found.update(dict.fromkeys(group.names, said))
+    return found
+
+
+def _gain(longer_seconds: float, saved_bytes: int, instead: str) -> str:
+    """The gain of a decision against another one; empty: there is none.
+
+    Args:
+        longer_seconds: how much longer the step is with the other decision.
+        saved_bytes: how much higher its peak is.
+        instead: the other decision in words.
+    """
+    more, longer = format_bytes(abs(saved_bytes)), format_seconds(abs(longer_seconds))
     if abs(longer_seconds) < _LEAST_SECONDS:
-        return f"as fast as {decision.text}"
-    if longer_seconds < 0 < saved_bytes:
-        return (
-            f"saves {format_bytes(saved_bytes)} at the peak for {format_seconds(-longer_seconds)}"
-        )
-    if saved_bytes < 0 < longer_seconds:
-        return (
-            f"saves {format_seconds(longer_seconds)} for {format_bytes(-saved_bytes)} at the peak"
-        )
-    if longer_seconds < 0:
-        return ""  # a simulation said otherwise
-    return f"saves {format_seconds(longer_seconds)} against {decision.text}"
+        return f"as fast as {instead}"
+    if longer_seconds < 0:  # without a saved byte, another simulation said otherwise
+        return f"saves {more} at the peak for {longer}" if saved_bytes > 0 else ""
+    if saved_bytes < 0:
+        return f"saves {longer} for {more} at the peak"
+    both = f"{more} at the peak and {longer}" if saved_bytes else longer
+    return f"saves {both} against {instead}"

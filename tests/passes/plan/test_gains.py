@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
 import pytest
 import torch
 from torch import nn
 
 from passes.pipeline import default_passes
 from passes.plan.gains import _gain, gains
+from passes.plan.planner import Infeasible, complete, make_plan
 from passes.pricing.evaluator import PlanEvaluator
-from passes.pricing.prices import Forecast, Prices
+from passes.pricing.prices import Prices
 from passes.types.decision import Decision
 from passes.types.units import format_bytes
 from tests.passes.captures import capture_step
+from tests.passes.split.test_split_operators import Mlp
 
 MIB, MS = 1 << 20, 1e-3
-NOW = Forecast(100 * MIB, 0, 50 * MS)
+NOW_BYTES, NOW_SECONDS = 100 * MIB, 50 * MS
 
 
 @pytest.mark.parametrize(
@@ -23,14 +28,14 @@ NOW = Forecast(100 * MIB, 0, 50 * MS)
     [
         (112 * MIB, 49.6 * MS, "saves 12.00 MiB at the peak for 400 us"),
         (88 * MIB, 50.4 * MS, "saves 400 us for 12.00 MiB at the peak"),
-        (112 * MIB, 50.4 * MS, "saves 400 us against shard, keep"),
+        (112 * MIB, 50.4 * MS, "saves 12.00 MiB at the peak and 400 us against shard, keep"),
         (100 * MIB, 50.4 * MS, "saves 400 us against shard, keep"),
         (88 * MIB, 50 * MS, "as fast as shard, keep"),
         (88 * MIB, 49 * MS, ""),
     ],
 )
 def test_bytes_and_seconds_against_another_decision(peak_bytes, seconds, said):
-    assert _gain(NOW, Forecast(peak_bytes, 0, seconds), Decision.SHARD_KEEP) == said
+    assert _gain(seconds - NOW_SECONDS, peak_bytes - NOW_BYTES, "shard, keep") == said
 
 
 def test_a_regathered_weight_saves_what_keeping_it_takes():
@@ -58,3 +63,23 @@ def test_alike_parameters_have_the_gain_of_their_group():
     found = gains(evaluator, Prices(evaluator).near(key))
     assert found["1.weight"] == found["2.weight"] == found["3.weight"] != found["0.weight"]
     assert "4.bias" not in found  # too small to shard: no other decision is possible
+
+
+@pytest.mark.thorough
+def test_slices_save_what_whole_operators_take():
+    torch.manual_seed(0)
+    step, ctx = capture_step(Mlp(1024, bias=False), torch.randn(3, 6), world_size=8)
+    passes = default_passes()
+    with pytest.raises(Infeasible) as error:
+        make_plan(step, ctx.replace(limit_bytes=1), passes)
+    limited = ctx.replace(limit_bytes=error.value.least_bytes)
+    plan = make_plan(step, limited, passes)
+    assert plan["up.weight"].slices > 1
+    rows = [dataclasses.replace(row, slices=1, kept_slices=0, like=None) for row in plan.parameters]
+    whole = complete(plan.replace(parameters=tuple(rows), order={}), step, limited, passes)
+    saved_bytes = whole.prediction.peak_bytes - plan.prediction.peak_bytes
+    reason = plan["up.weight"].reason
+    said = re.search(r"slices: saves ([\d.]+) KiB at the peak (for|and) ", reason)
+    assert said, reason
+    assert float(said[1]) * 1024 == pytest.approx(saved_bytes, rel=0.2)
+    assert said[0] in plan["down.weight"].reason
