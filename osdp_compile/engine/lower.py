@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from functorch.compile import min_cut_rematerialization_partition
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
@@ -20,6 +19,7 @@ from osdp_compile.engine.double_backward import refusing_double_backward
 from osdp_compile.engine.inductor_fusion import in_place
 from osdp_compile.errors import OsdpError
 from osdp_compile.model.find_modules import marked_name, placeholders, static_inputs
+from osdp_compile.planning.capture import partitioned
 from osdp_compile.tracking.larger_inputs import GrowingPeak, of_symbolic_size, symbols_of
 from osdp_compile.tracking.memory_watch import GraphInput, watched
 from osdp_compile.tracking.session import Session, base_parts, find
@@ -33,7 +33,6 @@ from passes.graph.verifier import check
 from passes.ops.markers import unshard_of, unshards
 from passes.ops.slicing import parameter_of
 from passes.pipeline import Observer, Pass, Stage, run
-from passes.recompute.rng_states import settle_rng_states
 from passes.simulate.lent import returned_bytes
 from passes.simulate.simulator import simulate
 from passes.simulate.skeleton import skeleton_of
@@ -160,8 +159,7 @@ class _Lowering:
         session, step = self._session, self.step
         _mark(joint, self._static, self._parameters, Phase.FORWARD)
         joint = run(session.passes, Stage.JOINT, joint, session.context, self._watch)
-        forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
-        settle_rng_states(forward, backward, kwargs["num_fwd_outputs"])
+        forward, backward = partitioned(joint, joint_inputs, **kwargs)
         _mark_kept(forward, backward)
         step.parameters = frozenset(unshard_of(node).name for node in unshards(forward.graph))
         _warn_of_rows_at_once(forward, step.parameters, session)

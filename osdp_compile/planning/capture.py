@@ -75,8 +75,7 @@ def capture(
                 gradients[position] = by_index[index]
         add_markers(joint, shards, gradients, ctx)
         joint = run(passes, Stage.JOINT, joint, everything_again)
-        forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
-        settle_rng_states(forward, backward, kwargs["num_fwd_outputs"])
+        forward, backward = partitioned(joint, joint_inputs, **kwargs)
         for part, phase in ((forward, Phase.FORWARD), (backward, Phase.BACKWARD)):
             found = [_torch.aot_input_index(n) for n in part.graph.find_nodes(op="placeholder")]
             mark_inputs(
@@ -95,6 +94,25 @@ def capture(
     except _Done as done:
         return done.captured
     raise NeedsNoGradients
+
+
+def partitioned(
+    joint: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and the backward of a joint graph, by torch's partitioner.
+
+    Parameters and buffers are free to save. AOTAutograd names them by their places among the
+    inputs of the Dynamo graph. In the joint graph a DTensor is several inputs, and the places
+    behind it are others.
+    """
+    free = set(kwargs.pop("static_lifetime_input_indices", None) or ())
+    inputs = joint.graph.find_nodes(op="placeholder")
+    own = [place for place, node in enumerate(inputs) if _torch.aot_input_index(node) in free]
+    forward, backward = min_cut_rematerialization_partition(
+        joint, joint_inputs, static_lifetime_input_indices=own, **kwargs
+    )
+    settle_rng_states(forward, backward, kwargs["num_fwd_outputs"])
+    return forward, backward
 
 
 def _compiles_nothing(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:

@@ -85,13 +85,13 @@ def _module_of(node: fx.Node) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _path(expression: str) -> str:
-    """``L['self']._modules['blocks']._modules['0'].up`` as ``blocks.0.up``.
+    """``L['self'].__dict__._modules['blocks']._modules['0'].up`` as ``blocks.0.up``.
 
     The caller's name for the model is left out.
     """
     parts = re.findall(r"\['?(\w+)'?\]|\.(\w+)", re.sub(r"^[LG]\['\w+'\]", "", expression))
     names = (one or other for one, other in parts)
-    return ".".join(name for name in names if name != "_modules")
+    return ".".join(name for name in names if name not in ("_modules", "__dict__"))
 
 
 def _operator(target: Any) -> str:

@@ -61,6 +61,29 @@ def llama():
     return transformers.LlamaForCausalLM(config), (tokens, None, None, None, None, tokens)
 
 
+class Modulated(nn.Module):
+    """Dynamo puts inputs of the forward, which are not free to save, between parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(4, 32, 2, stride=2)
+        self.register_buffer("places", torch.randn(1, 256, 32))
+        self.scale = nn.Linear(16, 64)
+        self.norm = nn.LayerNorm(32, elementwise_affine=False)
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x, condition, gate):
+        x = self.patches(x).flatten(2).transpose(1, 2) + self.places[:, :64]
+        condition = condition * gate
+        scale, shift = self.scale(condition)[:, None].chunk(2, dim=2)
+        x = x + self.down(torch.relu(self.up(self.norm(x) * (1 + scale) + shift)))
+        return x.square().mean()
+
+
+def modulated():
+    return Modulated(), (torch.randn(2, 4, 16, 16), torch.randn(2, 16), torch.randn(2, 1))
+
+
 def saved_keys(forward, backward) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors that a step saves and could compute again, by their keys."""
     cut = PartitionBoundary(forward.graph, backward.graph)
@@ -93,6 +116,7 @@ def compiled_with(model, args, **given):
         (convolutions, "replicate"),
         (layers, "shard_regather"),
         (llama, "shard_keep"),
+        (modulated, "shard_keep"),
     ],
 )
 def test_what_is_saved_has_the_same_keys_in_the_graph_that_is_planned_on_and_in_the_lowered_one(
