@@ -181,7 +181,8 @@ class _Lowering:
         _mark(graph, self._static, self._parameters, phase)
         ctx = session.context.replace(phase=phase)
         others_bytes = _held_by_other_frames(graph, session, step, phase)
-        ctx = ctx.replace(base_bytes=ctx.base_bytes + others_bytes)
+        held_bytes = others_bytes + (step.returned_bytes if phase is Phase.BACKWARD else 0)
+        ctx = ctx.replace(base_bytes=ctx.base_bytes + held_bytes)
         if phase is Phase.INFERENCE:
             graph = run(session.passes, Stage.JOINT, graph, ctx, self._watch)
         graph = run(session.passes, Stage.PARTS, graph, ctx, self._watch)
