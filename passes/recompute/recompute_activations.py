@@ -32,8 +32,6 @@ result of many choices without running the partitioner for each.
 
 from __future__ import annotations
 
-import functools
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -53,6 +51,7 @@ from passes.graph.metadata import (
     SAVES,
     STATIC,
 )
+from passes.graph.module_path import module_path
 from passes.graph.step_module import graphs_of
 from passes.ops.markers import REDUCE_GRAD, UNSHARD, unshard_of
 from passes.types.context import Context
@@ -72,26 +71,10 @@ def keys_of(graph: fx.Graph) -> dict[fx.Node, str]:
     found: dict[fx.Node, str] = {}
     for node in graph.nodes:
         if node.op == "call_function" and node.target is not UNSHARD:
-            place = f"{_module_of(node)}:{_operator(node.target)}"
+            place = f"{module_path(node.meta.get('nn_module_stack'))}:{_operator(node.target)}"
             found[node] = OPERATOR_KEY.get(node, f"{place}:{counts[place]}")
             counts[place] += 1
     return found
-
-
-def _module_of(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack")
-    return _path(str(next(reversed(stack.values()))[0])) if stack else ""
-
-
-@functools.lru_cache(maxsize=4096)
-def _path(expression: str) -> str:
-    """``L['self'].__dict__._modules['blocks']._modules['0'].up`` as ``blocks.0.up``.
-
-    The caller's name for the model is left out.
-    """
-    parts = re.findall(r"\['?(\w+)'?\]|\.(\w+)", re.sub(r"^[LG]\['\w+'\]", "", expression))
-    names = (one or other for one, other in parts)
-    return ".".join(name for name in names if name not in ("_modules", "__dict__"))
 
 
 def _operator(target: Any) -> str:

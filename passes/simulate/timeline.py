@@ -10,7 +10,6 @@ Leaves: the graph unchanged. A timeline refers to no node, so it does not keep t
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Mapping
 
 from torch import fx
@@ -18,6 +17,7 @@ from torch import fx
 from passes.annotate.annotate_costs import cost_of
 from passes.graph.fx_utils import WAIT, group_of, is_collective
 from passes.graph.metadata import COLLECTIVE, GATHERED, INPUT, PARAMETER, SAVED
+from passes.graph.module_path import module_path
 from passes.simulate.exposure import reasons
 from passes.simulate.memory import kind_of, returned_roots
 from passes.simulate.simulator import Simulation
@@ -291,15 +291,12 @@ def largest_first(buffers: Iterable[Buffer]) -> tuple[Buffer, ...]:
     return tuple(sorted(buffers, key=lambda buffer: (-buffer.size_bytes, buffer.name)))
 
 
-_SELF = re.compile(r"^L\['\w+'\]\.?")
-
-
 def label_of(node: fx.Node) -> str:
     """A label of a node for users: ``mm in blocks.0.up``, ``gather blocks.0.up.weight``."""
     purpose = COLLECTIVE.get(node)
     if purpose is not None and is_collective(node):
         return purpose.label
-    module = _module_of(node)
+    module = module_path(node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack"))
     if node.op == "placeholder":
         if name := PARAMETER.get(node):
             return name
@@ -317,12 +314,3 @@ def _operator(node: fx.Node) -> str:
     target = node.target
     packet = getattr(target, "overloadpacket", None)  # aten.sum for aten.sum.dim_IntList
     return str(getattr(packet or target, "__name__", target))
-
-
-def _module_of(node: fx.Node) -> str:
-    """The path of the module that a node was traced in; empty if unknown."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if not stack:
-        return ""
-    innermost = next(reversed(stack.values()))
-    return _SELF.sub("", str(innermost[0]))
