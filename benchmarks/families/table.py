@@ -32,8 +32,7 @@ Tiny configurations with random weights, trained {steps} steps of AdamW with cli
 * *DDP*: `DistributedDataParallel` in eager mode, the reference;
 * *no limit*: `torch.compile(model, backend="osdp")`;
 * *1.1 x least*: the same with a memory limit of 1.1 times the least one, which the error for a
-  limit that is too low names. The planner looks at few plans, as on the ranks of tests: models of
-  many layers take minutes otherwise, and any plan must train right and keep its limit.
+  limit that is too low names.
 
 *difference*: the largest relative difference to DDP of any loss or gradient norm, of every rank and
 step, both ways. At most {tolerance:.0e} counts as equal ({low:.0e} under autocast to bfloat16):
