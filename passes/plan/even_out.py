@@ -22,15 +22,22 @@ def evened(
     items: Sequence[Item],
     prices: Prices,
     best: Finished,
-    finish: Callable[[Candidate], Finished],
+    ordered: Callable[[Finished], Finished],
 ) -> Finished:
     """The plan with as few differences between alike parameters as the step's time allows.
 
     All changes together make the step at most ``CONSTANTS.alike`` of itself slower. A plan that
     does not fit stays as it is.
 
-    ``finish``: an evaluated candidate with its best order.
+    ``ordered``: a lowered candidate with its best order. It costs several simulations, so a
+    candidate that is good enough with the order of its own is ordered at the end.
     """
+
+    def good(found: Finished) -> bool:
+        in_time = found.prediction.step_seconds <= most_seconds
+        return in_time and evaluator.fits(found.prediction)
+
+    before = best
     most_seconds = (1 + CONSTANTS.alike) * best.prediction.step_seconds
     if not evaluator.fits(best.prediction):
         return best
@@ -42,12 +49,13 @@ def evened(
                 continue
             if not evaluator.fits(evaluator.evaluate(key).prediction):
                 continue
-            found = finish(key)
-            in_time = found.prediction.step_seconds <= most_seconds
-            if in_time and evaluator.fits(found.prediction):
+            found = evaluator.lowered(key)
+            if not good(found):
+                found = ordered(found)
+            if good(found):
                 best = found
                 break
-    return best
+    return best if best is before else ordered(best)
 
 
 def _plainer(item: Item, key: Candidate) -> Iterator[Sequence[Decision]]:

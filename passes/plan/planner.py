@@ -35,7 +35,6 @@ At last, alike parameters get one decision where that costs next to nothing (``e
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -128,9 +127,8 @@ def _searched(
             found = [Finished(key, plan, predict(captured, plan, ctx, passes))]
     best = _best_ordered(evaluator, found)
     prices = search.neighbours.prices
-    best = evened(
-        evaluator, search.neighbours.items, prices, best, functools.partial(_finished, evaluator)
-    )
+    ordered = _as_it_is if evaluator.folded is not None else evaluator.ordered
+    best = evened(evaluator, search.neighbours.items, prices, best, ordered)
     representatives: dict[str, str] = {}
     if isinstance(captured, Folded):
         representatives = captured.representatives(best.plan)
@@ -151,10 +149,9 @@ def _best_ordered(evaluator: PlanEvaluator, found: list[Finished]) -> Finished:
     return min(map(evaluator.ordered, found), key=_step_seconds)
 
 
-def _finished(evaluator: PlanEvaluator, key: Candidate) -> Finished:
-    """An evaluated candidate with its best order; a folded step leaves the order open."""
-    found = evaluator.lowered(key)
-    return found if evaluator.folded is not None else evaluator.ordered(found)
+def _as_it_is(found: Finished) -> Finished:
+    """A folded step leaves the order open."""
+    return found
 
 
 def _lowered(evaluator: PlanEvaluator, keys: Iterable[Candidate]) -> Iterator[Finished]:

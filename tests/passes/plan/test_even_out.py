@@ -45,12 +45,9 @@ def evened_from(ctx: Context, decisions: list[Decision]) -> tuple[Finished, Fini
     evaluator = PlanEvaluator(step, ctx, PASSES)
     key = evaluator.uniform(1).deciding(enumerate(decisions), ctx)
 
-    def finish(one):
-        return evaluator.ordered(evaluator.lowered(one))
-
     evaluator.evaluate(key)
-    before = finish(key)
-    return before, evened(evaluator, items_of(evaluator), Prices(evaluator), before, finish)
+    before, items = evaluator.ordered(evaluator.lowered(key)), items_of(evaluator)
+    return before, evened(evaluator, items, Prices(evaluator), before, evaluator.ordered)
 
 
 def test_a_difference_that_gains_nothing_goes():
