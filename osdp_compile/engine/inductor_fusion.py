@@ -5,9 +5,8 @@ are ready. All other readers of the result then wait too, among them collectives
 starts earlier. This module refuses the fusion if the first kernel would so wait for an extern
 kernel (an operator that Inductor calls and does not generate).
 
-Inductor also fuses kernels that read one tensor. If an extern kernel is between them, the result of
-the later one would be alive while it runs, or the inputs of the earlier one. This module refuses
-this fusion too.
+Inductor also fuses kernels that read one tensor. If the earlier of them would wait for an extern
+kernel, its inputs would live until then. This module refuses this fusion too.
 
 After fusion Inductor visits the kernels in the order of their first results, and puts all that a
 kernel needs directly before it. So an early result that is fused with a late one pulls all that the
@@ -17,7 +16,6 @@ the schedule. This module restores the order of the schedule.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import functools
 import hashlib
@@ -31,8 +29,6 @@ from osdp_compile import _torch
 
 #: By scheduler and node name: the place of the last extern kernel that the node needs, or -1.
 _needed: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
-#: By scheduler: the places of its extern kernels, in order.
-_extern_orders: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
 
 
 class InPlace(_torch.InductorChoices):
@@ -50,8 +46,6 @@ class InPlace(_torch.InductorChoices):
     def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
         """Whether to fuse two nodes that read one tensor."""
         if _puts_off(scheduler, node1, node2) or _puts_off(scheduler, node2, node1):
-            return False
-        if _extern_between(scheduler, node1, node2):
             return False
         choose = _torch.InductorChoices.can_fuse_horizontal
         return choose(scheduler, node1, node2, shared_data_score)
@@ -101,16 +95,6 @@ def in_order(kernels: list[Any]) -> list[Any]:
 def _puts_off(scheduler: Any, earlier: Any, later: Any) -> bool:
     """Whether ``later`` needs an extern kernel that runs after ``earlier``."""
     return any(_last_needed(scheduler, node) > earlier.max_order for node in later.get_nodes())
-
-
-def _extern_between(scheduler: Any, one: Any, other: Any) -> bool:
-    """Whether an extern kernel runs between two nodes."""
-    orders = _extern_orders.get(scheduler)
-    if orders is None:
-        orders = sorted(node.min_order for node in scheduler.nodes if node.is_extern())
-        _extern_orders[scheduler] = orders
-    first, last = sorted((one.min_order, other.min_order))
-    return bisect.bisect(orders, first) < bisect.bisect(orders, last)
 
 
 def _last_needed(scheduler: Any, node: Any) -> int:

@@ -43,12 +43,6 @@ def summed_for_a_late_result(x, one, other):
     return between, early * (other @ other)
 
 
-def early_and_late(x, one, other):
-    """Two results that read one tensor, and an operator between them that reads the early one."""
-    between = x.sin() @ one
-    return between, x.cos()
-
-
 def called(function) -> list[str]:
     """The products and the kernels of a function, in the order in which they are called."""
     torch._dynamo.reset()
@@ -92,15 +86,6 @@ def test_an_operator_is_not_put_off_behind_all_that_a_late_result_needs():
 
 def test_inductor_by_itself_puts_the_operator_off():
     assert called(summed_for_a_late_result) == ["mm", "cpp_fused", "addmm"]
-
-
-def test_a_late_result_is_not_there_while_an_operator_before_it_runs():
-    with in_place():
-        assert called(early_and_late) == ["cpp_fused", "mm", "cpp_fused"]
-
-
-def test_inductor_by_itself_computes_it_early():
-    assert called(early_and_late) == ["cpp_fused", "mm"]
 
 
 def test_other_compilations_are_as_they_were():
