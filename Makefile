@@ -36,6 +36,8 @@ test test-all: export MALLOC_TRIM_THRESHOLD_ ?= 2000000000
 test test-all: export MALLOC_MMAP_THRESHOLD_ ?= 2000000000
 PYTEST = $(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
   --no-loadscope-reorder
+# Graphs of most tests on ranks run without Inductor here, and with it in test-all (tests/chosen.py).
+test: export OSDP_TEST_QUICK = 1
 test: lint types  ## lint, types, and the tests that take minutes together
 	$(PYTEST) -m "not thorough"
 
