@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fixtures = set(getattr(item, "fixturenames", ()))
         if fixtures & {"two_ranks", "four_ranks", "native_ranks"}:
             item.add_marker("ranks")
-        elif "inductor_cache" in fixtures:
+        elif "inductor_cache" in fixtures and item.get_closest_marker("ranks") is None:
             item.add_marker("inductor")
         if not any(item.get_closest_marker(name) for name in ("ranks", "inductor")):
             item.add_marker("unit")
