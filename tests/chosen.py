@@ -1,4 +1,9 @@
-"""Selection of test cases: one of each kind, or all with ``OSDP_TEST_ALL=1``."""
+"""Selection of test cases: one of each kind, or all with ``OSDP_TEST_ALL=1``.
+
+``OSDP_TEST_QUICK=1``, which ``make test`` sets: tests on ranks run their graphs without Inductor
+(:mod:`tests.boxed`), except for those marked ``inductor`` or ``thorough``. In ``make test-all`` all
+of them run with Inductor.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ from typing import TypeVar
 
 _Case = TypeVar("_Case")
 _ALL = os.environ.get("OSDP_TEST_ALL") == "1"
+QUICK = os.environ.get("OSDP_TEST_QUICK") == "1" and not _ALL
 
 
 def more(*cases: _Case) -> list[_Case]:

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 
+from tests.chosen import QUICK
 from tests.ranks import Ranks
 from tests.searching import short_searches
 
@@ -28,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fixtures = set(getattr(item, "fixturenames", ()))
         if fixtures & {"two_ranks", "four_ranks", "native_ranks"}:
             item.add_marker("ranks")
-        elif "inductor_cache" in fixtures:
+        elif "inductor_cache" in fixtures and item.get_closest_marker("ranks") is None:
             item.add_marker("inductor")
         if not any(item.get_closest_marker(name) for name in ("ranks", "inductor")):
             item.add_marker("unit")
@@ -49,6 +50,18 @@ def no_inductor_in_unit_tests(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     error = AssertionError("Inductor compiles here: mark the test with pytest.mark.inductor")
     with mock.patch("torch._inductor.graph.GraphLowering.compile_to_module", side_effect=error):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def boxed_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In quick runs, ranks run graphs without Inductor in tests that are not marked otherwise.
+
+    Functions that a fixture of a module or a session runs on ranks are compiled with Inductor.
+    """
+    with_inductor = any(map(request.node.get_closest_marker, ("inductor", "thorough")))
+    boxed = QUICK and not with_inductor
+    with mock.patch.object(Ranks, "boxed", boxed):
         yield
 
 

@@ -13,6 +13,7 @@ processes. The next function gets new ones.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import gc
@@ -54,7 +55,13 @@ class RankFailed(AssertionError):
 
 
 class Ranks:
-    """``world_size`` processes in one gloo process group."""
+    """``world_size`` processes in one gloo process group.
+
+    ``boxed``: graphs run without Inductor (:mod:`tests.boxed`). ``tests/conftest.py`` sets it for
+    the time of a test.
+    """
+
+    boxed = False
 
     def __init__(
         self,
@@ -104,7 +111,7 @@ class Ranks:
             if not self._processes:
                 self._start()
             for pipe in self._pipes:
-                pipe.send((function, args, kwargs))
+                pipe.send((function, args, kwargs, self.boxed))
             return self._collect(timeout_seconds, f"{function.__module__}.{function.__qualname__}")
         except BaseException:
             self.stop(patience_seconds=0.0)
@@ -216,16 +223,19 @@ def _rank_main(
         import torch._dynamo
         import torch.distributed as dist
 
+        from tests.boxed import without_inductor
+
         torch.set_num_threads(1)
         store = dist.FileStore(str(folder / "store"), world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         pipe.send((True, None))
         while True:
-            function, args, kwargs = pipe.recv()
+            function, args, kwargs, boxed = pipe.recv()
             torch.manual_seed(0)
             torch._dynamo.reset()
             _forget_models()
-            pipe.send((True, function(rank, world_size, *args, **kwargs)))
+            with without_inductor() if boxed else contextlib.nullcontext():
+                pipe.send((True, function(rank, world_size, *args, **kwargs)))
             gc.collect()  # free models and optimizers of this function
     except EOFError:
         return

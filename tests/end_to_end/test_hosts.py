@@ -134,6 +134,7 @@ def test_stage_by_stage_and_within_hosts_equals_one_process(four_ranks):
     assert len(texts) == 3 and all("<host group>" in text for text in texts)
 
 
+@pytest.mark.inductor
 @pytest.mark.timeout(600)
 def test_a_model_laid_out_within_hosts_before_it_has_memory(four_ranks):
     for found in four_ranks.run(train, QUICK, list(DECISIONS), 2, from_meta=True):

@@ -64,6 +64,7 @@ def eager_numbers(model, batch):
         return model(batch).square().mean()
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("plan", ["shard_regather", *more("shard_keep")])
 def test_dropout_is_the_same_in_forward_and_backward(two_ranks, plan):
     trains_like_reference(two_ranks, dropped_half, plan, Recipe(step=eager_numbers))
@@ -81,6 +82,7 @@ def drop_on_each_rank(rank, world_size):
     return outputs, loss.item(), placements(model)
 
 
+@pytest.mark.inductor
 def test_ranks_and_calls_drop_different_numbers(two_ranks):
     (zero, loss, placed), (one, *_) = two_ranks.run(drop_on_each_rank)
     assert set(placed.values()) == {"shard"}
@@ -129,6 +131,7 @@ def train_and_evaluate(rank, world_size, plan):
     return differences, placed
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("plan", ["shard_regather", *more("shard_keep", "replicate")])
 def test_evaluation_before_between_and_after_training(two_ranks, plan):
     for differences, placed in two_ranks.run(train_and_evaluate, plan):
@@ -210,6 +213,7 @@ def step_in_bfloat16(model, batch):
     return output.float().square().mean()
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("plan", ["shard_keep", *more("shard_regather")])
 def test_autocast(two_ranks, plan):
     # Compiled code keeps sums in float32 that eager mode rounds to bfloat16's 8 bits.
@@ -436,5 +440,6 @@ class Cayley(nn.Module):
         return self.head(x @ torch.linalg.solve(one + skew, one - skew, left=False))
 
 
+@pytest.mark.inductor
 def test_operators_that_give_no_value(two_ranks):
     trains_like_reference(two_ranks, Cayley, "shard_regather")

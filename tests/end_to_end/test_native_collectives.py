@@ -46,6 +46,7 @@ def uneven():
     return nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("plan", ["shard_regather", "shard_keep", 0.3])
 def test_trains_like_one_process(native_ranks, plan):
     trains_like_reference(native_ranks, uneven, plan, Recipe(max_norm=1.0))

@@ -310,6 +310,7 @@ def grouped(parameters):
     )
 
 
+@pytest.mark.inductor
 def test_parameter_groups_keep_their_members_and_options(two_ranks):
     trains_like_reference(two_ranks, three_layers, MIXED, Recipe(optimizer=grouped))
 

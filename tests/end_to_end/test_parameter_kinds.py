@@ -30,6 +30,7 @@ class Odd(nn.Module):
         return self.third(torch.relu(self.second(torch.relu(self.first(x)))))
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("plan", ["shard_keep", *more("shard_regather")])
 def test_a_first_dimension_the_world_does_not_divide(two_ranks, plan):
     outcome = trains_like_reference(two_ranks, Odd, plan, Recipe(optimizer=adamw))
@@ -60,7 +61,10 @@ class Tiny(nn.Module):
         return self.layer(x) * self.scale + self.shift
 
 
-@pytest.mark.parametrize("plan", ["shard_regather", 0.5], ids=["shard_regather", "planned"])
+@pytest.mark.parametrize(
+    "plan",
+    [pytest.param("shard_regather", marks=pytest.mark.inductor), pytest.param(0.5, id="planned")],
+)
 def test_scalars_and_tiny_parameters_are_replicated(two_ranks, plan):
     outcome = trains_like_reference(two_ranks, Tiny, plan)
     small = ("scale", "shift", "row", "nothing")
@@ -87,7 +91,14 @@ def words(step, micro, rank):
     return torch.randint(9, (4,), generator=generator)
 
 
-@pytest.mark.parametrize("plan", ["shard_regather", 0.5, *more("shard_keep", "replicate")])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param("shard_regather", marks=pytest.mark.inductor),
+        0.5,
+        *more("shard_keep", "replicate"),
+    ],
+)
 def test_tied_weights_are_one_parameter(two_ranks, plan):
     outcome = trains_like_reference(two_ranks, Tied, plan, Recipe(batch=words))
     assert list(outcome.placements) == ["token.weight", "middle.weight", "middle.bias"]
@@ -109,6 +120,7 @@ class Frozen(nn.Module):
         return self.above(torch.relu(self.trained(self.below(x))))
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("plan", ["shard_regather", *more("shard_keep")])
 def test_frozen_parameters_are_sharded_and_stay_as_they_are(two_ranks, plan):
     outcome = trains_like_reference(two_ranks, Frozen, plan, Recipe(optimizer=adamw))
@@ -158,6 +170,7 @@ class TwoTypes(nn.Module):
         return self.last(self.narrow(self.first(x).to(torch.bfloat16)).float())
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("plan", ["shard_keep", *more("shard_regather")])
 def test_parameters_of_several_types(two_ranks, plan):
     # bfloat16 has 8 bits: one rounding of a weight of 0.25 is 1e-3.
@@ -175,6 +188,7 @@ def double_loss(model, batch):
     return model(batch.double()).square().mean()
 
 
+@pytest.mark.inductor
 def test_double_precision_is_kept(two_ranks):
     outcome = trains_like_reference(
         two_ranks, double_model, "shard_regather", Recipe(step=double_loss), tolerance=1e-13
@@ -260,6 +274,7 @@ class NotContiguous(nn.Module):
         return F.linear(F.linear(x, self.columns), self.slice)
 
 
+@pytest.mark.inductor
 def test_parameters_that_are_not_contiguous(two_ranks):
     outcome = trains_like_reference(two_ranks, NotContiguous, "shard_regather")
     assert set(outcome.placements.values()) == {"shard"}

@@ -197,6 +197,7 @@ def trained_under(rank, world_size, limit_bytes):
     return plan_of(model), lowered_bytes, memory.peak_bytes, losses, wanted
 
 
+@pytest.mark.inductor
 @pytest.mark.timeout(300)
 def test_training_fits_where_it_would_not_without_recomputing_with_the_losses_of_ddp(two_ranks):
     limit_bytes = parse_bytes("3.8MiB")

@@ -121,6 +121,7 @@ def equals_one_process(ranks, config, plan, optimizer) -> set[str]:
 
 
 # With the other optimizer each is trained on four ranks, below.
+@pytest.mark.inductor
 @pytest.mark.parametrize(
     ("plan", "optimizer"),
     [("shard_keep", adamw), *more(("replicate", sgd), ("shard_regather", sgd))],

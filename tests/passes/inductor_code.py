@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -141,14 +141,37 @@ class Compiled:
         return re.search(rf"\b{buffer.name}\b", self._body()) is not None
 
 
+class _Generated(Exception):
+    """Ends a compilation when its code is there, before the C++ compiler: no kernel is to run."""
+
+
+def code_of(compiles: Callable[..., object], *args: Any, **kwargs: Any) -> str:
+    """Inductor's code for the one graph that ``compiles(*args, **kwargs)`` compiles."""
+    codes: list[str] = []
+
+    def save(code: str) -> None:
+        codes.append(code)
+        raise _Generated
+
+    with (
+        config.patch(fx_graph_cache=False),
+        mock.patch.object(GraphLowering, "save_output_code", staticmethod(save)),
+    ):
+        try:
+            compiles(*args, **kwargs)
+        except Exception:  # Inductor and Dynamo raise it as one of their own
+            if not codes:
+                raise
+    (code,) = codes
+    return code
+
+
 def compiled_step(model: nn.Module, *batch: torch.Tensor) -> list[Compiled]:
     """Inductor's code for the forward and the backward of a model whose parameters are sharded."""
     found: list[Compiled] = []
 
     def inner(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         kernels: list[Kernel] = []
-        codes: list[str] = []
-
         order = config._post_fusion_custom_pass
         assert order is not None  # the backend's own
 
@@ -157,12 +180,8 @@ def compiled_step(model: nn.Module, *batch: torch.Tensor) -> list[Compiled]:
             kernels.extend(map(_kernel, scheduled))
             return scheduled
 
-        with (
-            config.patch(fx_graph_cache=False, _post_fusion_custom_pass=keep),
-            mock.patch.object(GraphLowering, "save_output_code", staticmethod(codes.append)),
-        ):
-            _torch.compile_fx_inner(copy.deepcopy(gm), inputs, **kwargs)
-        (code,) = codes
+        with config.patch(_post_fusion_custom_pass=keep):
+            code = code_of(_torch.compile_fx_inner, copy.deepcopy(gm), inputs, **kwargs)
         phase = "backward" if kwargs.get("is_backward") else "forward"
         found.append(Compiled(phase, gm.graph, kernels, code))
         return make_boxed_func(gm.forward)  # the fake ranks' collectives give no values

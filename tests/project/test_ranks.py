@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.ranks import RankFailed, Ranks
+from tests.training import Recipe, placements, plan_options, train_osdp
 
 
 def add_over_ranks(rank, world_size, value):
@@ -54,3 +56,28 @@ def test_ranks_stay_alive_and_a_failing_function_does_not_harm_the_next(two_rank
 def test_a_function_that_cannot_be_found_by_its_path_is_refused():
     with Ranks(1) as ranks, pytest.raises(AttributeError, match="local"):
         ranks.run(lambda rank, world_size: None)
+
+
+def trained_without_inductor(rank, world_size):
+    """Losses before and after a step, and a function that reads no parameter."""
+    error = AssertionError("Inductor compiles")
+    with mock.patch("torch._inductor.graph.GraphLowering.compile_to_module", side_effect=error):
+        model = torch.nn.Linear(4, 2)
+        options = plan_options(model, "shard_regather", Recipe(), world_size)
+        trained = train_osdp(model, options, Recipe(batch=four_numbers, steps=2), rank)
+        doubled = torch.compile(lambda x: x * 2, backend="osdp")(torch.ones(2))
+    return trained.losses, placements(model), doubled.tolist()
+
+
+def four_numbers(step, micro, rank):
+    return torch.ones(3, 4)
+
+
+def test_boxed_graphs_need_no_inductor(two_ranks):
+    with mock.patch.object(Ranks, "boxed", True):
+        for losses, placed, doubled in two_ranks.run(trained_without_inductor):
+            assert losses[1] < losses[0]
+            assert set(placed.values()) == {"shard"}
+            assert doubled == [2.0, 2.0]
+    with mock.patch.object(Ranks, "boxed", False), pytest.raises(RankFailed, match="Inductor"):
+        two_ranks.run(trained_without_inductor)

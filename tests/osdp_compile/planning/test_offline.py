@@ -16,6 +16,7 @@ from osdp_compile.planning.traced_step import predicted, trace
 from osdp_compile.trace import fake_world
 from osdp_compile.tracking.session import session_for
 from passes.types.hardware import generic
+from tests.boxed import without_inductor
 from tests.training import SLOW
 
 pytestmark = pytest.mark.usefixtures("short_search")
@@ -35,7 +36,7 @@ def on_meta() -> GPT:
 
 def first_call_plan(model: nn.Module, args, world_size: int, **options) -> Plan:
     """What the backend itself decides at its first call."""
-    with fake_world(world_size):
+    with fake_world(world_size), without_inductor():
         compiled = torch.compile(
             model, backend="osdp", options={"hardware": SLOW, "optimizer": "adamw", **options}
         )
@@ -67,7 +68,6 @@ class Narrow(nn.Module):
         return self.down(self.up(x).relu()).square().mean()
 
 
-@pytest.mark.inductor
 def test_a_thorough_plan_is_that_of_the_first_call_which_schedules_for_its_rung():
     x = torch.ones(8, 64)
     limit_bytes = round(1.04 * trace(Narrow(), (x,)).least_bytes({"ranks": 8}, SLOW)) | 1  # no rung
@@ -75,7 +75,7 @@ def test_a_thorough_plan_is_that_of_the_first_call_which_schedules_for_its_rung(
     offline = osdp_compile.plan(Narrow(), (x,), world_size=8, **given)
     assert offline.memory_limit_bytes < limit_bytes
     model = Narrow()
-    with fake_world(8):
+    with fake_world(8), without_inductor():
         options = {"optimizer": "adamw", **given}
         torch.compile(model, backend="osdp", options=options)(x).backward()
         session = session_for(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import functools
 import json
 
 import pytest
@@ -70,9 +71,15 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("trained")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def outcomes(two_ranks, folder):
-    return two_ranks.run(trained, 5, str(folder))
+    return outcomes_of(two_ranks, folder, boxed=two_ranks.boxed)
+
+
+@functools.cache
+def outcomes_of(ranks, folder, boxed):
+    """One run for all tests of the file that want it with Inductor, or without."""
+    return ranks.run(trained, 5, str(folder))
 
 
 @pytest.mark.thorough

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch._inductor import config
 from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes.annotate.fusion_regions import materialized, regions
 from passes.graph.dataflow import Dataflow
+from tests.passes.inductor_code import code_of
 
 pytestmark = pytest.mark.inductor
 
@@ -179,8 +179,8 @@ def predicted(function) -> list[int]:
 def allocated(function) -> list[int]:
     """Elements of the buffers in Inductor's code."""
     torch._dynamo.reset()
-    with config.patch(fx_graph_cache=False, allow_buffer_reuse=False):
-        _, (code,) = run_and_get_code(torch.compile(function), *inputs())
+    with config.patch(allow_buffer_reuse=False):
+        code = code_of(torch.compile(function), *inputs())
     shapes = re.findall(r"= empty_strided_cpu\(\(([\d, ]+)\)", code)
     return sorted(
         math.prod(int(size) for size in shape.split(",") if size.strip()) for shape in shapes
