@@ -51,6 +51,8 @@ def _run(given: argparse.Namespace, console: Console) -> None:
         step = checked.traced(batch, length)
         return dataclasses.replace(step, slices=slices_by_name(slices, step.parameters))
 
+    if (given.world_size is None) == (given.mesh is None):
+        raise ValueError("give --world-size, or --mesh, and not both")
     ranks = mesh_sizes(given.world_size, given.mesh)
     limit_bytes = given.memory_limit
     # Report missing packages and unwritable files before planning.
@@ -92,7 +94,7 @@ def _run(given: argparse.Namespace, console: Console) -> None:
         }
     console.print(_comparison(found, others, limit_bytes))
     if given.frontier is not None:
-        with working("osdp plan --frontier", "looking at other limits") as say:
+        with working("osdp plan --frontier", "planning under other limits") as say:
             curve = frontier(step, ranks, hardware, say, search=given.search)
         console.print(_frontier_table(curve))
         curve.draw(given.frontier, others)

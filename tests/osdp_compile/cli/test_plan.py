@@ -215,6 +215,7 @@ def test_what_cannot_be_planned_is_said_in_a_line(here, capsys, arguments, said)
     assert "Traceback" not in error
 
 
-def test_without_ranks_there_is_nothing_to_plan_for(here, capsys):
-    assert run("models_of_mine:one_batch") == 1
-    assert "give world_size, or mesh" in capsys.readouterr().err
+@pytest.mark.parametrize("ranks", [[], ["--world-size", "8", "--mesh", "host=2,gpu=4"]])
+def test_the_number_of_ranks_is_given_once(here, capsys, ranks):
+    assert run("models_of_mine:one_batch", *ranks) == 1
+    assert "give --world-size, or --mesh, and not both" in capsys.readouterr().err
