@@ -58,7 +58,7 @@ def run(_: argparse.Namespace) -> int:
         table.add_row(f"[{_STYLES[one.level]}]{one.subject}[/]", one.text, one.advice)
     Console().print(table)
     problems = [one for one in findings if one.level == "problem"]
-    print(f"{len(problems)} problems" if problems else "no problems found")
+    print(_counted(len(problems), "problem") if problems else "no problems found")
     return 1 if problems else 0
 
 
@@ -122,8 +122,10 @@ def _compiler() -> Finding:
 
 def _devices() -> Iterator[Finding]:
     if not torch.cuda.is_available():
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        yield Finding("devices", f"CPU only: {cores} cores, {torch.get_num_threads()} threads")
+        known = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
+        threads = _counted(torch.get_num_threads(), "thread")
+        yield Finding("devices", f"CPU only: {_counted(cores, 'core')}, {threads}")
         return
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
@@ -150,13 +152,17 @@ def _cache() -> Iterator[Finding]:
 
 
 def _name_of(file: Path) -> str:
-    """A profile's name, and a line for each model that it learned from."""
+    """A profile's file and name, and a line for each model that it learned from."""
     try:
         found = Hardware.load(file)
         learned = [f"\n  learned from {one.steps} steps: {one}" for one in found.learned.values()]
-        return found.name + "".join(learned)
+        return f"{file.name}: {found.name}" + "".join(learned)
     except ValueError:
         return f"{file.name}: not a profile of this version"
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def _environment() -> Iterator[Finding]:

@@ -40,7 +40,7 @@ def test_a_compiler_that_does_not_work_is_a_problem(capsys):
     with compiled(1, "Traceback\n  torch._inductor.exc.InvalidCxxCompiler: Error: no g++\n"):
         assert main(["doctor"]) == 1
     printed = capsys.readouterr().out
-    assert "no g++" in printed and "CXX" in printed and "1 problems" in printed
+    assert "no g++" in printed and "CXX" in printed and "1 problem\n" in printed
 
 
 def test_a_torch_that_is_too_old_is_a_problem_and_a_newer_one_is_noted(monkeypatch):
@@ -71,7 +71,7 @@ def test_profiles_are_listed_and_other_files_named(tmp_path):
     (tmp_path / "profiles" / "b.json").write_text("{}")
     with compiled(0):
         (found,) = [one for one in doctor.found() if one.subject == "profiles"]
-    assert "2 in" in found.text and "four old laptops" in found.text
+    assert "2 in" in found.text and "a.json: four old laptops" in found.text
     assert "b.json: not a profile of this version" in found.text
 
 
