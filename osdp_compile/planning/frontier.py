@@ -43,9 +43,10 @@ class Frontier:
             marker="o",
             label="osdp",
         )
-        for name, plan in others.items():
+        for number, (name, plan) in enumerate(others.items(), start=1):  # C0 is osdp's colour
             said = predicted(plan)
-            axes.scatter(said.peak_bytes * byte, said.step_seconds * second, marker="s", label=name)
+            at = said.peak_bytes * byte, said.step_seconds * second
+            axes.scatter(*at, marker="s", color=f"C{number}", label=name)
         axes.set_xlabel(f"memory limit of osdp, peak of the others, {byte_name}")
         axes.set_ylabel(f"predicted step, {second_name}")
         axes.set_ylim(0, 1.1 * axes.get_ylim()[1])

@@ -86,7 +86,7 @@ def _over_fsdp_text(point: Point) -> str:
 
 _MAPS = (
     _Map(
-        "utilisation of the best plan,\nand what bounds it",
+        "utilisation of the best plan,\nand its bound",
         lambda point: None if point.best is None else point.best.utilisation,
         _reached_text,
         "Blues",

@@ -42,6 +42,20 @@ def test_a_plan_of_a_lower_limit_stands_where_a_higher_one_finds_none_that_is_as
     assert [plan.memory_limit_bytes for _, plan in points] == [100, 110, 110, 110]
 
 
+def test_each_plan_of_the_picture_has_a_colour_of_its_own(tmp_path, monkeypatch):
+    figures = pytest.importorskip("matplotlib.figure")
+    to_hex = pytest.importorskip("matplotlib.colors").to_hex
+    drawn = []
+    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    curve = frontier(Steps({100: 3.0, None: 2.0}), {"ranks": 2}, PRESETS["cpu-gloo"], points=2)
+    others = dict.fromkeys(("DDP", "FSDP"), curve.points[0][1])
+    curve.draw(tmp_path / "frontier.png", others)
+    (axes,) = drawn[0].axes
+    colours = [to_hex(axes.lines[0].get_color())]
+    colours += [to_hex(one.get_facecolor()[0]) for one in axes.collections]
+    assert len(set(colours)) == 3
+
+
 class Wide(nn.Module):
     """One layer far wider than the others."""
 
