@@ -14,7 +14,7 @@ from passes.types.context import Context
 
 
 def half_gradients(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
-    """Cast every gradient before it is reduced, and what comes of it back."""
+    """Cast every gradient to bfloat16 before its reduction, and the result back."""
     cast = torch.ops.prims.convert_element_type.default
     for reduced in gm.graph.find_nodes(op="call_function", target=REDUCE_GRAD):
         dtype = reduced.meta["val"].dtype

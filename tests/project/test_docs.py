@@ -6,11 +6,13 @@ import ast
 import importlib
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
 import osdp_compile
 from osdp_compile.cli.main import argument_parser
+from passes.pipeline import default_passes
 from tests.project.pages import PAGES, ROOT, commands, python_blocks
 from tools import options_page
 
@@ -197,6 +199,25 @@ def test_every_dependency_has_its_reason():
     required = set(re.findall(r'"([a-z][\w-]*)(?:\[\w+\])?>=', project()))
     missing = [one for one in required - {"setuptools"} if not re.search(rf"\b{one}\b", table)]
     assert len(required) > 15 and not missing
+
+
+def test_the_table_of_passes_is_the_pipeline():
+    page = (DOCS / "architecture.md").read_text()
+    (table,) = re.findall(
+        r"^\| pass \| runs on \| does \|\n\|.*\n((?:\|.*\n)+)", page, re.MULTILINE
+    )
+    shown = [re.match(r"\| `(\w+)` \|", row)[1] for row in table.splitlines()]
+    assert shown == [one.name for one in default_passes()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_each_row_of_a_table_has_a_head_above_it(page: Path):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    tables = re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE)
+    torn = [
+        one.splitlines()[0] for one in tables if not re.search(r"\A\|.*\n\|[-:| ]+\|$", one, re.M)
+    ]
+    assert not torn
 
 
 def test_the_readme_is_short():
