@@ -20,13 +20,13 @@ REASONS = {
     "passes/annotate/flops.py": {"_say": ONCE},
     "passes/graph/fx_utils.py": {"_shared": CACHE},
     "passes/graph/verifier.py": {"_right": CACHE},
-    "passes/recompute/recompute_activations.py": {"_path": CACHE},
+    "passes/graph/module_path.py": {"_path": CACHE},
     "osdp_compile/calibration/profile_cache.py": {
         "_in_process": "measurements: all models of a process get the same profile",
         "_files": "the file of each of these profiles",
     },
     "osdp_compile/engine/backend.py": {"_said": ONCE, "_warned": ONCE},
-    "osdp_compile/engine/inductor_fusion.py": {"_needed": CACHE},
+    "osdp_compile/engine/inductor_fusion.py": {"_needed": CACHE, "_source_digest": CACHE},
     "osdp_compile/engine/no_sync.py": {
         "_waiting": "models inside the context; their first call finds itself here"
     },
