@@ -438,8 +438,10 @@ def _plain_index(description: Any) -> int | None:
     return description.idx if description is not None else None
 
 
-def with_allocations(run: Callable[[], E]) -> tuple[E, list[int]]:
-    """The result of a function, and this thread's CPU allocations (frees are negative), in bytes.
+def allocations_of(run: Callable[[], object]) -> list[int]:
+    """This thread's CPU allocations in a function, in bytes; frees are negative.
+
+    What the function returns is not freed.
 
     Raises:
         RuntimeError: a profiler records this thread.
@@ -450,12 +452,11 @@ def with_allocations(run: Callable[[], E]) -> tuple[E, list[int]]:
         torch._C._profiler.ProfilerConfig(state, False, True, False, False, False, config)
     )
     try:
-        result = run()
+        result = run()  # noqa: F841  (alive until the record ends)
     finally:
         threads = torch._C._autograd._disable_profiler_legacy()
     events: list[Any] = [event for thread in threads for event in thread]
-    changes = [one.cpu_memory_usage() for one in events if one.kind() == "memory_alloc"]
-    return result, changes
+    return [one.cpu_memory_usage() for one in events if one.kind() == "memory_alloc"]
 
 
 class Partitioner(CustomPartitionerFn):

@@ -49,8 +49,6 @@ def measured_workspaces(captured: Captured, most_bytes: int) -> dict[str, int]:
 
 
 def _workspace_bytes(node: fx.Node) -> int:
-    run = on_made_up_inputs(node, _CPU)
-    results, changes_bytes = _torch.with_allocations(run)
-    del results
-    alive_bytes = list(itertools.accumulate(changes_bytes))
-    return max(alive_bytes, default=0) - (alive_bytes[-1] if alive_bytes else 0)
+    changes_bytes = _torch.allocations_of(on_made_up_inputs(node, _CPU))
+    alive_bytes = list(itertools.accumulate(changes_bytes, initial=0))
+    return max(alive_bytes) - alive_bytes[-1]

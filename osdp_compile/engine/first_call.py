@@ -209,6 +209,11 @@ class _Groups:
     device: torch.device
     uses_p2p: bool
 
+    @property
+    def are_fake(self) -> bool:
+        """Whether their collectives do nothing: the other ranks do not exist."""
+        return backend_of(self.ranks, self.device.type) == "fake"
+
     def mesh_dims(self, hardware: Hardware) -> tuple[MeshDim, MeshDim] | None:
         """The mesh dimensions along which the profile has rates."""
         dims = [mesh_dim(name, group) for name, group in self.along.items()]
@@ -363,8 +368,7 @@ class _PlanDecision:
         return kept.plan
 
     def _find(self) -> KeptPlan | None:
-        fake = backend_of(self._groups.ranks, self._groups.device.type) == "fake"
-        if fake or self._options.plan is not None or plans_folder() is None:
+        if self._groups.are_fake or self._options.plan is not None or plans_folder() is None:
             return None
         try:
             self._lines = self._step_lines()
@@ -410,9 +414,8 @@ class _PlanDecision:
             keep(self._profile, group, device, self._groups.along)
 
     def _workspaces(self, spare_bytes: int) -> dict[str, int]:
-        groups = self._groups
-        simulated = groups.device.type != "cpu" or backend_of(groups.ranks, "cpu") == "fake"
-        if simulated or self._captured is None:
+        on_cpu = self._groups.device.type == "cpu" and not self._groups.are_fake
+        if not on_cpu or self._captured is None:
             return {}
         return measured_workspaces(self._captured, spare_bytes)
 
@@ -432,8 +435,7 @@ class _PlanDecision:
                 return False
         if self._captured is None:
             self._trace()
-        backend = backend_of(self._groups.ranks, self._groups.device.type)
-        return self._options.hardware is None and backend != "fake"
+        return self._options.hardware is None and not self._groups.are_fake
 
     def plan(self) -> Plan:
         """The given plan, completed for the traced step, or the planner's plan."""
@@ -479,7 +481,7 @@ def _step_key(step: _Step, options: CheckedOptions) -> str:
 
 def _trace_steps(session: Session, step_key: str, groups: _Groups) -> None:
     """Trace some of the steps to come, on ranks that compute on CPUs; learn from them."""
-    if groups.device.type != "cpu" or backend_of(groups.ranks, "cpu") == "fake":
+    if groups.device.type != "cpu" or groups.are_fake:
         return
     learns = session.options.hardware is None and session.context.rank == 0
     kept = functools.partial(

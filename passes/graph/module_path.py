@@ -16,7 +16,7 @@ def module_path(stack: Mapping[str, Any] | None) -> str:
 
     The caller's name for the model is left out.
     """
-    return _path(str(next(reversed(list(stack.values())))[0])) if stack else ""
+    return _path(str(list(stack.values())[-1][0])) if stack else ""
 
 
 @functools.lru_cache(maxsize=4096)

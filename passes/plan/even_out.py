@@ -7,7 +7,7 @@ measurement shows. People read the plan: its differences must mean something.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from passes.candidates.candidate import Candidate
 from passes.plan.constants import CONSTANTS
@@ -22,23 +22,22 @@ def evened(
     items: Sequence[Item],
     prices: Prices,
     best: Finished,
-    ordered: Callable[[Finished], Finished],
 ) -> Finished:
     """The plan with as few differences between alike parameters as the step's time allows.
 
     All changes together make the step at most ``CONSTANTS.alike`` of itself slower. A plan that
     does not fit stays as it is.
 
-    ``ordered``: a lowered candidate with its best order. It costs several simulations, so a
-    candidate that is good enough with the order of its own is ordered at the end.
+    The best order costs several simulations, so a candidate that is good enough with its own is
+    ordered at the end.
     """
+    before = best
+    most_seconds = (1 + CONSTANTS.alike) * best.prediction.step_seconds
 
     def good(found: Finished) -> bool:
         in_time = found.prediction.step_seconds <= most_seconds
         return in_time and evaluator.fits(found.prediction)
 
-    before = best
-    most_seconds = (1 + CONSTANTS.alike) * best.prediction.step_seconds
     if not evaluator.fits(best.prediction):
         return best
     for item in items:
@@ -51,11 +50,11 @@ def evened(
                 continue
             found = evaluator.lowered(key)
             if not good(found):
-                found = ordered(found)
+                found = evaluator.ordered(found)
             if good(found):
                 best = found
                 break
-    return best if best is before else ordered(best)
+    return best if best is before else evaluator.ordered(best)
 
 
 def _plainer(item: Item, key: Candidate) -> Iterator[Sequence[Decision]]:

@@ -127,8 +127,7 @@ def _searched(
             found = [Finished(key, plan, predict(captured, plan, ctx, passes))]
     best = _best_ordered(evaluator, found)
     prices = search.neighbours.prices
-    ordered = _as_it_is if evaluator.folded is not None else evaluator.ordered
-    best = evened(evaluator, search.neighbours.items, prices, best, ordered)
+    best = evened(evaluator, search.neighbours.items, prices, best)
     representatives: dict[str, str] = {}
     if isinstance(captured, Folded):
         representatives = captured.representatives(best.plan)
@@ -147,11 +146,6 @@ def _best_ordered(evaluator: PlanEvaluator, found: list[Finished]) -> Finished:
         uniform = [key for key in evaluator.fitting() if len({*key.decisions}) == 1]
         found += _lowered(evaluator, uniform)
     return min(map(evaluator.ordered, found), key=_step_seconds)
-
-
-def _as_it_is(found: Finished) -> Finished:
-    """A folded step leaves the order open."""
-    return found
 
 
 def _lowered(evaluator: PlanEvaluator, keys: Iterable[Candidate]) -> Iterator[Finished]:

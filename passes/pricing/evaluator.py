@@ -245,8 +245,12 @@ class PlanEvaluator:
         return Finished(key, plan, predict(self.captured, plan, self.ctx, self.passes))
 
     def ordered(self, found: Finished) -> Finished:
-        """The plan with the fastest order of collectives that is found; not for a folded step."""
-        assert not isinstance(self.captured, Folded)
+        """The plan with the fastest order of collectives that is found.
+
+        A folded step leaves the order open.
+        """
+        if isinstance(self.captured, Folded):
+            return found
         plan, step = with_fastest_order(
             found.plan, found.step, self.captured, self.ctx, self.passes
         )

@@ -9,10 +9,10 @@ from torch import nn
 from osdp_compile import PeakMemory, Plan
 from osdp_compile.calibration.operator_times import on_made_up_inputs
 from osdp_compile.calibration.workspaces import measured_workspaces
-from passes.annotate.annotate_costs import cost_of, stands_alone
-from passes.annotate.kernel_key import kernel_key
+from passes.annotate.annotate_costs import cost_of
 from passes.pipeline import default_passes
 from passes.pricing.predict import predict
+from tests.osdp_compile.calibration.test_operator_times import kernels
 from tests.passes.captures import capture_step
 
 aten = torch.ops.aten
@@ -40,12 +40,6 @@ def step():
     return capture_step(Model(), torch.randn(4, 3, 40, 40))
 
 
-def kernels(*graphs):
-    return {
-        kernel_key(node): node for gm in graphs for node in gm.graph.nodes if stands_alone(node)
-    }
-
-
 def counted_bytes(node):
     """Bytes beside inputs and results, by another means: the allocator that counts."""
     run = on_made_up_inputs(node, torch.device("cpu"))
@@ -59,7 +53,7 @@ def counted_bytes(node):
 def test_each_operator_but_matrix_products_takes_what_is_counted(step):
     captured, _ = step
     found = measured_workspaces(captured, MOST_BYTES)
-    nodes = kernels(captured.forward, captured.backward)
+    nodes = kernels(captured)
     products = {
         key for key, one in nodes.items() if one.target in (aten.mm.default, aten.addmm.default)
     }
@@ -73,7 +67,7 @@ def test_measurements_take_the_place_of_the_formula(step):
     found = measured_workspaces(captured, MOST_BYTES)
     plan = Plan.uniform(Model().named_parameters(), "shard_regather", world_size=4)
     lowered = predict(captured, plan, ctx.replace(workspaces=found), default_passes())
-    nodes = kernels(lowered.forward, lowered.backward)
+    nodes = kernels(lowered)
     assert {key: cost_of(nodes[key]).workspace_bytes for key in found} == found
 
 

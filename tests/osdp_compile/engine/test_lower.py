@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import torch
-from functorch.compile import make_boxed_func
 from torch import nn
 
 from osdp_compile import Plan
-from osdp_compile.engine.backend import compile_graph
-from osdp_compile.options import CheckedOptions
 from osdp_compile.trace import fake_world
 from passes.pipeline import Pass, Stage, default_passes
 from passes.types.context import Phase
+from tests.boxed import without_inductor
 from tests.training import SLOW
 
 
@@ -32,16 +30,13 @@ def test_bytes_held_beside_a_graph_are_those_of_the_plan():
         seen.append((ctx.phase, ctx.base_bytes))
         return gm
 
-    def backend(gm, inputs):
-        passes = [*default_passes(), Pass("see", see, stage=Stage.PARTS)]
-        options = CheckedOptions.parse({"hardware": SLOW, "plan": plan, "passes": passes})
-        return compile_graph(gm, inputs, options, lambda gm, _, **__: make_boxed_func(gm.forward))
-
     model = TwoLayers()
     plan = Plan.uniform(model.named_parameters(), "shard_regather", world_size=2)
+    passes = [*default_passes(), Pass("see", see, stage=Stage.PARTS)]
+    options = {"hardware": SLOW, "plan": plan, "passes": passes}
     torch.compiler.reset()
-    with fake_world(2):
-        torch.compile(model, backend=backend)(torch.randn(128, 32)).backward()
+    with fake_world(2), without_inductor():
+        torch.compile(model, backend="osdp", options=options)(torch.randn(128, 32)).backward()
     torch.compiler.reset()
     lowered, planned = seen[-2:], seen[:-2]
     assert planned and set(planned) == set(lowered)

@@ -118,7 +118,8 @@ def test_times_of_more_operators_do_not_matter_and_other_times_do(path):
     for known, is_found in (({**times, "aten.add": 1.0}, True), ({"aten.mm": 1.0}, False)):
         ctx = CONTEXT.replace(hardware=dataclasses.replace(HARDWARE, kernel_seconds=known))
         assert path_of(["step"], ctx) == path
-        assert (find(path, ctx) is not None) is is_found
+        kept = find(path, ctx)
+        assert (kept is not None and kept.plan == PLAN) is is_found
 
 
 def test_a_plan_is_found_with_the_workspaces_that_it_was_made_with(path):

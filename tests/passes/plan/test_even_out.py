@@ -47,7 +47,7 @@ def evened_from(ctx: Context, decisions: list[Decision]) -> tuple[Finished, Fini
 
     evaluator.evaluate(key)
     before, items = evaluator.ordered(evaluator.lowered(key)), items_of(evaluator)
-    return before, evened(evaluator, items, Prices(evaluator), before, evaluator.ordered)
+    return before, evened(evaluator, items, Prices(evaluator), before)
 
 
 def test_a_difference_that_gains_nothing_goes():
