@@ -41,13 +41,20 @@ def step():
 
 
 def counted_bytes(node):
-    """Bytes beside inputs and results, by another means: the allocator that counts."""
+    """Bytes beside inputs and results, by another means: the allocator that counts.
+
+    It counts for the whole process: a tensor that the garbage collector or another thread frees
+    meanwhile is added. So the least of three runs is taken.
+    """
     run = on_made_up_inputs(node, torch.device("cpu"))
     run()
-    with PeakMemory() as memory:
-        results = run()
-    del results
-    return memory.peak_bytes - memory.current_bytes
+    found = []
+    for _ in range(3):
+        with PeakMemory() as memory:
+            results = run()
+        del results
+        found.append(memory.peak_bytes - memory.current_bytes)
+    return min(found)
 
 
 def test_each_operator_but_matrix_products_takes_what_is_counted(step):
