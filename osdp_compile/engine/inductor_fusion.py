@@ -10,8 +10,9 @@ kernel, its inputs would live until then. This module refuses this fusion too.
 
 After fusion Inductor visits the kernels in the order of their first results, and puts all that a
 kernel needs directly before it. So an early result that is fused with a late one pulls all that the
-late one needs before the kernels between them. Buffers that these kernels read live longer than in
-the schedule. This module restores the order of the schedule.
+late one needs before the kernels between them. Inductor also computes a pointwise result that one
+extern kernel reads directly before this kernel. In both cases buffers that the kernels between read
+live longer than in the schedule. This module restores the order of the schedule.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ import contextlib
 import functools
 import hashlib
 import heapq
+import operator
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from osdp_compile import _torch
+from passes.graph.fx_utils import is_alias, root_of
 
 #: By scheduler and node name: the place of the last extern kernel that the node needs, or -1.
 _needed: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
@@ -78,7 +81,7 @@ def in_order(kernels: list[Any]) -> list[Any]:
         missing[kernel] = len(sources)
         for source in sources:
             readers[source].append(kernel)
-    place = {kernel: (kernel.min_order, index) for index, kernel in enumerate(kernels)}
+    place = dict(zip(kernels, zip(_places(kernels), range(len(kernels)), strict=True), strict=True))
     ready = [(*place[kernel], kernel) for kernel in kernels if not missing[kernel]]
     heapq.heapify(ready)
     found = []
@@ -90,6 +93,36 @@ def in_order(kernels: list[Any]) -> list[Any]:
             if not missing[reader]:
                 heapq.heappush(ready, (*place[reader], reader))
     return found
+
+
+def _places(kernels: list[Any]) -> list[int]:
+    """For every kernel, the place of its first result in the FX graph, which is the schedule's.
+
+    Inductor's numbers count results as they are realized: a pointwise result with its reader. The
+    origins of a result are the nodes that compute it. If it is realized with a reader, they may
+    also be this reader and all that computes the reader's other inputs.
+    """
+    results = [one for kernel in kernels for one in kernel.get_nodes()]
+    origins = {one: set(one.node.origins) for one in results}
+    graphs = {origin.graph for found in origins.values() for origin in found}
+    place = {node: at for graph in graphs for at, node in enumerate(graph.nodes)}
+    known: dict[str, int] = {}  # by buffer: the place of the input of an extern kernel
+    for one in results:
+        if one.is_extern() and origins[one]:
+            called = max(origins[one], key=place.__getitem__)
+            inputs = getattr(one.node, "inputs", ())
+            if len(inputs) == len(called.all_input_nodes):
+                for buffer, source in zip(inputs, called.all_input_nodes, strict=True):
+                    known.setdefault(buffer.get_name(), place[root_of(source)])
+    result: dict[Any, int] = {}
+    last = 0
+    for one in sorted(results, key=operator.attrgetter("min_order")):
+        found = [known[name] for name in one.get_buffer_names() if name in known][:1]
+        if one.is_extern() or not found:
+            views = () if one.is_extern() else filter(is_alias, origins[one])
+            found = [place[origin] for origin in origins[one] - set(views)]
+        last = result[one] = max(found, default=last)  # a kernel without origins runs at once
+    return [min(result[one] for one in kernel.get_nodes()) for kernel in kernels]
 
 
 def _puts_off(scheduler: Any, earlier: Any, later: Any) -> bool:

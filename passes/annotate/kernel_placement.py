@@ -3,9 +3,11 @@
 Inductor fuses the nodes of a region into kernels, and runs each kernel at the position of its
 first result. A result joins an earlier kernel of its region if all its inputs exist at that
 position and both loop over the same number of elements in the same order. A result of another
-region also joins if both regions read one tensor of that size and the kernels are near each other
-(both halves of a gated unit's backward read the gradient of the product). A sum over leading
-dimensions (a bias's gradient) loops over columns and its input is written by rows: two kernels.
+region also joins if the kernels are near each other and it reads a tensor of that size that the
+kernel writes (the factor of a SiLU's backward reads the recomputed input of the SiLU), or both
+regions read one (both halves of a gated unit's backward read the gradient of the product). A sum
+over leading dimensions (a bias's gradient) loops over columns and its input is written by rows: two
+kernels.
 
 A pointwise result without a buffer is computed inside each reader, in other regions too: its
 readers read its inputs.
@@ -57,12 +59,12 @@ class _Kernel:
 class _Fused(NamedTuple):
     """The inputs and the loop of a fused node, which do not depend on the order.
 
-    ``inside``: inputs in its own region, each with True if it is a buffer or a reduction.
+    ``inside``: inputs of fused kernels, each with True if it is a buffer or a reduction.
     ``outside``: all other inputs.
     ``writes``: the node itself is a buffer or a reduction.
     ``keys``: keys of the kernels that it may join: its region as a negative number, and the
     tensors outside its region with as many elements as its loop that it depends on through the
-    region.
+    region. A kernel also has its results as keys.
     """
 
     inside: tuple[tuple[int, bool], ...]
@@ -84,6 +86,7 @@ class Kernels:
         region = [region_of(node) for node in nodes]
         memory = [cost_of(node).memory_bytes > 0 for node in nodes]
         reduces = [is_reduction(node) for node in nodes]
+        buffer = [size or reduction for size, reduction in zip(memory, reduces, strict=True)]
         reduced: dict[int, _Loop] = {}  # of reductions and their elementwise results
         numel = functools.cache(lambda index: _numel(nodes[index]))
         for index, node in enumerate(nodes):
@@ -95,28 +98,30 @@ class Kernels:
             if own is None:
                 self._alone[index] = memory[index]
                 continue
-            writes = memory[index] or reduces[index]
             inside, outside = [], []
-            mine = reads[index] = {}
+            mine: dict[int, None] = {}
             for source in dataflow.inputs[index]:
                 read = dataflow.written[source]
-                inlined = region[read] is not None and not (memory[read] or reduces[read])
-                if region[read] == own or inlined:
-                    inside.append((read, memory[read] or reduces[read]))
-                    if not reduces[read]:
-                        mine.update(reads[read])
-                    if read in reduced and (traits.getitem or numel(read) == numel(index)):
-                        reduced[index] = reduced[read]
-                else:
+                if region[read] is None:
                     outside.append(read)
+                else:
+                    inside.append((read, buffer[read]))
+                if region[read] is None or (region[read] != own and buffer[read]):
                     mine[read] = None
+                    continue
+                mine.update(reads[read])
+                if read in reduced and (traits.getitem or numel(read) == numel(index)):
+                    reduced[index] = reduced[read]
+            reads[index] = {} if reduces[index] else mine
             loop, keys = _NO_LOOP, [-1 - own]
             if reduces[index]:
                 reduced[index] = once_for("loop", node, _loop_of)
-            if writes:
+            if buffer[index]:
                 loop = reduced.get(index) or once_for("loop", node, _loop_of)
                 keys += [read for read in mine if numel(read) == loop.numel]
-            self._fused[index] = _Fused(tuple(inside), tuple(outside), writes, loop, tuple(keys))
+            self._fused[index] = _Fused(
+                tuple(inside), tuple(outside), buffer[index], loop, tuple(keys)
+            )
 
     def places(self, order: Sequence[int]) -> list[int]:
         """For every node, the position in the order at which the kernel of its result runs.
@@ -145,7 +150,7 @@ class Kernels:
                 # A node that writes may be in the same kernel, but not in a later kernel.
                 needed = max(needed, needs[read], runs[read] - 1 if writes else -1)
             needs[index] = needed
-            runs[index] = earlier.joined(one, needed, place) if one.writes else place
+            runs[index] = earlier.joined(one, index, needed, place) if one.writes else place
         return runs
 
 
@@ -159,7 +164,7 @@ class _EarlierKernels:
         self.count = 0
         self._by_key: dict[int, list[_Kernel]] = {}  # by regions and inputs
 
-    def joined(self, result: _Fused, needed: int, place: int) -> int:
+    def joined(self, result: _Fused, index: int, needed: int, place: int) -> int:
         """The position of the kernel that a result joins, or begins at ``place``.
 
         ``needed``: the last position at which an input of the result is written.
@@ -170,7 +175,7 @@ class _EarlierKernels:
         else:
             kernel = _Kernel(place, result.loop, self.count)
             self.count += 1
-        for key in result.keys:
+        for key in (*result.keys, index):
             known = self._by_key.setdefault(key, [])
             if kernel not in known:
                 known.append(kernel)

@@ -185,6 +185,29 @@ def _loops_of_parts(dataflow: Dataflow, index: int, concatenation: int) -> froze
     )
 
 
+def written_into(dataflow: Dataflow, fused: list[bool]) -> dict[int, int]:
+    """Parts of concatenations that their kernels write straight into the concatenation's memory.
+
+    Returns the concatenation of each such part. Other readers of a part read this memory, too.
+    Inductor fixes the layout of a tensor that an operator of a library reads, and copies it
+    (``ConcatKernel.can_realize_into_without_copy`` in ``torch/_inductor/ir.py``).
+
+    ``fused``: whether a node is computed in a fused kernel on a CPU, by index in graph order.
+    """
+    last = len(dataflow.nodes) - 1
+    found: dict[int, int] = {}
+    for index, node in enumerate(dataflow.nodes):
+        if fused[index] and is_concatenation(node):
+            for part in map(dataflow.place.__getitem__, concatenated(node)):
+                flexible = fused[part] and not (
+                    dataflow.traits[part].getitem or is_concatenation(dataflow.nodes[part])
+                )
+                readers = dataflow.readers[part]
+                if flexible and all(reader == last or fused[reader] for reader in readers):
+                    found.setdefault(part, index)
+    return found
+
+
 def read_elsewhere(dataflow: Dataflow, region: list[int], on_cpu: bool) -> set[int]:
     """Realized results that another loop reads than the one that computes them.
 

@@ -4,7 +4,8 @@ Needs: ``annotate``. Leaves: the graph unchanged.
 
 - A tensor is born with the kernel that writes it (``passes/annotate/kernel_placement.py``). It
   dies after the last kernel that reads it. Views and in-place updates share one buffer.
-- A tensor that lives only inside a fused kernel takes no memory.
+- A tensor that lives only inside a fused kernel takes no memory. A part of a concatenation is
+  written into the memory of the concatenation, which is born with its first part.
 - A kernel's workspace is alive while the kernel runs.
 - The input of a collective lives until the wait. So does the backend's copy of the whole tensor,
   if the backend makes one.
@@ -24,6 +25,7 @@ from torch import fx
 
 from passes.annotate.annotate_costs import cost_of
 from passes.annotate.kernel_placement import Kernels
+from passes.annotate.realized import written_into
 from passes.graph.dataflow import Dataflow
 from passes.graph.fx_utils import (
     WAIT,
@@ -72,6 +74,7 @@ class MemoryModel:
     :class:`~passes.graph.dataflow.Dataflow`:
 
     ``_size``: bytes that a node allocates; 0 if it allocates none or the graph does not own it.
+    ``_into``: the concatenation into whose memory the node's kernel writes.
     ``_inlined``: the node lives only inside its readers' kernels.
     ``_over``: the node may reuse a dying buffer.
     ``_own``: other nodes may reuse the node's buffer.
@@ -97,9 +100,12 @@ class MemoryModel:
         self._part: list[bool] = []
         self._ends: list[bool] = []
         self._needed: dict[tuple[int, int], bool] = {}
+        costs = [cost_of(node) for node in dataflow.nodes]
+        self._into = written_into(dataflow, [cost.in_function for cost in costs])
         for index, node in enumerate(dataflow.nodes):
-            meta, traits, cost = node.meta, dataflow.traits[index], cost_of(node)
-            size_bytes = 0 if meta.get(STATIC.name) else cost.memory_bytes
+            meta, traits, cost = node.meta, dataflow.traits[index], costs[index]
+            placed = meta.get(STATIC.name) or index in self._into
+            size_bytes = 0 if placed else cost.memory_bytes
             self._size.append(size_bytes)
             readers = bool(dataflow.readers[index])
             inlined = traits.fusible and cost.memory_bytes == 0 and readers
@@ -136,11 +142,10 @@ class MemoryModel:
         place_of = self._wiring.place
         count = len(place_of)
         order = list(range(count) if nodes is None else [place_of[node] for node in nodes])
-        birth = self._kernels.places(order)
-        death = self._deaths(order, birth)
+        runs, birth, death = self._lives(order)
         size, workspace = self._size, self._workspace
         born, dying = self._by_place(birth, death)
-        ends = self._function_ends(order, birth)
+        ends = self._function_ends(order, runs)
         staged = self._staged_bytes(order)
         freed: list[list[int]] = [[] for _ in order]
         alive_bytes, most_bytes, at = 0, -1, 0
@@ -154,7 +159,7 @@ class MemoryModel:
                 for one in comes:
                     alive_bytes += size[one]
                 if dies is not None:
-                    replaced = self._written_over(comes, dies, birth)
+                    replaced = self._written_over(comes, dies, runs)
                     for one in replaced:
                         alive_bytes -= size[one]
             here += alive_bytes
@@ -234,12 +239,12 @@ class MemoryModel:
                 held[where] += self._workspace[start]
         return held
 
-    def _function_ends(self, order: list[int], birth: list[int]) -> list[int]:
+    def _function_ends(self, order: list[int], runs: list[int]) -> list[int]:
         """For every place the last place of its C++ function; outside of functions, itself."""
         parts = [False] * len(order)
         for index, is_part in enumerate(self._part):
             if is_part:
-                parts[birth[index]] = True
+                parts[runs[index]] = True
         ends = list(range(len(order)))
         last = -1
         for place in range(len(order) - 1, -1, -1):
@@ -250,7 +255,7 @@ class MemoryModel:
                 ends[place] = last
         return ends
 
-    def _written_over(self, born: list[int], dying: list[int], birth: list[int]) -> list[int]:
+    def _written_over(self, born: list[int], dying: list[int], runs: list[int]) -> list[int]:
         """The dying buffers that Inductor reuses for pointwise results of the same size.
 
         A reusable buffer is the graph's own, or a saved tensor that AOTAutograd donates. A buffer
@@ -267,7 +272,7 @@ class MemoryModel:
                 same = size[dead] == new_bytes and self._own[dead]
                 if not same or dead in found or dead in born:
                     continue
-                others = [r for r in self._reading[dead] if birth[r] == birth[index]]
+                others = [r for r in self._reading[dead] if runs[r] == runs[index]]
                 if index in others and all(
                     other == index or self._needs(index, other) for other in others
                 ):
@@ -287,6 +292,15 @@ class MemoryModel:
                         stack.append(source)
             self._needed[key] = other in seen
         return self._needed[key]
+
+    def _lives(self, order: list[int]) -> tuple[list[int], list[int], dict[int, int]]:
+        """By node, the place of its kernel, and the first and the last place of its memory."""
+        runs = self._kernels.places(order)
+        birth, death = list(runs), self._deaths(order, runs)
+        for part, whole in self._into.items():
+            birth[whole] = min(birth[whole], birth[part])
+            death[whole] = max(death[whole], death[part])
+        return runs, birth, death
 
     def _deaths(self, order: list[int], birth: list[int]) -> dict[int, int]:
         """For every node that is not a view: the place of its last reader."""

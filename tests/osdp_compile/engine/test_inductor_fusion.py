@@ -43,6 +43,13 @@ def summed_for_a_late_result(x, one, other):
     return between, early * (other @ other)
 
 
+def read_by_a_late_product(x, one, other):
+    """A result that only the second product reads."""
+    result = x.sin() * one
+    between = torch.addmm(one, x, other)
+    return between, result @ other
+
+
 def called(function) -> list[str]:
     """The products and the kernels of a function, in the order in which they are called."""
     torch._dynamo.reset()
@@ -86,6 +93,15 @@ def test_an_operator_is_not_put_off_behind_all_that_a_late_result_needs():
 
 def test_inductor_by_itself_puts_the_operator_off():
     assert called(summed_for_a_late_result) == ["mm", "cpp_fused", "addmm"]
+
+
+def test_a_result_is_computed_where_the_schedule_has_it():
+    with in_place():
+        assert called(read_by_a_late_product) == ["cpp_fused", "addmm", "mm"]
+
+
+def test_inductor_by_itself_computes_it_directly_before_its_reader():
+    assert called(read_by_a_late_product) == ["addmm", "cpp_fused", "mm"]
 
 
 def test_other_compilations_are_as_they_were():

@@ -92,6 +92,18 @@ def test_regions_that_read_a_same_tensor_of_their_size_are_one_kernel():
     assert runs[late] == list(runs).index(late)
 
 
+def test_a_result_joins_the_kernel_of_another_region_that_writes_what_it_reads():
+    b = Priced()
+    source = b.kernel(b.tensor("x"), memory_bytes=10)
+    first = fused(b, aten.cos.default, source, memory_bytes=10)
+    product = b.kernel(first, memory_bytes=10)
+    factor = fused(b, aten.sin.default, first, memory_bytes=10, region=1)
+    later = fused(b, aten.mul.Tensor, first, product, memory_bytes=10, region=1)
+    runs = places(b, factor, later)
+    assert runs[factor] == runs[first]
+    assert runs[later] == list(runs).index(later)
+
+
 def test_regions_that_share_only_a_small_tensor_are_kernels_of_their_own():
     b = Priced()
     bias = price(b.call(aten.sum.dim_IntList, b.tensor("x"), [0]), 0.0, memory_bytes=5)

@@ -91,18 +91,35 @@ def test_what_a_fused_kernel_reads_lives_until_that_kernel_runs():
 @pytest.mark.parametrize("in_function", [True, False])
 def test_what_a_part_of_a_function_reads_is_freed_with_the_function(in_function: bool):
     b = Priced()
+    last = b.tensor("z")
     source = b.kernel(b.tensor("x"), memory_bytes=10)
     other = b.kernel(b.tensor("y"), memory_bytes=10)
     read = [b.pointwise(source, 2), b.pointwise(other, 10)]  # the second is written over other
-    read.append(b.pointwise(read[0], 3))
+    read.append(b.pointwise(last, 3))
     for number, node in enumerate(read):
         price(node, memory_bytes=COST.of(node).memory_bytes, in_function=in_function)
         REGION.set(node, number)
     after = b.kernel(read[1], read[2], memory_bytes=1)
-    found = b.simulated(after)
+    found = b.simulated(read[0], after)
     parts = [22, 22, 25] if in_function else [22, 12, 15]
-    assert found.memory.curve == [0, 10, 10, 20, *parts, 14, 1]
+    assert found.memory.curve == [0, 0, 10, 10, 20, *parts, 16, 3]
     assert found.peak_bytes == sum(found.memory.peak.values())
+
+
+def test_a_concatenation_is_there_from_its_first_part_to_the_last_reader_of_a_part():
+    b = Priced()
+    parts = []
+    for name in ("x", "y"):
+        source = b.kernel(b.tensor(name), memory_bytes=10)
+        parts.append(b.pointwise(source, 10))
+    whole = price(b.call(aten.cat.default, parts), 0.0, 20)
+    used = b.kernel(b.tensor("z"), memory_bytes=5)
+    last = price(b.call(aten.add.Tensor, parts[0], used), 0.0, 1)
+    for number, node in enumerate([*parts, whole, last]):
+        price(node, memory_bytes=COST.of(node).memory_bytes, in_function=True)
+        REGION.set(node, number)
+    found = b.simulated(used, last)
+    assert found.memory.curve == [0, 10, 30, 20, 30, 30, 30, 20, 25, 26, 6]
 
 
 def test_an_operator_that_is_not_fused_ends_a_function():
