@@ -96,33 +96,48 @@ def in_order(kernels: list[Any]) -> list[Any]:
 
 
 def _places(kernels: list[Any]) -> list[int]:
-    """For every kernel, the place of its first result in the FX graph, which is the schedule's.
+    """For every kernel, a place in the FX graph, whose order is the schedule's.
+
+    It is the place of the kernel's first result after all that the kernel reads.
+    """
+    results = _places_of_results([one for kernel in kernels for one in kernel.get_nodes()])
+    written = {name: at for one, at in results.items() for name in one.get_buffer_names()}
+    found = []
+    for kernel in kernels:
+        own = [results[one] for one in kernel.get_nodes()]
+        reads = (one.name for one in kernel.unmet_dependencies)
+        last = max((written[name] for name in reads if name in written), default=-1)
+        found.append(min((at for at in own if at > last), default=max(own)))
+    return found
+
+
+def _places_of_results(results: list[Any]) -> dict[Any, int]:
+    """The places in the FX graph of the nodes that Inductor's results stand for.
 
     Inductor's numbers count results as they are realized: a pointwise result with its reader. The
     origins of a result are the nodes that compute it. If it is realized with a reader, they may
     also be this reader and all that computes the reader's other inputs.
     """
-    results = [one for kernel in kernels for one in kernel.get_nodes()]
     origins = {one: set(one.node.origins) for one in results}
     graphs = {origin.graph for found in origins.values() for origin in found}
     place = {node: at for graph in graphs for at, node in enumerate(graph.nodes)}
-    known: dict[str, int] = {}  # by buffer: the place of the input of an extern kernel
+    read: dict[str, int] = {}  # by buffer: the place of the input of an extern kernel
     for one in results:
         if one.is_extern() and origins[one]:
             called = max(origins[one], key=place.__getitem__)
             inputs = getattr(one.node, "inputs", ())
             if len(inputs) == len(called.all_input_nodes):
                 for buffer, source in zip(inputs, called.all_input_nodes, strict=True):
-                    known.setdefault(buffer.get_name(), place[root_of(source)])
-    result: dict[Any, int] = {}
+                    read.setdefault(buffer.get_name(), place[root_of(source)])
+    found: dict[Any, int] = {}
     last = 0
     for one in sorted(results, key=operator.attrgetter("min_order")):
-        found = [known[name] for name in one.get_buffer_names() if name in known][:1]
-        if one.is_extern() or not found:
+        own = [read[name] for name in one.get_buffer_names() if name in read][:1]
+        if one.is_extern() or not own:
             views = () if one.is_extern() else filter(is_alias, origins[one])
-            found = [place[origin] for origin in origins[one] - set(views)]
-        last = result[one] = max(found, default=last)  # a kernel without origins runs at once
-    return [min(result[one] for one in kernel.get_nodes()) for kernel in kernels]
+            own = [place[origin] for origin in origins[one] - set(views)]
+        last = found[one] = max(own, default=last)  # a result without origins comes at once
+    return found
 
 
 def _puts_off(scheduler: Any, earlier: Any, later: Any) -> bool:
