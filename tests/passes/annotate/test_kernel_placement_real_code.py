@@ -224,7 +224,6 @@ PEAK = (0.99, 1.002)
 #: Others, with the reason.
 KNOWN_PEAKS = {
     ("recomputed", "forward"): (1.03, 1.05),  # the sum of both layers comes later than in the model
-
     # A product reads a view of a gradient that Inductor does not realize. Inductor writes the view,
     # and computes the gradient again for its other reader, for which it keeps an activation.
     ("block", "backward"): (0.96, 0.97),
