@@ -41,7 +41,7 @@ from passes.graph.fx_utils import (
     is_packing,
     once_for,
 )
-from passes.graph.metadata import COST, DATAFLOW, PHASE, REGION
+from passes.graph.metadata import COST, DATAFLOW, PHASE, REGION, STORAGE
 from passes.graph.op_traits import is_fusible
 from passes.ops.packing import PICKING
 from passes.types.annotations import Cost
@@ -148,7 +148,9 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         meta[REGION.name] = None if own == NO_REGION else own
         names = served[index]
         is_real = real[index]
-        memory_bytes = -(-reads.size_bytes[index] // align) * align if is_real else 0
+        storage = meta.get(STORAGE.name)
+        size_bytes = storage.size_bytes if storage else reads.size_bytes[index]
+        memory_bytes = -(-size_bytes // align) * align if is_real else 0
         if traits.collective:
             meta[COST.name] = _collective_cost(node, memory_bytes, names, ctx)
             continue

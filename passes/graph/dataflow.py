@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from passes.graph.fx_utils import ALL_REDUCE, COLLECTIVES, WAIT, aliases, by_target
+from passes.graph.fx_utils import ALL_REDUCE, COLLECTIVES, WAIT, aliases, by_target, is_alias
 from passes.graph.op_traits import fuses, is_fusible
 from passes.ops.markers import LEFT_OUT, REDUCE_GRAD, UNSHARD
 from passes.ops.packing import PACKING
@@ -78,8 +78,8 @@ class Dataflow:
             if called:
                 target = node.target
                 traits = traits_of(target)
-                if traits.getitem and is_fusible(node):
-                    traits = _FUSED_ITEM
+                if traits.getitem:
+                    traits = _item_traits(node)
                 if traits.alias or target is ALL_REDUCE:
                     first = node.args[0]
                     if isinstance(first, fx.Node):
@@ -117,5 +117,13 @@ class Dataflow:
         return {self.root[source] for source in self.inputs[-1]}
 
 
+def _item_traits(node: fx.Node) -> OpTraits:
+    if is_alias(node):
+        return _VIEW_ITEM
+    return _FUSED_ITEM if is_fusible(node) else _ITEM
+
+
 _FRAME = OpTraits()
+_ITEM = OpTraits(getitem=True)
 _FUSED_ITEM = OpTraits(fusible=True, getitem=True)
+_VIEW_ITEM = OpTraits(alias=True, getitem=True)

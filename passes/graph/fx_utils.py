@@ -88,7 +88,13 @@ def is_cast(node: fx.Node) -> bool:
 
 
 def is_alias(node: fx.Node) -> bool:
-    """Whether a node is a view, or a wait: a wait returns the collective's own output."""
+    """Whether a node is a view, or a wait: a wait returns the collective's own output.
+
+    An item of an operator that returns several views (``split``) is a view.
+    """
+    if is_getitem(node):
+        source = node.args[0]
+        return isinstance(source, fx.Node) and is_alias(source)
     return node.op == "call_function" and aliases(node.target)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar, overload
 from torch import fx
 
 from passes.graph.dataflow import Dataflow
-from passes.types.annotations import Cost, Memory, Packable, Reason
+from passes.types.annotations import Cost, Memory, Packable, Reason, Storage
 from passes.types.plan import Collective
 
 _Owner = TypeVar("_Owner", fx.Node, fx.GraphModule)
@@ -105,6 +105,8 @@ STATIC: Key[fx.Node, bool] = Key("static", "mark_inputs")
 SAVED: Key[fx.Node, bool] = Key("saved", "mark_inputs")
 #: Of a placeholder of a backward: True if others hold it too; no kernel may reuse its memory.
 LENT: Key[fx.Node, bool] = Key("lent", "lend")
+#: Of a placeholder of a backward: the memory of which it is a view, if it is not all of it.
+STORAGE: Key[fx.Node, Storage] = Key("storage", "lend")
 #: Of a node of a backward: the name of the same value's node in the forward, if it differs; "":
 #: the forward has no such node.
 SAVES: Key[fx.Node, str] = Key("saves", "the passes on a step")

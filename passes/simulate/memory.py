@@ -7,6 +7,7 @@ Needs: ``annotate``. Leaves: the graph unchanged.
 - A tensor that lives only inside a fused kernel takes no memory. A part of a concatenation is
   written into the memory of the concatenation, which is born with its first part.
 - A kernel's workspace is alive while the kernel runs.
+- A saved view keeps the whole memory of which it is a view (``passes/simulate/lent.py``).
 - The input of a collective lives until the wait. So does the backend's copy of the whole tensor,
   if the backend makes one.
 - Memory that the graph does not allocate (such as parameters) is the caller's ``base_bytes``.
@@ -33,7 +34,7 @@ from passes.graph.fx_utils import (
     output_nodes,
     root_of,
 )
-from passes.graph.metadata import COLLECTIVE, GATHERED, GRADIENT_OF, LENT, SAVED, STATIC
+from passes.graph.metadata import COLLECTIVE, GATHERED, GRADIENT_OF, LENT, SAVED, STATIC, STORAGE
 from passes.graph.op_traits import effective_users, is_concatenation, is_reduction
 from passes.ops.packing import UNPACK
 from passes.types.annotations import Memory
@@ -74,7 +75,7 @@ class MemoryModel:
     :class:`~passes.graph.dataflow.Dataflow`:
 
     ``_size``: bytes that a node allocates; 0 if it allocates none or the graph does not own it.
-    ``_into``: the concatenation into whose memory the node's kernel writes.
+    ``_into``: the node that has the memory of a part of a concatenation or of a saved view.
     ``_inlined``: the node lives only inside its readers' kernels.
     ``_over``: the node may reuse a dying buffer.
     ``_own``: other nodes may reuse the node's buffer.
@@ -102,6 +103,7 @@ class MemoryModel:
         self._needed: dict[tuple[int, int], bool] = {}
         costs = [cost_of(node) for node in dataflow.nodes]
         self._into = written_into(dataflow, [cost.in_function for cost in costs])
+        self._into.update(_views_of_one(dataflow))
         for index, node in enumerate(dataflow.nodes):
             meta, traits, cost = node.meta, dataflow.traits[index], costs[index]
             placed = meta.get(STATIC.name) or index in self._into
@@ -117,7 +119,7 @@ class MemoryModel:
             )
             joins = cost.in_function and is_concatenation(node)
             self._over.append(traits.fusible and size_bytes > 0 and not joins)
-            given = bool(meta.get(SAVED.name)) and LENT.name not in meta
+            given = bool(meta.get(SAVED.name)) and not {LENT.name, STORAGE.name} & meta.keys()
             self._own.append((dataflow.called[index] and not joins) or given)
             self._workspace.append(cost.workspace_bytes)
             if node.target is WAIT and isinstance(node.args[0], fx.Node):
@@ -335,6 +337,17 @@ class MemoryModel:
             if place[wait] > held[index]:
                 held[index] = place[wait]
         return held
+
+
+def _views_of_one(dataflow: Dataflow) -> dict[int, int]:
+    """Saved views of one memory, each with the first of them."""
+    first: dict[str, int] = {}
+    found: dict[int, int] = {}
+    for index, node in enumerate(dataflow.nodes):
+        storage = STORAGE.get(node)
+        if storage is not None and first.setdefault(storage.owner, index) != index:
+            found[index] = first[storage.owner]
+    return found
 
 
 def memory_of(graph: fx.Graph) -> Memory:

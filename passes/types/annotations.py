@@ -63,6 +63,13 @@ class Memory:
         return max(self.curve, default=0)
 
 
+class Storage(NamedTuple):
+    """The memory of which a saved tensor is a view: its owner in the forward, and its bytes."""
+
+    owner: str
+    size_bytes: int
+
+
 class Packable(NamedTuple):
     """A collective that may share a bucket with others of the same ``kind``.
 
