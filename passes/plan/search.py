@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from passes.candidates.candidate import Candidate
 from passes.plan.constants import CONSTANTS
 from passes.plan.neighbours import Change, Neighbourhood
-from passes.pricing.evaluator import PlanEvaluator
+from passes.pricing.evaluator import FINER, PlanEvaluator
 from passes.types.decision import DECISIONS
 
 
@@ -47,7 +47,7 @@ class Search:
         """
         evaluator = self.evaluator
         keys = [evaluator.uniform(option) for option in range(len(DECISIONS))]
-        best = min([*keys, *self._lean()], key=evaluator.peak_bytes)
+        best = self._between_sets(min([*keys, *self._lean()], key=evaluator.peak_bytes))
         while not self._is_enough(best) and evaluator.left > 0:
             lower = 1 - CONSTANTS.least_gain
             evaluator.target_bytes = round(lower * evaluator.peak_bytes(best))
@@ -83,6 +83,28 @@ class Search:
         start = self.evaluator.uniform(2)
         start = start.replace(bucket_bytes=start.bucket_bytes // 4)
         return [start.recomputing(one) for one in (None, *self.evaluator.sets)]
+
+    def _between_sets(self, best: Candidate) -> Candidate:
+        """The lowest of a candidate and of some with recompute sets near to its own.
+
+        Each round looks half as far from the lowest one.
+        """
+        evaluator = self.evaluator
+        sets = evaluator.fine_sets
+        own = [place for place, one in enumerate(evaluator.sets) if best.recomputing(one) == best]
+        if not own:
+            return best
+        held_bytes = evaluator.sets[own[0]].held_bytes
+        place = sum(one.held_bytes > held_bytes for one in sets)
+        step = FINER // 2
+        while step and evaluator.left > 0:
+            for other in sorted({place - step, place + step} & {*range(len(sets))}):
+                key = best.recomputing(sets[other])
+                evaluator.evaluate(key)
+                if evaluator.peak_bytes(key) < evaluator.peak_bytes(best):
+                    best, place = key, other
+            step //= 2
+        return best
 
     def _lean_enough(self, reference: Candidate) -> list[Candidate]:
         """Candidates with little memory, evaluated in the order of their promise up to one that

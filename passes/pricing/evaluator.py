@@ -30,6 +30,8 @@ from passes.types.plan import Plan, Prediction, Split
 
 #: Limits of the bucket size, in bytes.
 LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 1 << 10, 1 << 28
+#: Number of fine recompute sets for one of those to choose from.
+FINER = 8
 #: Number of recompute sets to choose from.
 _RECOMPUTE_SETS = 8
 
@@ -277,7 +279,15 @@ class PlanEvaluator:
 
         In a folded step, all layers except the first and the last recompute the same tensors.
         """
-        found = self.recomputation.sets(_RECOMPUTE_SETS)
+        return self._sets(_RECOMPUTE_SETS)
+
+    @functools.cached_property
+    def fine_sets(self) -> list[RecomputeSet]:
+        """More recompute sets, nearer to each other."""
+        return self._sets(FINER * _RECOMPUTE_SETS)
+
+    def _sets(self, most: int) -> list[RecomputeSet]:
+        found = self.recomputation.sets(most)
         if self.folded is None:
             return found
         empty = Plan((), world_size=self.ctx.world_size)
