@@ -28,6 +28,7 @@ import torch
 from torch import fx
 
 from passes.annotate.annotate_costs import cost_of, region_of
+from passes.annotate.realized import written_into
 from passes.graph.dataflow import Dataflow
 from passes.graph.fx_utils import numel_of, once_for
 from passes.graph.op_traits import is_reduction
@@ -75,7 +76,10 @@ class _Fused(NamedTuple):
 
 
 class Kernels:
-    """The kernels of an annotated graph, for any order of its nodes."""
+    """The kernels of an annotated graph, for any order of its nodes.
+
+    ``into``: the parts of concatenations that are written straight into the concatenation.
+    """
 
     def __init__(self, dataflow: Dataflow) -> None:
         nodes = dataflow.nodes
@@ -86,7 +90,8 @@ class Kernels:
         region = [region_of(node) for node in nodes]
         memory = [cost_of(node).memory_bytes > 0 for node in nodes]
         reduces = [is_reduction(node) for node in nodes]
-        buffer = [size or reduction for size, reduction in zip(memory, reduces, strict=True)]
+        self.into = written_into(dataflow, [cost_of(node).in_function for node in nodes])
+        buffer = [memory[i] or reduces[i] or i in self.into for i in range(len(nodes))]
         reduced: dict[int, _Loop] = {}  # of reductions and their elementwise results
         numel = functools.cache(lambda index: _numel(nodes[index]))
         for index, node in enumerate(nodes):
@@ -107,7 +112,8 @@ class Kernels:
                 else:
                     inside.append((read, buffer[read]))
                 if region[read] is None or (region[read] != own and buffer[read]):
-                    mine[read] = None
+                    # One part of a tensor, such as an item of a split, is a tensor by itself.
+                    mine[source if numel(source) < numel(read) else read] = None
                     continue
                 mine.update(reads[read])
                 if read in reduced and (traits.getitem or numel(read) == numel(index)):

@@ -26,7 +26,6 @@ from torch import fx
 
 from passes.annotate.annotate_costs import cost_of
 from passes.annotate.kernel_placement import Kernels
-from passes.annotate.realized import written_into
 from passes.graph.dataflow import Dataflow
 from passes.graph.fx_utils import (
     WAIT,
@@ -102,17 +101,18 @@ class MemoryModel:
         self._ends: list[bool] = []
         self._needed: dict[tuple[int, int], bool] = {}
         costs = [cost_of(node) for node in dataflow.nodes]
-        self._into = written_into(dataflow, [cost.in_function for cost in costs])
-        self._into.update(_views_of_one(dataflow))
+        parts = self._kernels.into
+        self._into = parts | _views_of_one(dataflow)
         for index, node in enumerate(dataflow.nodes):
             meta, traits, cost = node.meta, dataflow.traits[index], costs[index]
             placed = meta.get(STATIC.name) or index in self._into
             size_bytes = 0 if placed else cost.memory_bytes
             self._size.append(size_bytes)
             readers = bool(dataflow.readers[index])
-            inlined = traits.fusible and cost.memory_bytes == 0 and readers
-            self._inlined.append(inlined and not is_reduction(node))
-            self._part.append(cost.in_function and cost.memory_bytes > 0)
+            inlined = traits.fusible and readers
+            writes = cost.memory_bytes > 0 or index in parts
+            self._inlined.append(inlined and not writes and not is_reduction(node))
+            self._part.append(cost.in_function and writes)
             is_view = traits.alias and node.target is not WAIT
             self._ends.append(
                 dataflow.called[index] and not (traits.fusible or traits.getitem or is_view)
