@@ -31,16 +31,15 @@ from osdp_compile.options import CheckedOptions, check_mode
 from osdp_compile.planning.frames import collected, is_collecting
 from osdp_compile.planning.planner_inputs import step_roots
 from osdp_compile.runtime.current_call import interrupted_call
+from osdp_compile.runtime.meshes import number_of_ranks
 from osdp_compile.torch_versions import newer_than_tested
 from osdp_compile.tracking.pending_model import waiting
 from osdp_compile.tracking.session import check_kept
 from osdp_compile.tracking.uncovered import leave_alone, watch_optimizers
 from passes.pipeline import Observer
-from passes.types.units import format_limit
 
 log = logging.getLogger("osdp_compile")
 _said: set[str] = set()
-_warned: set[tuple[str, int]] = set()
 
 
 def osdp(
@@ -86,9 +85,8 @@ def compile_graph(
         return collected(gm, inputs)
     _warn_of_newer_torch()
     alone = why_alone(options)
-    if alone is not None:
+    if alone is not None and options.memory_limit_bytes is None:
         say_once(f"{alone}: compiling with Inductor, nothing is sharded")
-        warn_of_limit(options, alone)
         leave_alone(inputs)
         return _torch.compile_fx(gm, list(inputs))
     check_not_wrapped(gm, inputs)
@@ -139,21 +137,7 @@ def why_alone(options: CheckedOptions) -> str | None:
                 "alone, unset WORLD_SIZE"
             )
         return "no process group (torch.distributed.init_process_group was not called)"
-    size = options.mesh.size() if options.mesh is not None else dist.get_world_size()
-    return "a world of one rank" if size == 1 else None
-
-
-def warn_of_limit(options: CheckedOptions, alone: str) -> None:
-    """Warn, once for each limit, that no plan keeps it."""
-    limit = options.memory_limit_bytes
-    if limit is not None and (alone, limit) not in _warned:
-        _warned.add((alone, limit))
-        ensure_visible(log)
-        log.warning(
-            "memory_limit=%s is not kept: %s, and nothing is planned",
-            format_limit(limit),
-            alone,
-        )
+    return "a world of one rank" if number_of_ranks(options.mesh) == 1 else None
 
 
 def _warn_of_newer_torch() -> None:

@@ -28,6 +28,7 @@ from passes.types.units import format_bytes, format_limit
 class Session:
     """A planned model: its plan, its mesh, and the settings that lower its graphs.
 
+    ``mesh``: over all ranks; None: there is one.
     ``context``: holds the plan, the hardware, the parameters, and in ``base_bytes`` the bytes
     that this rank holds between steps.
     ``reading``: how the modules read the parameters.
@@ -37,7 +38,7 @@ class Session:
     """
 
     plan: Plan
-    mesh: DeviceMesh
+    mesh: DeviceMesh | None
     context: Context
     options: CheckedOptions
     passes: tuple[Pass, ...]
