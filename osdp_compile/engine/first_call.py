@@ -359,7 +359,8 @@ class _PlanDecision:
 
     def _trace(self) -> Captured:
         progress.stage("tracing")
-        self._captured = self._step.captured(self.context, self._passes)
+        with _torch.with_settings(self._options.inductor or {}):
+            self._captured = self._step.captured(self.context, self._passes)
         return self._captured
 
     def trace_frames(self) -> None:

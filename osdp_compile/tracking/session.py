@@ -79,7 +79,7 @@ def check_kept(session: Session, options: CheckedOptions) -> None:
             f"memory_limit={format_limit(limit_bytes)} is less than the "
             f"{format_bytes(said.peak_bytes)} that the plan in force takes"
         )
-    for name in ("plan", "slices", "param_dtype", "reduce_dtype"):
+    for name in ("plan", "slices", "param_dtype", "reduce_dtype", "inductor"):
         given = getattr(options, name)
         before = session.plan if name == "plan" else getattr(first, name)
         if given is not None and given != before and given != getattr(first, name):

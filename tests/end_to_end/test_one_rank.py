@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 from collections.abc import Iterator
 
@@ -25,7 +26,7 @@ ALONE = Hardware(
     launch_seconds=5e-6,
     collectives={},
 )
-WORDS, WIDTH, LAYERS, STEPS = 4096, 48, 3, 3
+WORDS, WIDTH, LAYERS, STEPS = 4096, 48, 2, 3
 
 
 class Block(nn.Module):
@@ -96,6 +97,7 @@ def train(model: nn.Module, options: dict[str, object] | None) -> list[float]:
     return losses
 
 
+@functools.cache
 def least_bytes(**kind: bool) -> int:
     """The least limit, which the error about a lower one says."""
     try:
@@ -122,12 +124,13 @@ def trains_as_in_eager_mode(options: dict[str, object], **kind: bool) -> Languag
     return model
 
 
+@pytest.mark.thorough
 @with_and_without_a_group
 def test_the_measured_peak_is_under_a_limit_that_inductor_does_not_keep():
     with PeakMemory() as unlimited:
         train(model_of(), {})
     least = least_bytes()
-    limit = least * 11 // 10
+    limit = least * 9 // 8
     assert limit < unlimited.peak_bytes
     gc.collect()
     with PeakMemory() as memory:
@@ -137,9 +140,10 @@ def test_the_measured_peak_is_under_a_limit_that_inductor_does_not_keep():
     assert plan.world_size == 1 and not plan.shards
     assert plan.recompute
     assert memory.peak_bytes <= limit
-    assert memory.peak_bytes <= plan.prediction.peak_bytes <= 1.05 * memory.peak_bytes
+    assert memory.peak_bytes <= plan.prediction.peak_bytes <= 1.1 * memory.peak_bytes
 
 
+@pytest.mark.thorough
 def test_the_least_limit_runs_the_head_in_slices_of_its_tokens():
     least = least_bytes()
     gc.collect()
@@ -154,7 +158,7 @@ def test_the_least_limit_runs_the_head_in_slices_of_its_tokens():
 @pytest.mark.parametrize("kind", [{}, {"tied": True}, {"breaks": True}], ids=str)
 def test_a_step_under_a_limit_is_that_of_eager_mode(kind):
     with without_other_models():
-        model = trains_as_in_eager_mode({"memory_limit": least_bytes(**kind) * 11 // 10}, **kind)
+        model = trains_as_in_eager_mode({"memory_limit": least_bytes(**kind) * 101 // 100}, **kind)
     assert plan_of(model).recompute
 
 
@@ -165,6 +169,19 @@ def test_slices_are_those_of_eager_mode(kept):
     plan = plan_of(model)
     assert plan["blocks.0.up.weight"].slices == plan["blocks.0.down.weight"].slices == 4
     assert plan["head.weight"].slices == 2
+
+
+@pytest.mark.thorough
+def test_a_limit_is_kept_with_tuned_kernels():
+    limit = least_bytes() * 9 // 8
+    settings = {"max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
+    with without_other_models():
+        trains_as_in_eager_mode({"memory_limit": limit, "inductor": settings})
+    torch._dynamo.reset()
+    gc.collect()
+    with PeakMemory() as memory:  # without the trials of tuning, which are over
+        train(model_of(), {"hardware": ALONE, "memory_limit": limit, "inductor": settings})
+    assert memory.peak_bytes <= limit
 
 
 def test_gradients_inside_no_sync_are_those_of_several_backwards():
@@ -206,7 +223,7 @@ def test_a_frozen_model_an_evaluation_first_and_eager_reads():
 @with_and_without_a_group
 def test_a_plan_is_taken_and_one_for_several_ranks_is_refused(tmp_path):
     model = model_of()
-    train(model, {"hardware": ALONE, "memory_limit": least_bytes() * 11 // 10})
+    train(model, {"hardware": ALONE, "memory_limit": least_bytes() * 6 // 5})
     plan = plan_of(model)
     plan.save(tmp_path / "plan.json")
     again = model_of()
