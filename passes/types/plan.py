@@ -339,7 +339,7 @@ class Plan:
         if self.world_size != world_size:
             return f"the plan is for {format_ranks(self.world_size)}, this run has {world_size}"
         if world_size == 1 and self.shards:
-            return "the plan shards parameters, and this run has one rank"
+            return f"the plan shards parameters, and this run has {format_ranks(1)}"
         if self.within_hosts and self.ranks_of_a_host != ranks_of_a_host:
             mesh = "no two-dimensional mesh with rates along both"
             if ranks_of_a_host is not None:
