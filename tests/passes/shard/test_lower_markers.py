@@ -107,7 +107,9 @@ def test_a_replicated_parameter_that_is_returned_is_copied():
 def test_one_rank_sends_nothing_and_its_gradients_have_the_strides_of_the_parameters():
     # Autograd would copy a gradient with other strides, outside of the graph.
     whole = Decision.REPLICATE
-    step = Step((Weight((4, 2), decision=whole), Weight((3, 2), decision=whole, transposed=True)), 1)
+    step = Step(
+        (Weight((4, 2), decision=whole), Weight((3, 2), decision=whole, transposed=True)), 1
+    )
     gm = step.lower(0, shard)
     assert not any(is_collective(node) or is_marker(node) for node in gm.graph.nodes)
     for found, wanted in zip(step.run(shard), step.run(), strict=True):
