@@ -109,6 +109,7 @@ def lower(
             list(inputs),
             inner_compile=lowering.compile_part,
             config_patches={
+                **(session.options.inductor or {}),
                 **_torch.KEEP_ORDER,
                 "custom_partitioner_fn": _torch.Partitioner(lowering.partition),
             },
