@@ -27,8 +27,11 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from torch import fx
+
 from osdp_compile import _torch
 from passes.graph.fx_utils import is_alias, root_of
+from passes.graph.metadata import COST
 
 #: By scheduler and node name: the place of the last extern kernel that the node needs, or -1.
 _needed: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
@@ -116,27 +119,35 @@ def _places_of_results(results: list[Any]) -> dict[Any, int]:
 
     Inductor's numbers count results as they are realized: a pointwise result with its reader. The
     origins of a result are the nodes that compute it. If it is realized with a reader, they may
-    also be this reader and all that computes the reader's other inputs.
+    also be this reader and all that computes the reader's other inputs. A result that the schedule
+    has inside its readers, and that Inductor writes, stays where Inductor has it.
     """
     origins = {one: set(one.node.origins) for one in results}
     graphs = {origin.graph for found in origins.values() for origin in found}
     place = {node: at for graph in graphs for at, node in enumerate(graph.nodes)}
-    read: dict[str, int] = {}  # by buffer: the place of the input of an extern kernel
+    read: dict[str, fx.Node] = {}  # by buffer: the input of an extern kernel
     for one in results:
         if one.is_extern() and origins[one]:
             called = max(origins[one], key=place.__getitem__)
             inputs = getattr(one.node, "inputs", ())
             if len(inputs) == len(called.all_input_nodes):
                 for buffer, source in zip(inputs, called.all_input_nodes, strict=True):
-                    read.setdefault(buffer.get_name(), place[root_of(source)])
+                    read.setdefault(buffer.get_name(), root_of(source))
     found: dict[Any, int] = {}
-    last = 0
+    last = 0  # the place of the last extern kernel
     for one in sorted(results, key=operator.attrgetter("min_order")):
-        own = [read[name] for name in one.get_buffer_names() if name in read][:1]
-        if one.is_extern() or not own:
-            views = () if one.is_extern() else filter(is_alias, origins[one])
-            own = [place[origin] for origin in origins[one] - set(views)]
-        last = found[one] = max(own, default=last)  # a result without origins comes at once
+        if one.is_extern():
+            found[one] = last = max(map(place.__getitem__, origins[one]), default=last)
+            continue
+        own = [read[name] for name in one.get_buffer_names() if name in read]
+        own = own or [origin for origin in origins[one] if not is_alias(origin)]
+        node = max(own, key=place.__getitem__, default=None)
+        cost = None if node is None else COST.get(node)
+        is_inside = cost is not None and not cost.memory_bytes
+        if node is None or (is_inside and place[node] < last):
+            found[one] = last
+        else:
+            found[one] = place[node]
     return found
 
 

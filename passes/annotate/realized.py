@@ -50,6 +50,11 @@ _HEAVY = {
 }
 
 
+#: Operators of libraries that write into memory that they are given; Inductor copies the others'
+#: results.
+_PRODUCTS = (_aten.mm.default, _aten.addmm.default)
+
+
 @by_target
 def _is_heavy(target: Any) -> bool:
     return getattr(target, "overloadpacket", None) in _HEAVY
@@ -186,10 +191,11 @@ def _loops_of_parts(dataflow: Dataflow, index: int, concatenation: int) -> froze
 
 
 def written_into(dataflow: Dataflow, fused: list[bool]) -> dict[int, int]:
-    """Parts of concatenations that their kernels write straight into the concatenation's memory.
+    """Parts of concatenations that are written straight into the concatenation's memory.
 
     Returns the concatenation of each such part. Other readers of a part read this memory, too.
-    Inductor fixes the layout of a tensor that an operator of a library reads, and copies it
+    Such a part is a fused kernel's or a matrix product's. Inductor fixes the layout of a tensor
+    that an operator of a library reads, and copies it
     (``ConcatKernel.can_realize_into_without_copy`` in ``torch/_inductor/ir.py``).
 
     ``fused``: whether a node is computed in a fused kernel on a CPU, by index in graph order.
@@ -199,8 +205,9 @@ def written_into(dataflow: Dataflow, fused: list[bool]) -> dict[int, int]:
     for index, node in enumerate(dataflow.nodes):
         if fused[index] and is_concatenation(node):
             for part in map(dataflow.place.__getitem__, concatenated(node)):
-                flexible = fused[part] and not (
-                    dataflow.traits[part].getitem or is_concatenation(dataflow.nodes[part])
+                own = dataflow.nodes[part]
+                flexible = own.target in _PRODUCTS or (
+                    fused[part] and not dataflow.traits[part].getitem and not is_concatenation(own)
                 )
                 readers = dataflow.readers[part]
                 if flexible and all(reader == last or fused[reader] for reader in readers):

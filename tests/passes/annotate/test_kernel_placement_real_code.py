@@ -159,6 +159,18 @@ class Skips(nn.Module):
         return self.last(F.silu(self.norm(found))).square().mean()
 
 
+class Stacked(nn.Module):
+    """Products that are concatenated as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, 2 * WIDTH) for _ in range(4))
+        self.last = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.cat([part(x) for part in self.parts]).sin()).square().mean()
+
+
 class Recomputed(nn.Module):
     """Two gated layers that the user recomputes."""
 
@@ -184,6 +196,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
     "dropped": lambda: (Dropped(), (torch.randn(128, WIDTH),)),
     "joined": lambda: (Joined(), (torch.randn(2, 256, WIDTH), torch.randn(2, 8, WIDTH))),
     "skips": lambda: (Skips(), (torch.randn(SEQUENCES),)),
+    "stacked": lambda: (Stacked(), (torch.randn(128, WIDTH),)),
     "recomputed": lambda: (Recomputed(), (torch.randn(SEQUENCES),)),
     "gpt": lambda: (GPT(GPT_CONFIG), (TOKENS, TOKENS)),
 }
@@ -205,6 +218,8 @@ KNOWN_BUFFERS = {
 }
 #: Pairs of results of one kernel that Inductor writes in two functions, with the reason.
 KNOWN_APART = {
+    # Parts of one gradient, which share no input and so are no common kernel.
+    ("stacked", "backward"): 6,
     # A norm's deviation divided by the width, which only the backward reads, is written last.
     ("gpt", "forward"): 6,
 }
