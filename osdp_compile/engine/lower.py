@@ -217,7 +217,7 @@ def _warn_of_not_recomputed(
     read = {unshard_of(node).name for node in unshards(forward.graph)}
     gathered = {name for name in read if plan.decision(name).sharded}
     order = plan.order.get("forward", ())
-    planned = {parameter_of(name) for one in order if one.gathers for name in one.names}
+    planned = {parameter_of(name) for one in order if one.gathers_weights for name in one.names}
     # A frame behind a graph break, which the plan does not cover, saves none of them.
     own = len(missing) < len(plan.recompute) and not session.frames
     if missing and (own or gathered == planned):

@@ -50,12 +50,17 @@ def _unshard(
     group_name: str,
     between: str = "",
     hosts: int = 1,
+    dim: int = 0,
     *,
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
     if not sharded:
         return shard.to(dtype or shard.dtype, copy=True)
+    if dim:  # the shards of the transposed parameter are its rows
+        turned, sizes = shard.movedim(dim, 0), [shape[dim], *shape[:dim], *shape[dim + 1 :]]
+        rows_first = _unshard(turned, name, sizes, True, group_name, between, hosts, dtype=dtype)
+        return rows_first.movedim(0, dim).contiguous()
     shard = shard.to(dtype or shard.dtype)
     group = group_of(group_name)
     ranks = group.size()
@@ -79,9 +84,22 @@ def _reduce_grad(
     group_name: str,
     between: str = "",
     hosts: int = 1,
+    dim: int = 0,
     *,
     reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
+    if dim:
+        turned = _reduce_grad(
+            grad.movedim(dim, 0),
+            shard.movedim(dim, 0),
+            name,
+            True,
+            group_name,
+            between,
+            hosts,
+            reduce_dtype=reduce_dtype,
+        )
+        return turned.movedim(0, dim).contiguous()
     grad = grad.to(reduce_dtype or grad.dtype)
     group = group_of(group_name)
     ranks, replicas = group.size(), group_of(between) if between else None

@@ -195,7 +195,7 @@ def _set_shards(gm: fx.GraphModule, ctx: Context) -> None:
             else:
                 continue
             decision = plan.decision(marker.name)
-            cut, shard = ctx.cut(decision), marker.shard
+            cut, shard = ctx.layout_of(marker.name), marker.shard
             set_args(
                 node,
                 marker._replace(
@@ -203,12 +203,13 @@ def _set_shards(gm: fx.GraphModule, ctx: Context) -> None:
                     group_name=cut.group_name,
                     between=cut.between,
                     hosts=cut.hosts,
+                    dim=cut.dim,
                 ),
             )
             local = list(ctx.parameter(marker.name).shape)
             if decision.sharded:
-                start, stop = cut.rows(local[0])
-                local[0] = stop - start
+                start, stop = cut.rows(local[cut.dim])
+                local[cut.dim] = stop - start
                 shard.meta["val"] = empty_value(shard.meta["val"], local)
             if node.target is REDUCE_GRAD:
                 node.meta["val"] = empty_value(node.meta["val"], local)

@@ -37,6 +37,7 @@ class CollectiveTask:
     ``flying_bytes``: further bytes of a reduction in flight: its receive buffer and the backend's
     copy. 0 for a gather.
     ``first_use``: the first node that reads the result.
+    ``urgent``: the next kernels need it: it starts before reductions that were ready earlier.
     ``follows``, ``then``: the stages before and after this one, or None. A stage can start only
     after the wait of the stage before it.
     """
@@ -50,6 +51,7 @@ class CollectiveTask:
     extra_bytes: int
     flying_bytes: int
     first_use: fx.Node
+    urgent: bool = False
     follows: CollectiveTask | None = None
     then: CollectiveTask | None = None
 
@@ -231,6 +233,8 @@ class Scheduler:
             self.held_bytes += task.extra_bytes
             if self.cap_bytes == 0 and self.sequence is None:
                 self.finish(task)
+            elif task.urgent and self.sequence is None:
+                self.begin(task)
         while self.cap_bytes == 0 and self.head in (*self.pending, *self.later):
             assert self.head is not None
             task, self.head = self.head, next(self.in_line, None)

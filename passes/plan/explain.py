@@ -29,11 +29,14 @@ def explained(
     """
     gathers: dict[str, tuple[float, float]] = {}
     reductions: dict[str, tuple[float, float]] = {}
+    tokens: dict[str, tuple[float, float]] = {}
     for simulation in step.simulations:
         for node, late in simulation.exposed.items():
             purpose = COLLECTIVE.of(node)
             seconds = simulation.end[node] - simulation.start[node]
             kind = gathers if purpose.gathers else reductions
+            if purpose.tokens:
+                kind = tokens
             for name in map(parameter_of, purpose.names):
                 before = kind.get(name, (0.0, 0.0))
                 kind[name] = (before[0] + seconds, before[1] + late)
@@ -46,7 +49,7 @@ def explained(
             parts.append(gains[row.name])
         if gains_of_slices.get(row.name):
             parts.append(f"slices: {gains_of_slices[row.name]}")
-        for what, kind in (("gather", gathers), ("reduce", reductions)):
+        for what, kind in (("gather", gathers), ("reduce", reductions), ("tokens", tokens)):
             if (seen := representatives.get(row.name, row.name)) in kind:
                 seconds, late = kind[seen]
                 hidden = "hidden" if late < 0.05 * seconds else f"{format_seconds(late)} exposed"

@@ -163,8 +163,13 @@ class Context:
         """Ranks along the inner mesh dimension; None: the ranks are one flat group."""
         return None if self.mesh_dims is None else self.mesh_dims[1].size
 
+    def layout_of(self, name: str) -> ShardLayout:
+        """The shard layout of a parameter in the plan."""
+        row = self.plan[name]
+        return dataclasses.replace(self.cut(row.decision), dim=row.dim)
+
     def cut(self, decision: Decision) -> ShardLayout:
-        """The shard layout of a parameter with this decision.
+        """The shard layout of a parameter with this decision, along its first dimension.
 
         If the plan shards any parameter within hosts, rows that are sharded over all ranks are
         divided among the hosts first. So all layouts follow the dimensions of one mesh.

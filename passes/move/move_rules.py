@@ -1,0 +1,492 @@
+"""Move rules: the placement of every tensor of a graph whose weights stay where they are.
+
+A tensor is one of these, with N ranks:
+
+==========  =====================================================================================
+local       this rank's own, as in the data-parallel graph (no placement)
+a weight    this rank's slice along ``features``
+tokens      the tokens of all ranks along ``tokens``, this rank's slice along ``features``
+a total     this rank's slice along ``features``, summed over the tokens of all ranks
+==========  =====================================================================================
+
+A product of local tokens with a weight's columns gathers the tokens first. A product that contracts
+the sliced dimension is a partial sum: the ranks add it up, and each gets its own tokens back, which
+are local. Pointwise operators, sums over tokens and changes of layout keep the placement. Any other
+operator on a placed tensor is refused. So is one that reads a local tensor beside a placed one: its
+values are for this rank's tokens only. Random numbers are such tensors.
+
+A total takes the place of this rank's own sum, which is another value. So it may only become the
+gradient of a weight, by linear operators: the mean over ranks of linear functions of the own sums
+is the function of the total, divided by N.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.annotate.collectives import by_all_to_all
+from passes.graph.fx_utils import (
+    ALL_TO_ALL,
+    CAST,
+    REDUCE_SCATTER,
+    bytes_of,
+    call,
+    compact,
+    output_node,
+    set_value,
+)
+from passes.graph.metadata import GRADIENT_OF, RECOMPUTED
+from passes.ops.markers import REDUCE_GRAD, UNSHARD, reduce_grad_of, unshard_of
+from passes.ops.p2p import EXCHANGE
+from passes.ops.packing import SUM_RANKS
+from passes.ops.slicing import slice_name
+from passes.shard.lower_markers import after_wait, cast, flat, gather, reduce_rows, unpack
+from passes.split.split_rules import (
+    LAID_OUT,
+    along_weight,
+    arguments_of,
+    operands_of,
+    permuted_dims,
+    same_dim,
+    size_along,
+)
+from passes.types.context import Context
+from passes.types.plan import Collective
+
+_aten = torch.ops.aten
+_PRODUCTS = {_aten.mm.default, _aten.addmm.default}
+_VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
+_COPIES = {CAST, _aten.clone.default, _aten._to_copy.default}
+#: Metadata of a node that its placed form inherits.
+_KEPT = (RECOMPUTED.name, "nn_module_stack", "fwd_nn_module_stack", "stack_trace")
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """A tensor that is not local.
+
+    ``node``: in the rewritten graph. ``tokens``: the dimension of the tokens of all ranks; None:
+    it has none. ``features``: the dimension that this rank has a slice of. ``names``: the weights
+    that it comes from. ``is_total``: it is a sum over the tokens of all ranks.
+    """
+
+    node: fx.Node
+    tokens: int | None
+    features: int
+    names: frozenset[str]
+    is_total: bool = False
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether it has no values of tokens."""
+        return self.tokens is None and not self.is_total
+
+    def of(self, node: fx.Node) -> Placed:
+        """The same placement of another node."""
+        return dataclasses.replace(self, node=node)
+
+
+class Refused(ValueError):
+    """An operator has no rule. The weights that lead to it cannot stay where they are.
+
+    ``needs``: weights, with their dimensions, that would have to stay too.
+    """
+
+    def __init__(self, reason: str, *placed: Placed, needs: Sequence[tuple[str, int]] = ()) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.names = frozenset(name for one in placed for name in one.names)
+        self.needs = tuple(needs)
+
+
+class Mover:
+    """The rewriting of one graph.
+
+    ``placed``: by node of the original graph, its placed form. ``dims``: by parameter, the
+    dimension that the ranks share.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        dims: Mapping[str, int],
+        ctx: Context,
+        inputs: Mapping[fx.Node, Placed],
+    ) -> None:
+        self.graph, self.dims, self.ctx = graph, dims, ctx
+        self.ranks = ctx.world_size
+        self.placed: dict[fx.Node, Placed] = dict(inputs)
+        self._gathered: dict[fx.Node, fx.Node] = {}
+        self._purposes: dict[tuple[bool, str], int] = {}
+        self._meta: dict[str, Any] = {}
+
+    def run(self) -> None:
+        """Rewrite the graph, all but its output.
+
+        Raises:
+            Refused: for an operator without a rule.
+        """
+        output = output_node(self.graph)
+        for node in list(self.graph.nodes):
+            if node is output or node.op != "call_function":
+                continue
+            is_weight = node.target is UNSHARD and unshard_of(node).name in self.dims
+            if not is_weight and not any(one in self.placed for one in node.all_input_nodes):
+                self._check_gradient(node)
+                continue
+            self._meta = node.meta
+            with self.graph.inserting_before(node):
+                found = self._found(node, is_weight)
+            if isinstance(found, Placed):
+                self.placed[node] = found
+            else:
+                node.replace_all_uses_with(found)
+                self.graph.erase_node(node)
+        for node in reversed(self.placed):
+            if node.op == "call_function" and not node.users:
+                self.graph.erase_node(node)
+
+    def _check_gradient(self, node: fx.Node) -> None:
+        if node.target is not REDUCE_GRAD:
+            return
+        name = reduce_grad_of(node).name
+        if name in self.dims:
+            raise Refused(
+                f"the gradient of {name} is no product with tokens", _weight(node, name)
+            )
+
+    def _found(self, node: fx.Node, is_weight: bool) -> Placed | fx.Node:
+        if is_weight:
+            return self._weight(node)
+        if node.target is REDUCE_GRAD:
+            return self._gradient(node)
+        if node.target in _PRODUCTS:
+            return self._product(node)
+        if node.target is _aten.permute.default:
+            return self._permuted(node)
+        if node.target in _VIEWS:
+            return self._viewed(node)
+        if node.target is _aten.sum.dim_IntList:
+            return self._summed(node)
+        if _is_pointwise(node):
+            return self._pointwise(node)
+        raise self._refused(node, f"{_named(node)} has no rule")
+
+    def _refused(
+        self, node: fx.Node, reason: str, needs: Sequence[tuple[str, int]] = ()
+    ) -> Refused:
+        own = [self.placed[one] for one in node.all_input_nodes if one in self.placed]
+        return Refused(reason, *own, needs=needs)
+
+    def _emit(self, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
+        if kwargs:
+            node = self.graph.call_function(target, args, dict(kwargs))
+            set_value(node)
+        else:
+            node = call(self.graph, target, args)
+        node.meta.update((key, self._meta[key]) for key in _KEPT if key in self._meta)
+        return node
+
+    def _weight(self, node: fx.Node) -> Placed:
+        """A weight: the own shard in the type in which it is read."""
+        marker = unshard_of(node)
+        shard = cast(self.graph, marker.shard, node.meta["val"].dtype)
+        return Placed(shard, None, self.dims[marker.name], frozenset([marker.name]))
+
+    def _gradient(self, node: fx.Node) -> fx.Node:
+        """The gradient of a weight's shard: summed over all tokens, it needs the mean only."""
+        marker = reduce_grad_of(node)
+        found = self.placed.get(marker.gradient)
+        dim = self.dims.get(marker.name)
+        if found is None or not found.is_total or found.features != dim:
+            raise self._refused(node, f"the gradient of {marker.name} is not the slice that stays")
+        own = cast(self.graph, found.node, node.meta["val"].dtype)
+        mean = self._emit(_aten.mul.Tensor, (own, 1.0 / self.ranks))
+        if not mean.meta["val"].is_contiguous():
+            mean = compact(self.graph, mean)
+        GRADIENT_OF.set(mean, marker.name)
+        return mean
+
+    def _product(self, node: fx.Node) -> Placed | fx.Node:
+        """``mm`` and ``addmm``: see the cases below, with rows, columns and the inner dimension."""
+        *bias, one, other = operands_of(node)
+        left, right = self.placed.get(one), self.placed.get(other)
+        if node.kwargs:
+            raise self._refused(node, f"{_named(node)} has factors")
+        if left and right and (left.features, right.features) == (1, 0):
+            if left.tokens == 0 and right.is_weight:
+                return self._partial(node, left, right, bias)
+        elif right and left is None and right.is_weight and right.features == 1:
+            return self._columns(node, one, right, bias)
+        elif left and right is None and (left.tokens, left.features) == (1, 0) and not bias:
+            tokens = self._all_tokens(other, node, left)
+            made = self._emit(node.target, (left.node, tokens))
+            return Placed(made, None, 0, left.names, is_total=True)
+        elif right and left is None and (right.tokens, right.features) == (0, 1) and not bias:
+            turned = self._all_tokens_turned(one, node, right)
+            made = self._emit(node.target, (turned, right.node))
+            return Placed(made, None, 1, right.names, is_total=True)
+        raise self._refused(node, f"{_named(node)} has no rule", self._missing(node))
+
+    def _missing(self, node: fx.Node) -> list[tuple[str, int]]:
+        """The weights that would have to stay for a product or a pointwise operator to be placed.
+
+        A weight that is contracted; the weight of the other operand of a gate.
+        """
+        found = []
+        placed = [one for one in node.all_input_nodes if one in self.placed]
+        for one in node.all_input_nodes:
+            if one in self.placed:
+                continue
+            if node.target in _PRODUCTS:
+                dim = 0
+            else:
+                features = placed[0]
+                own = self.placed[features].features
+                dim = own - features.meta["val"].dim() + one.meta["val"].dim()
+            origin = along_weight(one, dim) if 0 <= dim < one.meta["val"].dim() else None
+            origin = origin or _through_pointwise(one, dim)
+            if origin is not None:
+                found.append(origin)
+        return found
+
+    def _columns(
+        self, node: fx.Node, tokens: fx.Node, weight: Placed, bias: Sequence[fx.Node]
+    ) -> Placed:
+        """Tokens times the columns of a weight that this rank has."""
+        names = weight.names
+        own = []
+        for one in bias:
+            placed = self.placed.get(one)
+            if placed is None or not placed.is_weight:
+                origin = along_weight(one, 0)
+                raise self._refused(
+                    node, "its bias does not stay with its weight", [origin] if origin else ()
+                )
+            own.append(placed.node)
+            names |= placed.names
+        everything = self._all_tokens(tokens, node, weight)
+        made = self._emit(node.target, (*own, everything, weight.node))
+        return Placed(made, 0, 1, names)
+
+    def _partial(
+        self, node: fx.Node, left: Placed, right: Placed, bias: Sequence[fx.Node]
+    ) -> fx.Node:
+        """A product that contracts the sliced dimension, and the sum of all ranks' products."""
+        if any(one in self.placed for one in bias):
+            raise self._refused(node, "the bias of the second product is sliced")
+        part = self._emit(_aten.mm.default, (left.node, right.node))
+        graph, ctx = self.graph, self.ctx
+        shape = list(node.meta["val"].shape)
+        target = REDUCE_SCATTER
+        if by_all_to_all(bytes_of(part.meta["val"]), ctx.group_name, ctx):
+            target = EXCHANGE if ctx.uses_p2p else ALL_TO_ALL
+        purpose = self._purpose(right.names, gathers=False)
+        rows = reduce_rows(
+            graph, target, flat(graph, part), self.ranks, ctx.group_name, purpose, SUM_RANKS
+        )
+        total = after_wait(call(graph, _aten.view.default, (rows, shape)))
+        for one in bias:
+            total = self._emit(_aten.add.Tensor, (total, one))
+        return total
+
+    def _all_tokens(self, tokens: fx.Node, node: fx.Node, weight: Placed) -> fx.Node:
+        """The tokens of all ranks along the first dimension of a matrix. Gathered once."""
+        found = self._gathered.get(tokens)
+        if found is not None:
+            return found
+        if not all(isinstance(size, int) for size in tokens.meta["val"].shape):
+            raise self._refused(node, "its number of tokens is symbolic (dynamic=True)")
+        graph, ctx = self.graph, self.ctx
+        own = tokens if tokens.meta["val"].is_contiguous() else compact(graph, tokens)
+        purpose = self._purpose(weight.names, gathers=True)
+        wait, sent = gather(graph, [own], ctx.group_name, purpose, ctx)
+        rows, *inner = own.meta["val"].shape
+        whole = [rows * self.ranks, *inner]
+        if sent is None:
+            everything = after_wait(call(graph, _aten.view.default, (wait, whole)))
+        else:
+            layout = ctx.cut_by(ctx.group_name)
+            everything = unpack(graph, wait, 0, whole, sent, layout)
+        self._gathered[tokens] = everything
+        return everything
+
+    def _all_tokens_turned(self, turned: fx.Node, node: fx.Node, placed: Placed) -> fx.Node:
+        """The tokens of all ranks along the second dimension of a matrix."""
+        if turned.target is not _aten.permute.default or permuted_dims(turned) != [1, 0]:
+            raise self._refused(node, f"{_named(node)} reads tokens that are no transposed matrix")
+        (source, *_) = turned.all_input_nodes
+        everything = self._all_tokens(source, node, placed)
+        return self._emit(_aten.permute.default, (everything, [1, 0]))
+
+    def _purpose(self, names: frozenset[str], gathers: bool) -> Collective:
+        """The purpose of a collective of tokens. A weight with several has numbers."""
+        name = min(names)
+        number = self._purposes.get((gathers, name), 0)
+        self._purposes[gathers, name] = number + 1
+        return Collective((slice_name(name, number),), gathers=gathers, tokens=True)
+
+    def _permuted(self, node: fx.Node) -> Placed:
+        (source,) = node.all_input_nodes
+        found = self.placed[source]
+        dims = permuted_dims(node)
+        tokens = None if found.tokens is None else dims.index(found.tokens)
+        made = self._emit(node.target, (found.node, node.args[1]))
+        return dataclasses.replace(
+            found, node=made, tokens=tokens, features=dims.index(found.features)
+        )
+
+    def _viewed(self, node: fx.Node) -> Placed:
+        """A reshape that keeps the sliced dimension, with tokens outermost before and after."""
+        (source, *_) = node.all_input_nodes
+        found = self.placed[source]
+        features = same_dim(source, node, found.features)
+        shape = list(node.meta["val"].shape)
+        if features is None or found.tokens not in (None, 0) or (
+            found.tokens == 0 and features == 0
+        ):
+            raise self._refused(node, f"{_named(node)} mixes tokens and features")
+        if not all(isinstance(size, int) for size in shape):
+            raise self._refused(node, "its number of tokens is symbolic (dynamic=True)")
+        shape[features] //= self.ranks
+        if found.tokens == 0:
+            shape[0] *= self.ranks
+        made = self._emit(_aten.reshape.default, (found.node, shape))
+        return dataclasses.replace(found, node=made, features=features)
+
+    def _summed(self, node: fx.Node) -> Placed:
+        """A sum over tokens is complete. The sliced dimension must stay."""
+        source, dims, *rest = arguments_of(node)
+        found = self.placed[source]
+        rank = source.meta["val"].dim()
+        over = {dim % rank for dim in dims}
+        keeps = bool(rest and rest[0]) or bool(node.kwargs.get("keepdim"))
+        if not over or found.features in over:
+            raise self._refused(node, f"{_named(node)} adds up the dimension that is sliced")
+        tokens = None if found.tokens in over else found.tokens
+        made = self._emit(node.target, (found.node, *node.args[1:]), node.kwargs)
+
+        def kept(dim: int) -> int:
+            return dim if keeps else dim - sum(one < dim for one in over)
+
+        return Placed(
+            made,
+            None if tokens is None else kept(tokens),
+            kept(found.features),
+            found.names,
+            is_total=found.is_total or tokens != found.tokens,
+        )
+
+    def _pointwise(self, node: fx.Node) -> Placed:
+        """Placed operands of one placement, weights of the same slice, and constants."""
+        rank = node.meta["val"].dim()
+        own: dict[fx.Node, Placed] = {}
+        for one in node.all_input_nodes:
+            if one in self.placed:
+                own[one] = self.placed[one]
+            elif not _is_constant(one):
+                reason = f"{_named(node)} reads {_named(one)}, which is for this rank's tokens"
+                raise self._refused(node, reason, self._missing(node))
+
+        totals = [placed.is_total for placed in own.values()]
+        if any(totals) and not (all(totals) and _is_linear(node, len(own))):
+            raise self._refused(node, f"{_named(node)} changes a sum over the tokens of all ranks")
+
+        def aligned(one: fx.Node, dim: int | None) -> int | None:
+            return None if dim is None else dim - one.meta["val"].dim() + rank
+
+        features = {aligned(one, placed.features) for one, placed in own.items()}
+        tokens = {aligned(one, placed.tokens) for one, placed in own.items()} - {None}
+        if len(features) != 1 or len(tokens) > 1:
+            raise self._refused(node, f"{_named(node)} reads tensors of several placements")
+        (feature,) = features
+        token = next(iter(tokens), None)
+        assert feature is not None
+        for one in node.all_input_nodes:
+            placed = own.get(one)
+            along = [] if placed is not None else [feature]
+            if token is not None and (placed is None or placed.tokens is None):
+                along.append(token)
+            if any(size_along(one, dim, node) not in (None, 1) for dim in along):
+                raise self._refused(node, f"{_named(node)} reads {_named(one)} along tokens")
+        args, kwargs = fx.node.map_arg(
+            (node.args, node.kwargs), lambda one: own[one].node if one in own else one
+        )
+        made = self._emit(node.target, args, kwargs)
+        names = frozenset(name for placed in own.values() for name in placed.names)
+        return Placed(made, token, feature, names, is_total=any(totals))
+
+
+def _weight(node: fx.Node, name: str) -> Placed:
+    return Placed(node, None, 0, frozenset([name]))
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded in tags:
+        return False
+    return node.target in _COPIES or torch.Tag.pointwise in tags
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Whether a tensor is equal on all ranks: it is made of numbers only."""
+    stack = [node]
+    while stack:
+        one = stack.pop()
+        tags = getattr(one.target, "tags", ())
+        if one.op != "call_function" or torch.Tag.nondeterministic_seeded in tags:
+            return False
+        if one.target not in _FILLED and not one.all_input_nodes:
+            return False  # such as a random seed
+        stack.extend(one.all_input_nodes)
+    return True
+
+
+def _is_linear(node: fx.Node, operands: int) -> bool:
+    """Whether a pointwise operator is linear in its tensors, which are all ``operands``."""
+    if len(node.all_input_nodes) != operands:
+        return False
+    if node.target in _COPIES or node.target is _aten.neg.default:
+        return True
+    tensors = [one for one in node.args if isinstance(one, fx.Node)]
+    if node.target in (_aten.add.Tensor, _aten.sub.Tensor):
+        return len(tensors) == 2
+    if node.target is _aten.mul.Tensor:
+        return len(tensors) == 1
+    return node.target is _aten.div.Tensor and tensors == list(node.args[:1])
+
+
+_FILLED = {_aten.full.default, _aten.scalar_tensor.default}
+
+
+def _through_pointwise(node: fx.Node, dim: int) -> tuple[str, int] | None:
+    """The weight that a dimension comes from, behind pointwise operators of one rank."""
+    rank = node.meta["val"].dim()
+    for _ in range(16):
+        origin = along_weight(node, dim)
+        if origin is not None:
+            return origin
+        if not _is_pointwise(node):
+            return None
+        wide = [one for one in node.all_input_nodes if _rank_of(one) == rank]
+        if not wide:
+            return None
+        node = wide[0]
+    return None
+
+
+def _rank_of(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.dim() if isinstance(value, torch.Tensor) else -1
+
+
+def _named(node: fx.Node) -> str:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target).removeprefix("aten.").removesuffix(".default")
+    return str(getattr(target, "__name__", target))
