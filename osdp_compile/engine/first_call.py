@@ -66,7 +66,7 @@ from osdp_compile.tracking.pending_model import PendingModel, end_waiting
 from osdp_compile.tracking.session import Session, base_parts, remember, session_for
 from osdp_compile.tracking.uncovered import compiled_models
 from passes.annotate.training_state import held_between_steps
-from passes.capture.captured_step import NothingSaved
+from passes.capture.captured_step import NothingMoves, NothingSaved
 from passes.graph.captured import Captured
 from passes.pipeline import Pass, default_passes, validate
 from passes.plan.planner import complete
@@ -446,7 +446,7 @@ class _PlanDecision:
         if given is not None:
             try:
                 return complete(given, self._captured, self.context, self._passes)
-            except NothingSaved as error:
+            except (NothingSaved, NothingMoves) as error:
                 raise PlanMismatch(f"the plan given in options does not fit: {error}") from None
         progress.stage("planning")
         if options.memory_limit_bytes is None:

@@ -48,7 +48,7 @@ from passes.types.context import Context, Phase
 
 def move(step: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Move activations in a step. See the module's docstring."""
-    if not ctx.plan.moved:
+    if not ctx.plan.moved or not ctx.moves_activations:
         return step
     forward, backward = graphs_of(step)
     chosen, refused = _movable([forward, backward], ctx)
@@ -60,7 +60,7 @@ def move(step: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 
 def move_inference(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Move activations in the graph of an inference; other graphs stay as they are."""
-    if ctx.phase is not Phase.INFERENCE or not ctx.plan.moved:
+    if ctx.phase is not Phase.INFERENCE or not ctx.plan.moved or not ctx.moves_activations:
         return gm
     chosen, refused = _movable([gm], ctx)
     NOT_MOVED.set(gm, refused)
@@ -114,12 +114,16 @@ def _rewrite(graphs: list[fx.GraphModule], dims: Mapping[str, int], ctx: Context
     for node in backward.find_nodes(op="placeholder"):
         placed = saved.get(SAVES.get(node, node.name))
         if placed is not None:
-            node.meta["val"] = placed.node.meta["val"]
-            SAVES.set(node, placed.node.name)
-            inputs[node] = placed.of(node)
+            with backward.inserting_before(node):
+                own = backward.placeholder(placed.node.name)
+            own.meta = {**node.meta, "val": placed.node.meta["val"]}
+            SAVES.set(own, placed.node.name)
+            inputs[node] = placed.of(own)
     second = Mover(backward, dims, ctx, inputs)
     second.run()
     _return(second, 0)
+    for node in inputs:
+        backward.erase_node(node)
     remove_dead(backward)
 
 

@@ -11,7 +11,7 @@ a total     this rank's slice along ``features``, summed over the tokens of all 
 
 A product of local tokens with a weight's columns gathers the tokens first. A product that contracts
 the sliced dimension is a partial sum: the ranks add it up, and each gets its own tokens back, which
-are local. Pointwise operators, sums over tokens and changes of layout keep the placement. Any other
+are local. Partial sums that are added are added up once. Pointwise operators, sums over tokens and changes of layout keep the placement. Any other
 operator on a placed tensor is refused. So is one that reads a local tensor beside a placed one: its
 values are for this rank's tokens only. Random numbers are such tensors.
 
@@ -91,6 +91,18 @@ class Placed:
         return dataclasses.replace(self, node=node)
 
 
+@dataclasses.dataclass(frozen=True)
+class PartialSum:
+    """A local tensor that the ranks have not added up yet.
+
+    ``part``: this rank's part, for the tokens of all ranks. ``others``: local tensors to add.
+    """
+
+    part: fx.Node
+    others: tuple[fx.Node, ...]
+    names: frozenset[str]
+
+
 class Refused(ValueError):
     """An operator has no rule. The weights that lead to it cannot stay where they are.
 
@@ -107,8 +119,8 @@ class Refused(ValueError):
 class Mover:
     """The rewriting of one graph.
 
-    ``placed``: by node of the original graph, its placed form. ``dims``: by parameter, the
-    dimension that the ranks share.
+    ``placed``: by node of the original graph, its placed form. ``partial``: its partial sum.
+    ``dims``: by parameter, the dimension that the ranks share.
     """
 
     def __init__(
@@ -121,6 +133,7 @@ class Mover:
         self.graph, self.dims, self.ctx = graph, dims, ctx
         self.ranks = ctx.world_size
         self.placed: dict[fx.Node, Placed] = dict(inputs)
+        self.partial: dict[fx.Node, PartialSum] = {}
         self._gathered: dict[fx.Node, fx.Node] = {}
         self._purposes: dict[tuple[bool, str], int] = {}
         self._meta: dict[str, Any] = {}
@@ -133,7 +146,12 @@ class Mover:
         """
         output = output_node(self.graph)
         for node in list(self.graph.nodes):
-            if node is output or node.op != "call_function":
+            if node.op == "placeholder" or (node.op != "call_function" and node is not output):
+                continue
+            with self.graph.inserting_before(node):
+                if self._is_added_up_later(node):
+                    continue
+            if node is output:
                 continue
             is_weight = node.target is UNSHARD and unshard_of(node).name in self.dims
             if not is_weight and not any(one in self.placed for one in node.all_input_nodes):
@@ -144,12 +162,60 @@ class Mover:
                 found = self._found(node, is_weight)
             if isinstance(found, Placed):
                 self.placed[node] = found
+            elif isinstance(found, PartialSum):
+                self.partial[node] = found
             else:
                 node.replace_all_uses_with(found)
                 self.graph.erase_node(node)
-        for node in reversed(self.placed):
+        for node in reversed({**self.placed, **self.partial}):
             if node.op == "call_function" and not node.users:
                 self.graph.erase_node(node)
+
+    def _is_added_up_later(self, node: fx.Node) -> bool:
+        """Take a node into a partial sum, if it only adds to it; else add up those that it reads."""
+        own = [one for one in node.all_input_nodes if one in self.partial]
+        if not own:
+            return False
+        self._meta = node.meta
+        alone = all(len(one.users) == 1 for one in own)
+        found = self._added(node) if alone else None
+        if found is not None:
+            self.partial[node] = found
+            return True
+        for one in own:
+            one.replace_all_uses_with(self._added_up(self.partial[one], one))
+        return False
+
+    def _added(self, node: fx.Node) -> PartialSum | None:
+        """The partial sum of an addition, or of a change of shape; None: of another operator."""
+        value = node.meta["val"] if node.op == "call_function" else None
+        if node.target in _VIEWS and all(isinstance(size, int) for size in value.shape):
+            (source,) = node.all_input_nodes
+            found = self.partial[source]
+            shape = list(value.shape)
+            whole, last = _kind(source), source.meta["val"].shape[-1:]
+            turned = []
+            for one in found.others:
+                if _kind(one) == whole:
+                    turned.append(self._emit(_aten.reshape.default, (one, shape)))
+                elif list(last) == list(one.meta["val"].shape) == shape[-1:]:  # a bias
+                    turned.append(one)
+                else:
+                    return None
+            shape[0] *= self.ranks
+            part = self._emit(_aten.reshape.default, (found.part, shape))
+            return PartialSum(part, tuple(turned), found.names)
+        if node.target is not _aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != 2:
+            return None
+        if any(one in self.placed or _kind(one) != _kind(node) for one in node.all_input_nodes):
+            return None
+        parts = [self.partial[one] for one in node.all_input_nodes if one in self.partial]
+        others = [one for one in node.all_input_nodes if one not in self.partial]
+        part = parts[0].part
+        for one in parts[1:]:
+            part = self._emit(_aten.add.Tensor, (part, one.part))
+        names = frozenset(name for one in parts for name in one.names)
+        return PartialSum(part, (*others, *(o for one in parts for o in one.others)), names)
 
     def _check_gradient(self, node: fx.Node) -> None:
         if node.target is not REDUCE_GRAD:
@@ -160,7 +226,7 @@ class Mover:
                 f"the gradient of {name} is no product with tokens", _weight(node, name)
             )
 
-    def _found(self, node: fx.Node, is_weight: bool) -> Placed | fx.Node:
+    def _found(self, node: fx.Node, is_weight: bool) -> Placed | PartialSum | fx.Node:
         if is_weight:
             return self._weight(node)
         if node.target is REDUCE_GRAD:
@@ -212,7 +278,7 @@ class Mover:
         GRADIENT_OF.set(mean, marker.name)
         return mean
 
-    def _product(self, node: fx.Node) -> Placed | fx.Node:
+    def _product(self, node: fx.Node) -> Placed | PartialSum:
         """``mm`` and ``addmm``: see the cases below, with rows, columns and the inner dimension."""
         *bias, one, other = operands_of(node)
         left, right = self.placed.get(one), self.placed.get(other)
@@ -220,7 +286,10 @@ class Mover:
             raise self._refused(node, f"{_named(node)} has factors")
         if left and right and (left.features, right.features) == (1, 0):
             if left.tokens == 0 and right.is_weight:
-                return self._partial(node, left, right, bias)
+                if any(one in self.placed for one in bias):
+                    raise self._refused(node, "the bias of the second product is sliced")
+                part = self._emit(_aten.mm.default, (left.node, right.node))
+                return PartialSum(part, tuple(bias), right.names)
         elif right and left is None and right.is_weight and right.features == 1:
             return self._columns(node, one, right, bias)
         elif left and right is None and (left.tokens, left.features) == (1, 0) and not bias:
@@ -274,24 +343,19 @@ class Mover:
         made = self._emit(node.target, (*own, everything, weight.node))
         return Placed(made, 0, 1, names)
 
-    def _partial(
-        self, node: fx.Node, left: Placed, right: Placed, bias: Sequence[fx.Node]
-    ) -> fx.Node:
-        """A product that contracts the sliced dimension, and the sum of all ranks' products."""
-        if any(one in self.placed for one in bias):
-            raise self._refused(node, "the bias of the second product is sliced")
-        part = self._emit(_aten.mm.default, (left.node, right.node))
-        graph, ctx = self.graph, self.ctx
+    def _added_up(self, found: PartialSum, node: fx.Node) -> fx.Node:
+        """The own tokens of the sum of all ranks' parts, with the local tensors added."""
+        graph, ctx, part = self.graph, self.ctx, found.part
         shape = list(node.meta["val"].shape)
         target = REDUCE_SCATTER
         if by_all_to_all(bytes_of(part.meta["val"]), ctx.group_name, ctx):
             target = EXCHANGE if ctx.uses_p2p else ALL_TO_ALL
-        purpose = self._purpose(right.names, gathers=False)
+        purpose = self._purpose(found.names, gathers=False)
         rows = reduce_rows(
             graph, target, flat(graph, part), self.ranks, ctx.group_name, purpose, SUM_RANKS
         )
         total = after_wait(call(graph, _aten.view.default, (rows, shape)))
-        for one in bias:
+        for one in found.others:
             total = self._emit(_aten.add.Tensor, (total, one))
         return total
 
@@ -420,6 +484,11 @@ class Mover:
         made = self._emit(node.target, args, kwargs)
         names = frozenset(name for placed in own.values() for name in placed.names)
         return Placed(made, token, feature, names, is_total=any(totals))
+
+
+def _kind(node: fx.Node) -> tuple[Any, ...]:
+    value = node.meta["val"]
+    return tuple(value.shape), value.dtype
 
 
 def _weight(node: fx.Node, name: str) -> Placed:

@@ -123,6 +123,8 @@ class Context:
             are one flat group, or the profile has no rates along the dimensions.
         workspaces: measured workspace bytes of kernels, by ``passes.annotate.kernel_key``. Other
             kernels have those of a formula (``passes/annotate/workspace.py``).
+        moves_activations: activations move to the weights that stay (``Plan.moved``); False: this
+            graph gathers these weights, because the ranks' batches differ.
     """
 
     plan: Plan
@@ -146,6 +148,7 @@ class Context:
     reduce_dtype: torch.dtype | None = None
     mesh_dims: tuple[MeshDim, MeshDim] | None = None
     workspaces: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    moves_activations: bool = True
 
     def network(self, group_name: str) -> tuple[Hardware, int]:
         """Rates of collectives on a process group, and its number of ranks."""
