@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch import fx
 
 from osdp_compile.runtime.collectives import all_gather_single
+from osdp_compile.errors import OsdpError
+from osdp_compile.model.agreement import on_every_rank
 from passes.graph.metadata import COLLECTIVE
 
 log = logging.getLogger("osdp_compile")
@@ -49,14 +51,14 @@ def key_of(graphs: Iterable[fx.Graph]) -> int:
 def agreeing(
     function: Callable[..., Any],
     key: Callable[[], int],
-    gathering: Callable[[], Callable[..., Any]],
+    gathering: Callable[..., Callable[..., Any]],
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> Callable[..., Any]:
     """Wrap a compiled function: ranks that would send other tokens gather weights instead.
 
     ``key``: returns :func:`key_of` its graphs. ``gathering``: compiles the function that gathers
-    all weights.
+    all weights, for the inputs of a call. If that fails on a rank, it is an error on every rank.
     """
     made: list[Callable[..., Any]] = []
 
@@ -65,15 +67,26 @@ def agreeing(
         mine = torch.tensor([own], dtype=torch.int64, device=device)
         keys = mine.new_empty([group.size()])
         all_gather_single(keys, mine, group=group)
-        if own == GATHERS_ALL or bool((keys == own).all()):
+        if bool((keys == own).all()):
             return function(*args, **kwargs)
-        if not made:
+        if own != GATHERS_ALL and not made:
             log.warning(
                 "the ranks' batches differ in this step: weights that stay where they are travel "
                 "in steps like it"
             )
-            made.append(gathering())
-        return made[0](*args, **kwargs)
+        on_every_rank(lambda: made or _compile(own, args), group)
+        return (made[0] if made else function)(*args, **kwargs)
+
+    def _compile(own: int, args: tuple[Any, ...]) -> None:
+        if own == GATHERS_ALL:
+            return
+        try:
+            made.append(gathering(*args))
+        except Exception as error:
+            raise OsdpError(
+                "the ranks' batches differ in this step, and the graph that gathers all weights "
+                f"does not compile: {error}"
+            ) from error
 
     # Copy the attributes that AOTAutograd sets for Dynamo.
     vars(agreed).update(getattr(function, "__dict__", {}))

@@ -74,3 +74,18 @@ def test_an_mlp_that_stays_trains_like_one_process(two_ranks, rest):
         purposes = [one for order in plan.order.values() for one in order]
         assert sum(one.tokens for one in purposes) == 5
         assert not {n for one in purposes if not one.tokens for n in one.names} & set(MLP)
+
+
+def differing(step: int, micro: int, rank: int) -> Tensor:
+    """From the third step on, some ranks have other batches than others."""
+    rows = {2: 4 + rank, 4: 4 - rank, 5: 1 + rank, 7: 6}.get(step, 4)
+    generator = torch.Generator().manual_seed(1000 * step + 100 * micro + rank)
+    return torch.randn(rows, 8, generator=generator, dtype=torch.float64)
+
+
+def test_ranks_with_other_batches_train_like_one_process(two_ranks):
+    """Weights travel in steps whose batches differ."""
+    recipe = Recipe(step=mean_square, optimizer=adamw, steps=10, batch=differing, max_norm=1.0)
+    for apart, norms, wanted, *_ in two_ranks.run(_train, "shard_regather", recipe):
+        assert apart < 1e-11
+        assert norms == pytest.approx(wanted, rel=1e-9)
