@@ -59,8 +59,9 @@ def _unshard(
         return shard.to(dtype or shard.dtype, copy=True)
     if dim:  # the shards of the transposed parameter are its rows
         turned, sizes = shard.movedim(dim, 0), [shape[dim], *shape[:dim], *shape[dim + 1 :]]
-        rows_first = _unshard(turned, name, sizes, True, group_name, between, hosts, dtype=dtype)
-        return rows_first.movedim(0, dim).contiguous()
+        marks = group_name, between, hosts
+        whole: Tensor = torch.ops.osdp.unshard(turned, name, sizes, True, *marks, dtype=dtype)
+        return whole.movedim(0, dim).contiguous()
     shard = shard.to(dtype or shard.dtype)
     group = group_of(group_name)
     ranks = group.size()
@@ -71,8 +72,8 @@ def _unshard(
     all_gather_single(full, shard.contiguous(), group=group)
     if rows * ranks == shape[0]:
         return full
-    whole: Tensor = torch.ops.osdp.unpack(full, ranks, 0, shape, hosts=hosts)
-    return whole
+    unpacked: Tensor = torch.ops.osdp.unpack(full, ranks, 0, shape, hosts=hosts)
+    return unpacked
 
 
 @torch.library.impl("osdp::reduce_grad", "CompositeExplicitAutograd")
@@ -89,17 +90,12 @@ def _reduce_grad(
     reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
     if dim:
-        turned = _reduce_grad(
-            grad.movedim(dim, 0),
-            shard.movedim(dim, 0),
-            name,
-            True,
-            group_name,
-            between,
-            hosts,
-            reduce_dtype=reduce_dtype,
+        turned = grad.movedim(dim, 0), shard.movedim(dim, 0)
+        marks = group_name, between, hosts
+        rows_first: Tensor = torch.ops.osdp.reduce_grad(
+            *turned, name, True, *marks, reduce_dtype=reduce_dtype
         )
-        return turned.movedim(0, dim).contiguous()
+        return rows_first.movedim(0, dim).contiguous()
     grad = grad.to(reduce_dtype or grad.dtype)
     group = group_of(group_name)
     ranks, replicas = group.size(), group_of(between) if between else None
