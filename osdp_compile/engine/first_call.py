@@ -51,6 +51,7 @@ from osdp_compile.planning.planner_inputs import (
     held_bytes_of,
     owned_parameters,
     slices_of,
+    stays_of,
 )
 from osdp_compile.planning.step_key import Uncertain, captured_lines, dynamo_lines
 from osdp_compile.planning.traced_step import planned_whole
@@ -464,7 +465,10 @@ class _PlanDecision:
     def _plan_under(self, limit_bytes: int | None) -> Plan:
         assert self._captured is not None
         slices = slices_of(self._options.slices, self.context.parameters)
-        context = self.context.replace(slices=slices, limit_bytes=limit_bytes)
+        stays = stays_of(self._options.tensor_parallel, self.context.parameters)
+        context = self.context.replace(
+            slices=slices, tensor_parallel=stays, limit_bytes=limit_bytes
+        )
         return planned_whole(self._captured, context, self._passes, self._options.search)
 
 

@@ -71,6 +71,11 @@ class PendingModel:
                 "the model was sharded by a plan already, which says what runs in slices: leave "
                 "out options={'slices'}, or use Plan.split on the plan before"
             )
+        if options.tensor_parallel:
+            raise OsdpError(
+                "the model was sharded by a plan already, which says which weights stay: leave out "
+                "options={'tensor_parallel'}, or use Plan.tensor_parallel on the plan before"
+            )
         if options.search != "quick":
             raise OsdpError(
                 "the model was sharded by a plan already, none is searched for: leave out "

@@ -25,6 +25,8 @@ Weights, and gradients of weights, do not travel. A gradient of a weight is the 
 of all ranks, divided by N: the mean over ranks, as of a gradient that is reduced. Tokens that the
 backward needs again are saved as the rank's own, and gathered again.
 
+The gradients of weights stand behind the next partial sum, so that the ranks add it up meanwhile.
+
 The walk gives every tensor a placement (``passes/move/move_rules.py``). Where an operator has no
 rule, the weights that lead to it are not moved in these graphs, and the walk begins again without
 them. The result depends on the graph and the plan only, so it is the same on all ranks with equal
@@ -38,8 +40,8 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from passes.graph.fx_utils import copy_module, output_node, remove_dead
-from passes.graph.metadata import NOT_MOVED, SAVES
+from passes.graph.fx_utils import WAIT, copy_module, output_node, positions, remove_dead
+from passes.graph.metadata import AFTER_WAIT, NOT_MOVED, SAVES
 from passes.graph.step_module import graphs_of
 from passes.move.move_rules import Mover, Placed, Refused
 from passes.ops.markers import unshard_of, unshards
@@ -125,6 +127,39 @@ def _rewrite(graphs: list[fx.GraphModule], dims: Mapping[str, int], ctx: Context
     for node in inputs:
         backward.erase_node(node)
     remove_dead(backward)
+    _sink_gradients(second)
+
+
+def _sink_gradients(mover: Mover) -> None:
+    """Move the gradients of weights that stay behind the next sum of the ranks' partial sums."""
+    order = positions(mover.graph)
+    last_moved: dict[fx.Node, fx.Node] = {}
+    for gradient in sorted(mover.gradients, key=order.__getitem__):
+        own = _needed_for(gradient)
+        later = [total for total in mover.totals if order[total] > order[gradient]]
+        if not later:
+            continue
+        anchor = min(later, key=order.__getitem__)
+        place = last_moved.get(anchor, anchor)
+        for node in sorted(own, key=order.__getitem__):
+            place.append(node)
+            place = node
+        last_moved[anchor] = place
+
+
+def _needed_for(gradient: fx.Node) -> dict[fx.Node, None]:
+    """A gradient, and the compute that only it needs."""
+    own: dict[fx.Node, None] = {gradient: None}
+    stack = [gradient]
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            waits = AFTER_WAIT.is_set(source) or source.target is WAIT
+            if source.op != "call_function" or source in own or waits:
+                continue
+            if all(user in own for user in source.users):
+                own[source] = None
+                stack.append(source)
+    return own
 
 
 def _return(mover: Mover, saved_count: int) -> dict[str, Placed]:

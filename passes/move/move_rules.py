@@ -120,7 +120,8 @@ class Mover:
     """The rewriting of one graph.
 
     ``placed``: by node of the original graph, its placed form. ``partial``: its partial sum.
-    ``dims``: by parameter, the dimension that the ranks share.
+    ``dims``: by parameter, the dimension that the ranks share. ``totals``: the sums of partial
+    sums, in graph order. ``gradients``: the gradients of weights that stay.
     """
 
     def __init__(
@@ -134,6 +135,8 @@ class Mover:
         self.ranks = ctx.world_size
         self.placed: dict[fx.Node, Placed] = dict(inputs)
         self.partial: dict[fx.Node, PartialSum] = {}
+        self.totals: list[fx.Node] = []
+        self.gradients: list[fx.Node] = []
         self._gathered: dict[fx.Node, fx.Node] = {}
         self._purposes: dict[tuple[bool, str], int] = {}
         self._meta: dict[str, Any] = {}
@@ -276,6 +279,7 @@ class Mover:
         if not mean.meta["val"].is_contiguous():
             mean = compact(self.graph, mean)
         GRADIENT_OF.set(mean, marker.name)
+        self.gradients.append(mean)
         return mean
 
     def _product(self, node: fx.Node) -> Placed | PartialSum:
@@ -309,10 +313,11 @@ class Mover:
         """
         found = []
         placed = [one for one in node.all_input_nodes if one in self.placed]
-        for one in node.all_input_nodes:
+        is_product = node.target in _PRODUCTS
+        for one in operands_of(node)[-2:] if is_product else node.all_input_nodes:
             if one in self.placed:
                 continue
-            if node.target in _PRODUCTS:
+            if is_product:
                 dim = 0
             else:
                 features = placed[0]
@@ -355,6 +360,7 @@ class Mover:
             graph, target, flat(graph, part), self.ranks, ctx.group_name, purpose, SUM_RANKS
         )
         total = after_wait(call(graph, _aten.view.default, (rows, shape)))
+        self.totals.append(total)
         for one in found.others:
             total = self._emit(_aten.add.Tensor, (total, one))
         return total
@@ -455,6 +461,8 @@ class Mover:
                 own[one] = self.placed[one]
             elif not _is_constant(one):
                 reason = f"{_named(node)} reads {_named(one)}, which is for this rank's tokens"
+                if _is_random(one):
+                    reason = f"{_named(node)} reads random numbers (dropout)"
                 raise self._refused(node, reason, self._missing(node))
 
         totals = [placed.is_total for placed in own.values()]
@@ -528,6 +536,18 @@ def _is_linear(node: fx.Node, operands: int) -> bool:
     if node.target is _aten.mul.Tensor:
         return len(tensors) == 1
     return node.target is _aten.div.Tensor and tensors == list(node.args[:1])
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Whether a tensor comes from random numbers, by pointwise operators and changes of layout."""
+    for _ in range(8):
+        tags = getattr(node.target, "tags", ())
+        if torch.Tag.nondeterministic_seeded in tags or "random" in str(node.target):
+            return True
+        if node.op != "call_function" or not node.all_input_nodes:
+            return False
+        node = node.all_input_nodes[0]
+    return False
 
 
 _FILLED = {_aten.full.default, _aten.scalar_tensor.default}

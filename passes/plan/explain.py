@@ -9,6 +9,7 @@ from passes.graph.metadata import COLLECTIVE
 from passes.ops.slicing import parameter_of
 from passes.pricing.predict import LoweredStep
 from passes.types.context import Context
+from passes.types.decision import Moves
 from passes.types.plan import Plan, shardable
 from passes.types.units import format_seconds
 
@@ -20,12 +21,13 @@ def explained(
     representatives: Mapping[str, str],
     gains: Mapping[str, str],
     gains_of_slices: Mapping[str, str],
+    gains_of_moves: Mapping[str, str],
 ) -> Plan:
     """The plan with its prediction and the reason of every decision.
 
     ``representatives``: for each parameter that is not in the graphs, the parameter with its
-    figures. ``gains``, ``gains_of_slices``: by name of a parameter, the gain of its decision and of
-    its slices (``gains.py``).
+    figures. ``gains``, ``gains_of_slices``, ``gains_of_moves``: by name of a parameter, the gain of
+    its decision, of its slices, and of activations that move (``gains.py``).
     """
     gathers: dict[str, tuple[float, float]] = {}
     reductions: dict[str, tuple[float, float]] = {}
@@ -45,10 +47,12 @@ def explained(
         parts = []
         if not shardable(row.shape, ctx.ranks_of_a_host or ctx.world_size):
             parts.append("too small to shard")
-        elif gains.get(row.name):
+        elif gains.get(row.name) and row.moves is Moves.WEIGHT:
             parts.append(gains[row.name])
         if gains_of_slices.get(row.name):
             parts.append(f"slices: {gains_of_slices[row.name]}")
+        if gains_of_moves.get(row.name):
+            parts.append(gains_of_moves[row.name])
         for what, kind in (("gather", gathers), ("reduce", reductions), ("tokens", tokens)):
             if (seen := representatives.get(row.name, row.name)) in kind:
                 seconds, late = kind[seen]

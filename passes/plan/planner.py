@@ -46,7 +46,7 @@ from passes.graph.captured import Captured
 from passes.pipeline import Pass
 from passes.plan.even_out import evened
 from passes.plan.explain import explained
-from passes.plan.gains import gains, gains_of_slices
+from passes.plan.gains import gains, gains_of_moves, gains_of_slices
 from passes.plan.search import Search
 from passes.pricing.evaluator import Finished, PlanEvaluator
 from passes.pricing.orders import orders, with_fastest_order
@@ -132,7 +132,11 @@ def _searched(
     if isinstance(captured, Folded):
         representatives = captured.representatives(best.plan)
         best = best._replace(plan=best.plan.replace(order={}))  # it covers a few layers only
-    said = gains(evaluator, prices.near(best.key)), gains_of_slices(evaluator, best.key)
+    said = (
+        gains(evaluator, prices.near(best.key)),
+        gains_of_slices(evaluator, best.key),
+        gains_of_moves(evaluator, best.key),
+    )
     return explained(best.plan, best.step, ctx, representatives, *said)
 
 

@@ -116,6 +116,8 @@ class Context:
             flight, beside input and output (gloo's own gathers and scatters).
         slices: user-forced slices: (parameter, slices, kept slices). All other operators run whole.
             None: the planner decides.
+        tensor_parallel: the weights to which activations may move: False: none; True: the planner
+            decides; or names of parameters whose groups stay, whatever the search finds.
         param_dtype: the dtype in which a graph without markers reads parameters; None: their own.
         reduce_dtype: the dtype in which its gradients travel; None: their own.
         mesh_dims: the mesh dimensions of hierarchical collectives: outer (between hosts) and inner
@@ -144,6 +146,7 @@ class Context:
     staged: frozenset[str] = frozenset()
     deciding: bool = False
     slices: tuple[tuple[str, int, int], ...] | None = None
+    tensor_parallel: bool | tuple[str, ...] = False
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     mesh_dims: tuple[MeshDim, MeshDim] | None = None
