@@ -116,7 +116,9 @@ def lower(
     group = session.mesh.get_group()
     if backend_of(group, session.mesh.device_type) == "fake":
         return compiled
-    return agreeing(compiled, lowering.key, gathering, group, torch.device(session.mesh.device_type))
+    return agreeing(
+        compiled, lowering.key, gathering, group, torch.device(session.mesh.device_type)
+    )
 
 
 def _lowered(
@@ -242,7 +244,6 @@ class _Lowering:
             key.pop(graph)  # Inductor's cache key covers everything in a graph
         with in_place():
             return self._compile_inner(graph, _torch.real_meshes(example_inputs), **kwargs)
-
 
     def key(self) -> int:
         """A number for the tokens that the graphs send (``osdp_compile/engine/agreeing.py``)."""

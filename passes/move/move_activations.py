@@ -71,9 +71,7 @@ def move_inference(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     return gm
 
 
-def _movable(
-    graphs: list[fx.GraphModule], ctx: Context
-) -> tuple[dict[str, int], dict[str, str]]:
+def _movable(graphs: list[fx.GraphModule], ctx: Context) -> tuple[dict[str, int], dict[str, str]]:
     """The parameters to move, with their dimensions; and the reasons of the others."""
     read = {unshard_of(node).name for gm in graphs for node in unshards(gm.graph)}
     chosen = {name: ctx.plan[name].dim for name in sorted(read & ctx.plan.moved)}

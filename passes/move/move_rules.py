@@ -225,9 +225,7 @@ class Mover:
             return
         name = reduce_grad_of(node).name
         if name in self.dims:
-            raise Refused(
-                f"the gradient of {name} is no product with tokens", _weight(node, name)
-            )
+            raise Refused(f"the gradient of {name} is no product with tokens", _weight(node, name))
 
     def _found(self, node: fx.Node, is_weight: bool) -> Placed | PartialSum | fx.Node:
         if is_weight:
@@ -417,8 +415,10 @@ class Mover:
         found = self.placed[source]
         features = same_dim(source, node, found.features)
         shape = list(node.meta["val"].shape)
-        if features is None or found.tokens not in (None, 0) or (
-            found.tokens == 0 and features == 0
+        if (
+            features is None
+            or found.tokens not in (None, 0)
+            or (found.tokens == 0 and features == 0)
         ):
             raise self._refused(node, f"{_named(node)} mixes tokens and features")
         if not all(isinstance(size, int) for size in shape):
@@ -456,9 +456,13 @@ class Mover:
         """Placed operands of one placement, weights of the same slice, and constants."""
         rank = node.meta["val"].dim()
         own: dict[fx.Node, Placed] = {}
+        ones: dict[fx.Node, fx.Node] = {}  # tensors of one number, of size one
         for one in node.all_input_nodes:
             if one in self.placed:
                 own[one] = self.placed[one]
+            elif one.target is _aten.full.default:
+                sizes = [1] * one.meta["val"].dim()
+                ones[one] = self._emit(one.target, (sizes, *one.args[1:]), one.kwargs)
             elif not _is_constant(one):
                 reason = f"{_named(node)} reads {_named(one)}, which is for this rank's tokens"
                 if _is_random(one):
@@ -480,6 +484,8 @@ class Mover:
         token = next(iter(tokens), None)
         assert feature is not None
         for one in node.all_input_nodes:
+            if one in ones:
+                continue
             placed = own.get(one)
             along = [] if placed is not None else [feature]
             if token is not None and (placed is None or placed.tokens is None):
@@ -487,7 +493,8 @@ class Mover:
             if any(size_along(one, dim, node) not in (None, 1) for dim in along):
                 raise self._refused(node, f"{_named(node)} reads {_named(one)} along tokens")
         args, kwargs = fx.node.map_arg(
-            (node.args, node.kwargs), lambda one: own[one].node if one in own else one
+            (node.args, node.kwargs),
+            lambda one: own[one].node if one in own else ones.get(one, one),
         )
         made = self._emit(node.target, args, kwargs)
         names = frozenset(name for placed in own.values() for name in placed.names)

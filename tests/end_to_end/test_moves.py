@@ -65,9 +65,7 @@ class Gated(nn.Module):
 
 def plan_for(model: nn.Module, world_size: int, rest: str = "shard_regather") -> Plan:
     dims = GATED if isinstance(model, Gated) else MLP
-    return Plan.uniform(
-        model.named_parameters(), rest, world_size=world_size
-    ).tensor_parallel(dims)
+    return Plan.uniform(model.named_parameters(), rest, world_size=world_size).tensor_parallel(dims)
 
 
 def batch(step: int, micro: int, rank: int) -> Tensor:
@@ -146,9 +144,11 @@ def _a_rank_cannot_compile(rank, world_size):
     options = {"hardware": SLOW, "plan": plan_for(model, world_size)}
     compiled = torch.compile(model, backend="osdp", options=options, dynamic=False)
     compiled(batch(0, 0, rank)).sum().backward()
-    with mock.patch(
-        "osdp_compile.engine.lower._lowered", side_effect=RuntimeError("no compiler")
-    ) if rank == 0 else contextlib.nullcontext():
+    with (
+        mock.patch("osdp_compile.engine.lower._lowered", side_effect=RuntimeError("no compiler"))
+        if rank == 0
+        else contextlib.nullcontext()
+    ):
         compiled(batch(0, 0, rank)).sum().backward()  # equal batches need no other graph
         try:
             compiled(differing(2, 0, rank) if rank == 0 else batch(0, 0, 1)[:3])
@@ -214,8 +214,9 @@ def _states(rank, world_size, folder):
     torch.manual_seed(0)
     model = Mlp().double()
     options = {"hardware": SLOW, "plan": plan_for(model, world_size)}
-    compiled, optimizer = torch.compile(model, backend="osdp", options=options), adamw(
-        model.parameters()
+    compiled, optimizer = (
+        torch.compile(model, backend="osdp", options=options),
+        adamw(model.parameters()),
     )
 
     def go_on(called, trained, its, steps):
@@ -252,9 +253,7 @@ def _states(rank, world_size, folder):
         of_model, of_optimizer = get_state_dict(other, its)
         state = {"model": of_model, "optim": of_optimizer}
         dcp.load(state, checkpoint_id=folder)
-        set_state_dict(
-            other, its, model_state_dict=state["model"], optim_state_dict=state["optim"]
-        )
+        set_state_dict(other, its, model_state_dict=state["model"], optim_state_dict=state["optim"])
         go_on(called, other, its, range(3, 6))
         distances += [
             (whole(p) - wanted[name]).abs().max().item() for name, p in other.named_parameters()

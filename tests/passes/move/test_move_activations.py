@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from passes.capture.captured_step import lay_out
 from passes.graph.metadata import COLLECTIVE
 from passes.pipeline import Stage, default_passes, run
-from passes.pricing.predict import predict
 from passes.types.context import Context, Phase
 from passes.types.decision import Decision
 from passes.types.plan import Plan
@@ -45,13 +43,23 @@ def test_products_compute_what_they_did(
     model: nn.Module, dims: dict[str, int], world_size: int, rest: Decision, uses_p2p: bool
 ) -> None:
     made = training(model, world_size)
-    captured, ctx = capture_step(
-        model, made.batches[0], world_size=world_size, uses_p2p=uses_p2p
-    )
+    captured, ctx = capture_step(model, made.batches[0], world_size=world_size, uses_p2p=uses_p2p)
     contexts = [ctx.replace(rank=rank) for rank in range(world_size)]
     plan = decided(ctx, rest).tensor_parallel(dims)
-    assert collectives(captured, plan, ctx) == (["gather", "reduce"], ["gather", "gather", "reduce"])
+    assert collectives(captured, plan, ctx) == (
+        ["gather", "reduce"],
+        ["gather", "gather", "reduce"],
+    )
     made.check(captured, contexts, plan)
+
+
+def check_training(model: nn.Module, given: list[Tensor], dims: dict[str, int]) -> Plan:
+    """Compare outputs and gradients with eager PyTorch; returns the plan."""
+    made = Training(model, given, [torch.randn_like(model(one)) for one in given])
+    captured, ctx = capture_step(model, given[0], world_size=len(given))
+    plan = decided(ctx, Decision.SHARD_REGATHER).tensor_parallel(dims)
+    made.check(captured, [ctx.replace(rank=rank) for rank in range(len(given))], plan)
+    return plan
 
 
 def collectives(captured: Any, plan: Plan, ctx: Context) -> tuple[list[str], list[str]]:
