@@ -157,7 +157,7 @@ class CheckedOptions:
 
     ``memory_limit_bytes``: of one rank, for all memory of a training step.
     ``slices``: by patterns of parameter names; empty: no operator runs in slices.
-    ``tensor_parallel``: whether activations may move, or patterns of names of the weights that stay.
+    ``tensor_parallel``: whether activations may move; or patterns of names of weights that stay.
     ``optimizer``: an int is bytes of state per element of a parameter.
     """
 

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from osdp_compile.runtime.collectives import all_gather_single
 from osdp_compile.errors import OsdpError
 from osdp_compile.model.agreement import on_every_rank
+from osdp_compile.runtime.collectives import all_gather_single
 from passes.graph.metadata import COLLECTIVE
 
 log = logging.getLogger("osdp_compile")
@@ -74,19 +74,20 @@ def agreeing(
                 "the ranks' batches differ in this step: weights that stay where they are travel "
                 "in steps like it"
             )
-        on_every_rank(lambda: made or _compile(own, args), group)
-        return (made[0] if made else function)(*args, **kwargs)
+        gathers = on_every_rank(lambda: _gathering(own, args), group)
+        return gathers(*args, **kwargs)
 
-    def _compile(own: int, args: tuple[Any, ...]) -> None:
+    def _gathering(own: int, args: tuple[Any, ...]) -> Callable[..., Any]:
         if own == GATHERS_ALL:
-            return
+            return function
         try:
-            made.append(gathering(*args))
+            made.extend([] if made else [gathering(*args)])
         except Exception as error:
             raise OsdpError(
                 "the ranks' batches differ in this step, and the graph that gathers all weights "
                 f"does not compile: {error}"
             ) from error
+        return made[0]
 
     # Copy the attributes that AOTAutograd sets for Dynamo.
     vars(agreed).update(getattr(function, "__dict__", {}))

@@ -137,8 +137,7 @@ def _grouped(rows: Sequence[ParameterPlan]) -> Iterable[list[ParameterPlan]]:
     for row in rows:
         pattern = _NUMBER.sub("*", row.name)
         key = pattern, row.shape, row.decision, row.moves, row.dim, row.slices, row.kept_slices
-        key = *key, _kind(row.reason)
-        groups.setdefault(key, []).append(row)
+        groups.setdefault((*key, _kind(row.reason)), []).append(row)
     for group in groups.values():
         yield from _grids(group)
 

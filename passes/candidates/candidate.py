@@ -18,10 +18,10 @@ from passes.types.plan import ParameterPlan, Split
 class Stays(NamedTuple):
     """A parameter that stays where it is while activations move.
 
-    ``index``: in the context's parameters. ``dim``: the dimension that the ranks share.
+    ``place``: its index in the context's parameters. ``dim``: the dimension that the ranks share.
     """
 
-    index: int
+    place: int
     name: str
     dim: int
 
@@ -43,17 +43,6 @@ class Candidate:
     splits: tuple[Split, ...] = ()
     stays: tuple[Stays, ...] = ()
 
-    def __post_init__(self) -> None:
-        if not self.stays:
-            return
-        decisions = list(self.decisions)
-        for one in self.stays:
-            decisions[one.index] = Decision.SHARD_REGATHER
-        object.__setattr__(self, "decisions", tuple(decisions))
-        names = {one.name for one in self.stays}
-        splits = (one for one in self.splits if not {one.name, one.like} & names)
-        object.__setattr__(self, "splits", tuple(splits))
-
     def __hash__(self) -> int:  # of hundreds of decisions, and asked for often
         return self._hash
 
@@ -64,7 +53,15 @@ class Candidate:
 
     def replace(self, **changes: Any) -> Candidate:
         """A copy with some fields changed."""
-        return dataclasses.replace(self, **changes)
+        made = dataclasses.replace(self, **changes)
+        if not made.stays:
+            return made
+        decisions = list(made.decisions)
+        for one in made.stays:
+            decisions[one.place] = Decision.SHARD_REGATHER
+        names = {one.name for one in made.stays}
+        splits = tuple(one for one in made.splits if not {one.name, one.like} & names)
+        return dataclasses.replace(made, decisions=tuple(decisions), splits=splits)
 
     def recomputing(self, one: RecomputeSet | None) -> Candidate:
         """The same with this recompute set; None: without recomputation."""

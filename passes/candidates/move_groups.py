@@ -144,12 +144,12 @@ def _trial(
 
 def _set_shards(graph: fx.Graph, ctx: Context, dims: Mapping[str, int]) -> None:
     """Give the parameters the shapes of their shards."""
-    markers = [unshard_of(node) for node in unshards(graph)]
-    reductions = graph.find_nodes(op="call_function", target=REDUCE_GRAD)
+    shards = {unshard_of(node).shard: unshard_of(node).name for node in unshards(graph)}
+    for node in graph.find_nodes(op="call_function", target=REDUCE_GRAD):
+        shards[reduce_grad_of(node).shard] = reduce_grad_of(node).name
     with fake_mode_of(graph):
-        for marker in [*markers, *map(reduce_grad_of, reductions)]:
-            if marker.name in dims:
-                local = list(ctx.parameter(marker.name).shape)
-                local[dims[marker.name]] //= ctx.world_size
-                shard = marker.shard
+        for shard, name in shards.items():
+            if name in dims:
+                local = list(ctx.parameter(name).shape)
+                local[dims[name]] //= ctx.world_size
                 shard.meta["val"] = empty_value(shard.meta["val"], local)

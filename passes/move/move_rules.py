@@ -11,9 +11,10 @@ a total     this rank's slice along ``features``, summed over the tokens of all 
 
 A product of local tokens with a weight's columns gathers the tokens first. A product that contracts
 the sliced dimension is a partial sum: the ranks add it up, and each gets its own tokens back, which
-are local. Partial sums that are added are added up once. Pointwise operators, sums over tokens and changes of layout keep the placement. Any other
-operator on a placed tensor is refused. So is one that reads a local tensor beside a placed one: its
-values are for this rank's tokens only. Random numbers are such tensors.
+are local. Partial sums that are added are added up once. Pointwise operators, sums over tokens and
+changes of layout keep the placement. Any other operator on a placed tensor is refused. So is one
+that reads a local tensor beside a placed one: its values are for this rank's tokens only. Random
+numbers are such tensors.
 
 A total takes the place of this rank's own sum, which is another value. So it may only become the
 gradient of a weight, by linear operators: the mean over ranks of linear functions of the own sums
@@ -47,7 +48,6 @@ from passes.ops.packing import SUM_RANKS
 from passes.ops.slicing import slice_name
 from passes.shard.lower_markers import after_wait, cast, flat, gather, reduce_rows, unpack
 from passes.split.split_rules import (
-    LAID_OUT,
     along_weight,
     arguments_of,
     operands_of,
@@ -175,7 +175,7 @@ class Mover:
                 self.graph.erase_node(node)
 
     def _is_added_up_later(self, node: fx.Node) -> bool:
-        """Take a node into a partial sum, if it only adds to it; else add up those that it reads."""
+        """Take a node into a partial sum if it only adds to it; else add up those that it reads."""
         own = [one for one in node.all_input_nodes if one in self.partial]
         if not own:
             return False
@@ -185,13 +185,13 @@ class Mover:
         if found is not None:
             self.partial[node] = found
             return True
-        for one in own:
-            one.replace_all_uses_with(self._added_up(self.partial[one], one))
+        for source in own:
+            source.replace_all_uses_with(self._added_up(self.partial[source], source))
         return False
 
     def _added(self, node: fx.Node) -> PartialSum | None:
         """The partial sum of an addition, or of a change of shape; None: of another operator."""
-        value = node.meta["val"] if node.op == "call_function" else None
+        value: Any = node.meta["val"] if node.op == "call_function" else None
         if node.target in _VIEWS and all(isinstance(size, int) for size in value.shape):
             (source,) = node.all_input_nodes
             found = self.partial[source]
@@ -215,8 +215,8 @@ class Mover:
         parts = [self.partial[one] for one in node.all_input_nodes if one in self.partial]
         others = [one for one in node.all_input_nodes if one not in self.partial]
         part = parts[0].part
-        for one in parts[1:]:
-            part = self._emit(_aten.add.Tensor, (part, one.part))
+        for other in parts[1:]:
+            part = self._emit(_aten.add.Tensor, (part, other.part))
         names = frozenset(name for one in parts for name in one.names)
         return PartialSum(part, (*others, *(o for one in parts for o in one.others)), names)
 
@@ -452,23 +452,32 @@ class Mover:
             is_total=found.is_total or tokens != found.tokens,
         )
 
-    def _pointwise(self, node: fx.Node) -> Placed:
-        """Placed operands of one placement, weights of the same slice, and constants."""
-        rank = node.meta["val"].dim()
-        own: dict[fx.Node, Placed] = {}
-        ones: dict[fx.Node, fx.Node] = {}  # tensors of one number, of size one
+    def _numbers(self, node: fx.Node) -> dict[fx.Node, fx.Node]:
+        """The constants that a pointwise operator reads, of size one: they are equal everywhere.
+
+        Raises:
+            Refused: it reads another local tensor.
+        """
+        found = {}
         for one in node.all_input_nodes:
             if one in self.placed:
-                own[one] = self.placed[one]
-            elif one.target is _aten.full.default:
-                sizes = [1] * one.meta["val"].dim()
-                ones[one] = self._emit(one.target, (sizes, *one.args[1:]), one.kwargs)
-            elif not _is_constant(one):
+                continue
+            if one.target not in _FILLED:
                 reason = f"{_named(node)} reads {_named(one)}, which is for this rank's tokens"
                 if _is_random(one):
                     reason = f"{_named(node)} reads random numbers (dropout)"
                 raise self._refused(node, reason, self._missing(node))
+            found[one] = one
+            if one.target is _aten.full.default:
+                sizes = [1] * one.meta["val"].dim()
+                found[one] = self._emit(one.target, (sizes, *one.args[1:]), one.kwargs)
+        return found
 
+    def _pointwise(self, node: fx.Node) -> Placed:
+        """Placed operands of one placement, weights of the same slice, and constants."""
+        rank = node.meta["val"].dim()
+        own = {one: self.placed[one] for one in node.all_input_nodes if one in self.placed}
+        numbers = self._numbers(node)
         totals = [placed.is_total for placed in own.values()]
         if any(totals) and not (all(totals) and _is_linear(node, len(own))):
             raise self._refused(node, f"{_named(node)} changes a sum over the tokens of all ranks")
@@ -483,18 +492,16 @@ class Mover:
         (feature,) = features
         token = next(iter(tokens), None)
         assert feature is not None
-        for one in node.all_input_nodes:
-            if one in ones:
-                continue
-            placed = own.get(one)
-            along = [] if placed is not None else [feature]
-            if token is not None and (placed is None or placed.tokens is None):
-                along.append(token)
-            if any(size_along(one, dim, node) not in (None, 1) for dim in along):
-                raise self._refused(node, f"{_named(node)} reads {_named(one)} along tokens")
+        for one, placed in own.items() if token is not None else ():
+            assert token is not None
+            allowed = (
+                (None, 1) if placed.tokens is None else node.meta["val"].shape[token : token + 1]
+            )
+            if size_along(one, token, node) not in allowed:
+                raise self._refused(node, f"{_named(node)} reads a tensor along tokens")
         args, kwargs = fx.node.map_arg(
             (node.args, node.kwargs),
-            lambda one: own[one].node if one in own else ones.get(one, one),
+            lambda one: own[one].node if one in own else numbers[one],
         )
         made = self._emit(node.target, args, kwargs)
         names = frozenset(name for placed in own.values() for name in placed.names)
@@ -515,20 +522,6 @@ def _is_pointwise(node: fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded in tags:
         return False
     return node.target in _COPIES or torch.Tag.pointwise in tags
-
-
-def _is_constant(node: fx.Node) -> bool:
-    """Whether a tensor is equal on all ranks: it is made of numbers only."""
-    stack = [node]
-    while stack:
-        one = stack.pop()
-        tags = getattr(one.target, "tags", ())
-        if one.op != "call_function" or torch.Tag.nondeterministic_seeded in tags:
-            return False
-        if one.target not in _FILLED and not one.all_input_nodes:
-            return False  # such as a random seed
-        stack.extend(one.all_input_nodes)
-    return True
 
 
 def _is_linear(node: fx.Node, operands: int) -> bool:

@@ -16,9 +16,9 @@ the shard's dtype.
 
 ``sharded=False`` marks a replicated parameter: ``unshard`` is then the identity and
 ``reduce_grad`` an all-reduce. ``group_name``, ``between``, ``hosts`` and ``dim`` describe the shard
-layout (``passes.types.shard_layout.ShardLayout``); "rows" are along ``dim``. This file holds schemas, shapes and derivatives;
-``osdp_compile/runtime/eager_markers.py`` holds the eager implementation, which needs process
-groups.
+layout (``passes.types.shard_layout.ShardLayout``); "rows" are along ``dim``. This file holds
+schemas, shapes and derivatives; ``osdp_compile/runtime/eager_markers.py`` holds the eager
+implementation, which needs process groups.
 """
 
 from __future__ import annotations

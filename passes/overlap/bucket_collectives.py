@@ -94,7 +94,7 @@ def _as_planned(starts: list[fx.Node], planned: Sequence[Collective]) -> list[li
 def _packable(start: fx.Node) -> Packable:
     purpose = COLLECTIVE.of(start)
     kind = start.target, group_of(start), purpose.gathers, start.meta["val"].dtype
-    # Later stages follow the packing of the first one. Activations travel alone: their reader waits.
+    # Later stages follow the packing of the first one. Activations travel alone.
     alone = purpose.stage or purpose.tokens
     return Packable(kind, collective_full_bytes(start), not alone)
 

@@ -229,12 +229,7 @@ class Scheduler:
     def after(self, place: int) -> None:
         """Handle the end of a compute node: newly ready gradients, and ended reductions."""
         for task in self.problem.ready[place]:
-            self.pending.append(task)
-            self.held_bytes += task.extra_bytes
-            if self.cap_bytes == 0 and self.sequence is None:
-                self.finish(task)
-            elif task.urgent and self.sequence is None:
-                self.begin(task)
+            self.is_ready(task)
         while self.cap_bytes == 0 and self.head in (*self.pending, *self.later):
             assert self.head is not None
             task, self.head = self.head, next(self.in_line, None)
@@ -257,6 +252,17 @@ class Scheduler:
                 self.advance()
             elif not self.start_pending():
                 break
+
+    def is_ready(self, task: CollectiveTask) -> None:
+        """The input of a reduction is ready: it is pending; an urgent one starts at once."""
+        self.pending.append(task)
+        self.held_bytes += task.extra_bytes
+        if self.sequence is not None:
+            return
+        if self.cap_bytes == 0:
+            self.finish(task)
+        elif task.urgent:
+            self.begin(task)
 
     def is_short(self, headroom: Headroom, place: int) -> bool:
         """Whether pending reductions and those in flight exceed the headroom at a node."""

@@ -407,18 +407,24 @@ class Plan:
                 return (
                     f"parameter {name!r} has shape {tuple(shape)} here and {row.shape} in the plan"
                 )
-            if row.moves is Moves.ACTIVATIONS and (
-                self.within_hosts or not row.dim < len(shape) or shape[row.dim] % world_size
-            ):
-                return (
-                    f"parameter {name!r} of shape {tuple(shape)} cannot stay on {world_size} ranks "
-                    f"in equal parts along dimension {row.dim}, with nothing sharded within hosts"
-                )
             if row.dtype != dtype:
                 return f"parameter {name!r} has dtype {dtype} here and {row.dtype} in the plan"
         for row in self.parameters:
             if row.name not in seen:
                 return f"the plan's parameter {row.name!r} is not in the model"
+        return self._uneven()
+
+    def _uneven(self) -> str | None:
+        """A parameter that cannot stay where the plan leaves it, in words; None: there is none."""
+        for row in self.parameters:
+            if row.moves is Moves.WEIGHT:
+                continue
+            inside = 0 <= row.dim < len(row.shape)
+            if self.within_hosts or not inside or row.shape[row.dim] % self.world_size:
+                return (
+                    f"parameter {row.name!r} of shape {row.shape} cannot stay on {self.world_size} "
+                    f"ranks in equal parts along dimension {row.dim}"
+                )
         return None
 
     def order_for(self, phase: str, graph: Iterable[Collective]) -> tuple[Collective, ...] | None:

@@ -25,7 +25,6 @@ from tests.training import (
     finish_step,
     plan_in_force,
     train_osdp,
-    trains_like_reference,
     whole,
 )
 
@@ -330,3 +329,28 @@ def test_optimizers(two_ranks):
         # Muon computes in bfloat16.
         assert {kind for kind, far in found.items() if far > 1e-9} <= {"Muon"}, found
         assert found["Muon"] < 1e-2
+
+
+def _planned(rank, world_size, rows):
+    """What the planner lets stay with the option, and the distance from one process."""
+    torch.manual_seed(0)
+    model = Gated().double()
+
+    def some(step, micro, rank):
+        return batch(step, micro, rank).repeat(rows // 4, 1)
+
+    recipe = Recipe(step=mean_square, optimizer=adamw, steps=3, batch=some)
+    reference = Reference(copy.deepcopy(model), recipe, world_size)
+    options = {"hardware": SLOW, "tensor_parallel": True}
+    ours, wanted = train_osdp(model, options, recipe, rank), reference.train(rank)
+    apart = max(
+        (one - wanted.parameters[name]).abs().max().item() for name, one in ours.parameters.items()
+    )
+    return plan_in_force(model).moved, apart
+
+
+@pytest.mark.parametrize("rows, moved", [(4, set(GATED)), (1024, set())])
+def test_the_planner_moves_the_smaller_thing(two_ranks, rows, moved):
+    for found, apart in two_ranks.run(_planned, rows):
+        assert found == moved
+        assert apart < 1e-11

@@ -127,7 +127,7 @@ def test_an_mlp_that_is_called_twice_has_two_collectives_of_a_kind() -> None:
 def test_a_plan_refuses_what_ranks_cannot_share() -> None:
     rows = [("w", torch.empty(6, 16)), ("b", torch.empty(5))]
     plan = Plan.uniform(rows, "replicate", world_size=4)
-    with pytest.raises(ValueError, match="'w' of shape .* cannot stay on 4 ranks"):
+    with pytest.raises(ValueError, match=r"'w' of shape .* cannot stay on 4 ranks"):
         plan.tensor_parallel({"w": 0})
     assert plan.tensor_parallel({"w": 1})["w"].dim == 1
     again = Plan.from_dict(plan.tensor_parallel({"w": 1}).to_dict())
