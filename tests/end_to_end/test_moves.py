@@ -265,6 +265,64 @@ def test_evaluation_whole_parameters_and_checkpoints(two_ranks, tmp_path):
         assert max(distances) < 1e-11
 
 
+def _meta(rank, world_size):
+    """Distance from one process of a model that is sharded on the meta device."""
+    recipe = Recipe(step=mean_square, optimizer=adamw, steps=3, batch=batch)
+    with torch.device("meta"):
+        model = Mlp().double()
+    osdp_compile.shard(model, plan_for(model, world_size))
+    model.to_empty(device="cpu")
+    alone = Mlp().double()
+    for one in (model, alone):
+        torch.manual_seed(7)
+        for layer in one.children():
+            layer.reset_parameters()
+    reference = Reference(alone, recipe, world_size).train(rank)
+    trained = train_osdp(model, {"hardware": SLOW}, recipe, rank)
+    return max(
+        (one - reference.parameters[name]).abs().max().item()
+        for name, one in trained.parameters.items()
+    )
+
+
+def test_from_the_meta_device(two_ranks):
+    for distance in two_ranks.run(_meta):
+        assert distance < 1e-11
+
+
+def _in_bfloat16(rank, world_size):
+    """Distances from float64 training of training in param_dtype: activations, weights moving."""
+    found = []
+    for moves in (True, False):
+        torch.manual_seed(0)
+        model = Gated()
+        recipe = Recipe(step=mean_square, optimizer=adamw, steps=5, batch=_float_batch)
+        exact = dataclasses_replace(recipe, batch=batch)
+        reference = Reference(copy.deepcopy(model).double(), exact, world_size).train(rank)
+        plan = plan_for(model, world_size)
+        if not moves:
+            plan = Plan.uniform(model.named_parameters(), "shard_regather", world_size=world_size)
+        options = {"hardware": SLOW, "plan": plan, "param_dtype": "bfloat16"}
+        options["reduce_dtype"] = "float32"
+        ours = train_osdp(model, options, recipe, rank).parameters
+        found.append(
+            sum(
+                (one.double() - reference.parameters[name]).square().sum().item()
+                for name, one in ours.items()
+            )
+        )
+    return found
+
+
+def _float_batch(step, micro, rank):
+    return batch(step, micro, rank).float()
+
+
+def test_param_dtype(two_ranks):
+    for moving, without in two_ranks.run(_in_bfloat16):
+        assert 0 < moving <= 4 * without  # squares
+
+
 def _no_sync(rank, world_size):
     torch.manual_seed(0)
     model = Mlp().double()

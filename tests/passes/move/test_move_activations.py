@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from passes.candidates.move_groups import find_move_groups
 from passes.capture.captured_step import lay_out
 from passes.graph.metadata import COLLECTIVE
 from passes.pipeline import Stage, default_passes, run
+from passes.recompute.recompute_activations import PartitionBoundary, keys_of
 from passes.types.context import Context, Phase
 from passes.types.decision import Decision
 from passes.types.plan import Plan
@@ -51,6 +53,53 @@ def test_products_compute_what_they_did(
         ["gather", "gather", "reduce"],
     )
     made.check(captured, contexts, plan)
+
+
+def test_tensors_that_the_backward_recomputes() -> None:
+    """The forward saves the rank's own tokens only, and the backward gathers them."""
+    model = Mlp(16, True)
+    made = training(model, 2)
+    captured, ctx = capture_step(model, made.batches[0], world_size=2)
+    boundary = PartitionBoundary(captured.forward.graph, captured.backward.graph)
+    keys = keys_of(captured.forward.graph)
+    wide = [node for node in boundary.saved if list(node.meta["val"].shape)[-1:] == [16]]
+    assert wide
+    plan = decided(ctx, Decision.SHARD_REGATHER).tensor_parallel(MLP)
+    plan = plan.replace(recompute=tuple(keys[node] for node in wide))
+    made.check(captured, [ctx.replace(rank=rank) for rank in range(2)], plan)
+    laid = lay_out(captured, plan, ctx, default_passes())
+    saved = [node.meta["val"] for node in laid.backward.graph.find_nodes(op="placeholder")]
+    assert not any(list(value.shape)[-1:] == [8] for value in saved if value.dim() == 2)
+
+
+@pytest.mark.parametrize("frozen", ["up.weight", "up.bias", "down.weight"])
+def test_frozen_weights_stay_too(frozen: str) -> None:
+    model = Mlp(16, True)
+    model.get_parameter(frozen).requires_grad_(False)
+    check_training(model, batches(model, 2), MLP)
+
+
+class Adapted(nn.Module):
+    """An MLP whose frozen first weight has an adapter; x: [batch, 6]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 16).requires_grad_(False)
+        self.a = nn.Linear(6, 2, bias=False)
+        self.b = nn.Linear(2, 16, bias=False)
+        self.down = nn.Linear(16, 6).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.relu(self.up(x) + self.b(self.a(x))))
+        return y
+
+
+def test_an_adapter_is_a_part_of_the_group() -> None:
+    model = Adapted()
+    captured, ctx = capture_step(model, torch.randn(5, 6), world_size=2)
+    (group,) = find_move_groups(captured, ctx).groups
+    assert group.dims == {**MLP, "b.weight": 0}
+    check_training(model, batches(model, 2), group.dims)
 
 
 def check_training(model: nn.Module, given: list[Tensor], dims: dict[str, int]) -> Plan:
