@@ -6,7 +6,8 @@ A group begins with a weight whose rows are features of its product's result (a 
 (``passes/move/move_activations.py``) says which other weights would have to stay too: the bias of
 the product, a gate beside it, the weight that contracts the features. The group is complete when
 the trial needs no more, in the forward and in the backward. Examples: the two linears of an MLP,
-with the first one's bias; the three of a gated MLP.
+with the first one's bias; the three of a gated MLP. The table of an embedding is a group by itself.
+No weight is in two groups: the first one counts.
 
 Layers whose names differ only in a number have the same groups.
 """
@@ -17,6 +18,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import fx
 
 from passes.annotate.annotate_costs import collective_full_bytes
@@ -30,6 +32,7 @@ from passes.ops.markers import REDUCE_GRAD, reduce_grad_of, unshard_of, unshards
 from passes.split.split_rules import read_along
 from passes.types.context import Context
 
+_EMBEDDING = torch.ops.aten.embedding.default
 #: The most weights and biases of a layer in one group: a gated MLP with biases has five.
 _MOST_TOGETHER = 6
 
@@ -72,10 +75,14 @@ def find_move_groups(captured: Captured, ctx: Context) -> MoveGroups:
         is_matrix = len(ctx.parameter(first).shape) == 2 and all(one in readers for one in names)
         if any(first in group.dims for group in groups) or not is_matrix:
             continue
-        if read_along(readers[first]) != 0:
+        is_table = all(user.target is _EMBEDDING for user in readers[first].users)
+        if read_along(readers[first]) != 0 and not is_table:
             continue
         try:
-            groups.append(_group(captured, ctx, together, names))
+            found = _group(captured, ctx, together, names)
+            if any(name in group.dims for group in groups for name in found.dims):
+                raise Refused("another group has some of its weights")
+            groups.append(found)
         except Refused as error:
             refused.update(dict.fromkeys(names, error.reason))
     return MoveGroups(tuple(groups), refused)

@@ -16,6 +16,9 @@ changes of layout keep the placement. Any other operator on a placed tensor is r
 that reads a local tensor beside a placed one: its values are for this rank's tokens only. Random
 numbers are such tensors.
 
+An embedding looks up the ids of all tokens in its rows of the table: another partial sum. Its
+gradient is a total of the gathered gradients.
+
 A total takes the place of this rank's own sum, which is another value. So it may only become the
 gradient of a weight, by linear operators: the mean over ranks of linear functions of the own sums
 is the function of the total, divided by N.
@@ -38,7 +41,6 @@ from passes.graph.fx_utils import (
     bytes_of,
     call,
     compact,
-    output_node,
     set_value,
 )
 from passes.graph.metadata import GRADIENT_OF, RECOMPUTED
@@ -46,6 +48,7 @@ from passes.ops.markers import REDUCE_GRAD, UNSHARD, reduce_grad_of, unshard_of
 from passes.ops.p2p import EXCHANGE
 from passes.ops.packing import SUM_RANKS
 from passes.ops.slicing import slice_name
+from passes.ops.tables import PUT_ROWS, TAKE_ROWS
 from passes.shard.lower_markers import after_wait, cast, flat, gather, reduce_rows, unpack
 from passes.split.split_rules import (
     along_weight,
@@ -60,6 +63,8 @@ from passes.types.plan import Collective
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default}
+_MASKED = _aten._unsafe_masked_index_put_accumulate.default
+_PUTS = {_MASKED, _aten.index_put.default}
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
 _COPIES = {CAST, _aten.clone.default, _aten._to_copy.default}
 #: Metadata of a node that its placed form inherits.
@@ -147,32 +152,32 @@ class Mover:
         Raises:
             Refused: for an operator without a rule.
         """
-        output = output_node(self.graph)
         for node in list(self.graph.nodes):
-            if node.op == "placeholder" or (node.op != "call_function" and node is not output):
-                continue
-            with self.graph.inserting_before(node):
-                if self._is_added_up_later(node):
-                    continue
-            if node is output:
-                continue
-            is_weight = node.target is UNSHARD and unshard_of(node).name in self.dims
-            if not is_weight and not any(one in self.placed for one in node.all_input_nodes):
-                self._check_gradient(node)
-                continue
-            self._meta = node.meta
-            with self.graph.inserting_before(node):
-                found = self._found(node, is_weight)
-            if isinstance(found, Placed):
-                self.placed[node] = found
-            elif isinstance(found, PartialSum):
-                self.partial[node] = found
-            else:
-                node.replace_all_uses_with(found)
-                self.graph.erase_node(node)
+            if node.op in ("call_function", "output"):
+                with self.graph.inserting_before(node):
+                    self._rewrite(node)
         for node in reversed({**self.placed, **self.partial}):
             if node.op == "call_function" and not node.users:
                 self.graph.erase_node(node)
+
+    def _rewrite(self, node: fx.Node) -> None:
+        """Place a node, or replace it by a local one; most nodes stay as they are."""
+        if self._is_added_up_later(node) or node.op == "output":
+            return
+        is_weight = node.target is UNSHARD and unshard_of(node).name in self.dims
+        is_gradient = node.target is REDUCE_GRAD and reduce_grad_of(node).name in self.dims
+        reads = any(one in self.placed for one in node.all_input_nodes)
+        if not (is_weight or is_gradient or reads):
+            return
+        self._meta = node.meta
+        found = self._found(node, is_weight)
+        if isinstance(found, Placed):
+            self.placed[node] = found
+        elif isinstance(found, PartialSum):
+            self.partial[node] = found
+        else:
+            node.replace_all_uses_with(found)
+            self.graph.erase_node(node)
 
     def _is_added_up_later(self, node: fx.Node) -> bool:
         """Take a node into a partial sum if it only adds to it; else add up those that it reads."""
@@ -220,20 +225,50 @@ class Mover:
         names = frozenset(name for one in parts for name in one.names)
         return PartialSum(part, (*others, *(o for one in parts for o in one.others)), names)
 
-    def _check_gradient(self, node: fx.Node) -> None:
-        if node.target is not REDUCE_GRAD:
-            return
-        name = reduce_grad_of(node).name
-        if name in self.dims:
-            raise Refused(f"the gradient of {name} is no product with tokens", _weight(node, name))
+    def _embedded(self, node: fx.Node) -> PartialSum:
+        """Rows of the own part of a table for the ids of all tokens."""
+        table, ids, *_ = arguments_of(node)
+        found = self.placed.get(table)
+        if found is None or not found.is_weight or found.features != 0:
+            raise self._refused(node, f"{_named(node)} reads placed ids")
+        rows, total = found.node.meta["val"].shape[0], table.meta["val"].shape[0]
+        everything = self._all_tokens(ids, node, found)
+        args = (found.node, everything, self.ctx.rank * rows, total)
+        return PartialSum(self._emit(TAKE_ROWS, args), (), found.names)
+
+    def _table_gradient(self, node: fx.Node) -> fx.Node:
+        """The gradient of a table's part, where local gradients are put into rows of zeros."""
+        marker = reduce_grad_of(node)
+        weight = Placed(node, None, 0, frozenset([marker.name]))
+        put = marker.gradient
+        adds = put.target is _MASKED or (len(put.args) > 3 and put.args[3] is True)
+        if put.target not in _PUTS or not adds or self.dims[marker.name] != 0:
+            raise Refused(f"the gradient of {marker.name} is no product with tokens", weight)
+        table, *masks, indices, values = arguments_of(put)[: 4 if put.target is _MASKED else 3]
+        if table.target is not _aten.full.default or table.args[1] != 0 or len(indices) != 1:
+            raise Refused(f"the gradient of {marker.name} is put into another table", weight)
+        self._meta = put.meta
+        for mask in masks:
+            value = values.meta["val"]
+            filled = {"dtype": value.dtype, "layout": torch.strided, "device": value.device}
+            zero = self._emit(_aten.full.default, ([], 0), {**filled, "pin_memory": False})
+            values = self._emit(_aten.where.self, (mask, values, zero))
+        ids = self._all_tokens(indices[0], node, weight)
+        everything = self._all_tokens(values, node, weight)
+        rows = marker.shard.meta["val"].shape[0]
+        made = self._emit(PUT_ROWS, (ids, everything, self.ctx.rank * rows, rows))
+        return self._mean(made, node)
 
     def _found(self, node: fx.Node, is_weight: bool) -> Placed | PartialSum | fx.Node:
         if is_weight:
             return self._weight(node)
         if node.target is REDUCE_GRAD:
-            return self._gradient(node)
+            is_placed = reduce_grad_of(node).gradient in self.placed
+            return self._gradient(node) if is_placed else self._table_gradient(node)
         if node.target in _PRODUCTS:
             return self._product(node)
+        if node.target is _aten.embedding.default:
+            return self._embedded(node)
         if node.target is _aten.permute.default:
             return self._permuted(node)
         if node.target in _VIEWS:
@@ -272,11 +307,15 @@ class Mover:
         dim = self.dims.get(marker.name)
         if found is None or not found.is_total or found.features != dim:
             raise self._refused(node, f"the gradient of {marker.name} is not the slice that stays")
-        own = cast(self.graph, found.node, node.meta["val"].dtype)
+        return self._mean(found.node, node)
+
+    def _mean(self, total: fx.Node, node: fx.Node) -> fx.Node:
+        """The mean over ranks of a total, in place of a reduction."""
+        own = cast(self.graph, total, node.meta["val"].dtype)
         mean = self._emit(_aten.mul.Tensor, (own, 1.0 / self.ranks))
         if not mean.meta["val"].is_contiguous():
             mean = compact(self.graph, mean)
-        GRADIENT_OF.set(mean, marker.name)
+        GRADIENT_OF.set(mean, reduce_grad_of(node).name)
         self.gradients.append(mean)
         return mean
 
@@ -511,10 +550,6 @@ class Mover:
 def _kind(node: fx.Node) -> tuple[Any, ...]:
     value = node.meta["val"]
     return tuple(value.shape), value.dtype
-
-
-def _weight(node: fx.Node, name: str) -> Placed:
-    return Placed(node, None, 0, frozenset([name]))
 
 
 def _is_pointwise(node: fx.Node) -> bool:

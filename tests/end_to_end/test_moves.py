@@ -412,3 +412,42 @@ def test_the_planner_moves_the_smaller_thing(two_ranks, rows, moved):
     for found, apart in two_ranks.run(_planned, rows):
         assert found == moved
         assert apart < 1e-11
+
+
+class Words(nn.Module):
+    """An embedding of its own rows, a linear and a head of other weights; tokens: [rows, length]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(64, 8, padding_idx=0)
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.mix(torch.tanh(self.words(tokens)))
+
+
+def _words(rank, world_size):
+    """Distance from one process; the placement of the table."""
+    torch.manual_seed(0)
+    model = Words().double()
+
+    def tokens(step, micro, rank):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        rows = 3 + (rank if step == 4 else 0)
+        return torch.randint(0, 64, (rows, 5), generator=generator)
+
+    recipe = Recipe(step=mean_square, optimizer=adamw, steps=8, batch=tokens, max_norm=0.05)
+    reference = Reference(copy.deepcopy(model), recipe, world_size)
+    options = {"hardware": SLOW, "tensor_parallel": ["words.*"], "debug": True}
+    ours, wanted = train_osdp(model, options, recipe, rank), reference.train(rank)
+    apart = max(
+        (one - wanted.parameters[name]).abs().max().item() for name, one in ours.parameters.items()
+    )
+    return apart, plan_in_force(model).moved, str(model.words.weight.placements)
+
+
+def test_the_table_of_an_embedding_stays(two_ranks):
+    """In one step the ranks have other batches: the table travels."""
+    for apart, moved, placed in two_ranks.run(_words):
+        assert apart < 1e-11
+        assert moved == {"words.weight"} and placed == "(Shard(dim=0),)"

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from passes.candidates.move_groups import find_move_groups
 from passes.capture.captured_step import lay_out
-from passes.graph.metadata import COLLECTIVE
+from passes.graph.metadata import COLLECTIVE, PARAMETER
+from passes.ops.tables import TAKE_ROWS
 from passes.pipeline import Stage, default_passes, run
 from passes.recompute.recompute_activations import PartitionBoundary, keys_of
 from passes.types.context import Context, Phase
@@ -62,14 +63,15 @@ def test_tensors_that_the_backward_recomputes() -> None:
     captured, ctx = capture_step(model, made.batches[0], world_size=2)
     boundary = PartitionBoundary(captured.forward.graph, captured.backward.graph)
     keys = keys_of(captured.forward.graph)
-    wide = [node for node in boundary.saved if list(node.meta["val"].shape)[-1:] == [16]]
+    wide = [one for one in boundary.saved if one in keys and one.meta["val"].shape[-1] == 16]
     assert wide
     plan = decided(ctx, Decision.SHARD_REGATHER).tensor_parallel(MLP)
     plan = plan.replace(recompute=tuple(keys[node] for node in wide))
     made.check(captured, [ctx.replace(rank=rank) for rank in range(2)], plan)
     laid = lay_out(captured, plan, ctx, default_passes())
-    saved = [node.meta["val"] for node in laid.backward.graph.find_nodes(op="placeholder")]
-    assert not any(list(value.shape)[-1:] == [8] for value in saved if value.dim() == 2)
+    inputs = laid.backward.graph.find_nodes(op="placeholder")
+    saved = [node.meta["val"].shape for node in inputs if not PARAMETER.is_set(node)]
+    assert not any(shape[-1] == 8 for shape in saved)
 
 
 @pytest.mark.parametrize("frozen", ["up.weight", "up.bias", "down.weight"])
@@ -97,15 +99,17 @@ class Adapted(nn.Module):
 def test_an_adapter_is_a_part_of_the_group() -> None:
     model = Adapted()
     captured, ctx = capture_step(model, torch.randn(5, 6), world_size=2)
-    (group,) = find_move_groups(captured, ctx).groups
+    (group,) = find_move_groups(captured, ctx).groups  # and not the adapter by itself
     assert group.dims == {**MLP, "b.weight": 0}
     check_training(model, batches(model, 2), group.dims)
 
 
-def check_training(model: nn.Module, given: list[Tensor], dims: dict[str, int]) -> Plan:
+def check_training(
+    model: nn.Module, given: list[Tensor], dims: dict[str, int], uses_p2p: bool = False
+) -> Plan:
     """Compare outputs and gradients with eager PyTorch; returns the plan."""
     made = Training(model, given, [torch.randn_like(model(one)) for one in given])
-    captured, ctx = capture_step(model, given[0], world_size=len(given))
+    captured, ctx = capture_step(model, given[0], world_size=len(given), uses_p2p=uses_p2p)
     plan = decided(ctx, Decision.SHARD_REGATHER).tensor_parallel(dims)
     made.check(captured, [ctx.replace(rank=rank) for rank in range(len(given))], plan)
     return plan
@@ -122,3 +126,37 @@ def collectives(captured: Any, plan: Plan, ctx: Context) -> tuple[list[str], lis
         assert not served & plan.moved
         found.append(sorted("gather" if p.gathers else "reduce" for p in purposes if p.tokens))
     return found[0], found[1]
+
+
+class Words(nn.Module):
+    """An embedding and a linear; tokens: [batch, tokens]."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.words = nn.Embedding(12, 8, **options)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        y: Tensor = self.last(torch.tanh(self.words(tokens)))
+        return y
+
+
+@pytest.mark.parametrize("uses_p2p", [False, True])
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 3}, {"scale_grad_by_freq": True}])
+def test_the_table_of_an_embedding_stays(
+    world_size: int, options: dict[str, Any], uses_p2p: bool
+) -> None:
+    model = Words(**options)
+    given = [torch.randint(0, 12, (3, 5)) for _ in range(world_size)]
+    captured, ctx = capture_step(model, given[0], world_size=world_size, uses_p2p=uses_p2p)
+    (group,) = find_move_groups(captured, ctx).groups
+    assert group.dims == {"words.weight": 0}
+    check_training(model, given, group.dims, uses_p2p)
+
+
+def test_an_id_that_is_in_no_row_is_an_error() -> None:
+    with pytest.raises(IndexError):
+        TAKE_ROWS(torch.randn(6, 8), torch.tensor([[1, 12]]), 0, 12)
+    with pytest.raises(IndexError):
+        TAKE_ROWS(torch.randn(6, 8), torch.tensor([-1]), 6, 12)
