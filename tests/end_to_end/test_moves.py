@@ -415,7 +415,7 @@ def test_the_planner_moves_the_smaller_thing(two_ranks, rows, moved):
 
 
 class Words(nn.Module):
-    """An embedding of its own rows, a linear and a head of other weights; tokens: [rows, length]."""
+    """An embedding and a linear; tokens: [rows, length]."""
 
     def __init__(self) -> None:
         super().__init__()
