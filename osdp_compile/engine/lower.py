@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import osdp_compile.runtime.p2p  # noqa: F401  (the graphs call it)
 from osdp_compile import _torch, progress
-from osdp_compile.engine.agreeing import GATHERS_ALL, agreeing, key_of
+from osdp_compile.engine.agreeing import Sent, agreeing
 from osdp_compile.engine.double_backward import refusing_double_backward
 from osdp_compile.engine.inductor_fusion import in_place
 from osdp_compile.errors import OsdpError
@@ -182,7 +182,7 @@ class _Lowering:
         context: Context,
     ) -> None:
         self._context = context
-        self._key = GATHERS_ALL
+        self._sent = Sent((), {})
         static = static_inputs(gm, inputs, _name_in_session)
         self._static, self._session, self._compile_inner = static, session, compile_inner
         self._parameters = frozenset(p.name for p in session.context.parameters)
@@ -245,13 +245,13 @@ class _Lowering:
         with in_place():
             return self._compile_inner(graph, _torch.real_meshes(example_inputs), **kwargs)
 
-    def key(self) -> int:
-        """A number for the tokens that the graphs send (``osdp_compile/engine/agreeing.py``)."""
-        return self._key
+    def key(self, args: Sequence[Any]) -> int:
+        """A number for the tokens that a call sends (``osdp_compile/engine/agreeing.py``)."""
+        return self._sent.key(args, self._session.context.rank)
 
     def _sends(self, graphs: Sequence[fx.GraphModule], refused: Mapping[str, str]) -> None:
         """Remember what the graphs send; warn of weights that they gather all the same."""
-        self._key = key_of(gm.graph for gm in graphs)
+        self._sent = Sent((gm.graph for gm in graphs), self._symbols)
         for name, reason in sorted(refused.items())[:1]:
             log.warning(
                 "%d of the weights that stay where they are travel in this graph: %r, %s",

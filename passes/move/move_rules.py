@@ -27,7 +27,7 @@ is the function of the total, divided by N.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,8 +48,8 @@ from passes.ops.markers import REDUCE_GRAD, UNSHARD, reduce_grad_of, unshard_of
 from passes.ops.p2p import EXCHANGE
 from passes.ops.packing import SUM_RANKS
 from passes.ops.slicing import slice_name
-from passes.ops.tables import PUT_ROWS, TAKE_ROWS
-from passes.shard.lower_markers import after_wait, cast, flat, gather, reduce_rows, unpack
+from passes.ops.tables import PUT_ROWS, TAKE_ROWS, TOKENS_OF
+from passes.shard.lower_markers import after_wait, cast, flat, gather, reduce_rows
 from passes.split.split_rules import (
     along_weight,
     arguments_of,
@@ -100,10 +100,12 @@ class Placed:
 class PartialSum:
     """A local tensor that the ranks have not added up yet.
 
-    ``part``: this rank's part, for the tokens of all ranks. ``others``: local tensors to add.
+    ``part``: this rank's part, for the tokens of all ranks. ``sizes``: of the local tensor, as
+    arguments of a reshape. ``others``: local tensors to add.
     """
 
     part: fx.Node
+    sizes: tuple[Any, ...]
     others: tuple[fx.Node, ...]
     names: frozenset[str]
 
@@ -143,6 +145,7 @@ class Mover:
         self.totals: list[fx.Node] = []
         self.gradients: list[fx.Node] = []
         self._gathered: dict[fx.Node, fx.Node] = {}
+        self._made: dict[fx.Node, fx.Node] = {}
         self._purposes: dict[tuple[bool, str], int] = {}
         self._meta: dict[str, Any] = {}
 
@@ -197,22 +200,21 @@ class Mover:
     def _added(self, node: fx.Node) -> PartialSum | None:
         """The partial sum of an addition, or of a change of shape; None: of another operator."""
         value: Any = node.meta["val"] if node.op == "call_function" else None
-        if node.target in _VIEWS and all(isinstance(size, int) for size in value.shape):
-            (source,) = node.all_input_nodes
+        if node.target in _VIEWS and node.args[0] in self.partial:
+            source: Any = node.args[0]
             found = self.partial[source]
-            shape = list(value.shape)
+            shape, sizes = list(value.shape), list(arguments_of(node)[1])
             whole, last = _kind(source), source.meta["val"].shape[-1:]
             turned = []
             for one in found.others:
                 if _kind(one) == whole:
-                    turned.append(self._emit(_aten.reshape.default, (one, shape)))
+                    turned.append(self._emit(_aten.reshape.default, (one, sizes)))
                 elif list(last) == list(one.meta["val"].shape) == shape[-1:]:  # a bias
                     turned.append(one)
                 else:
                     return None
-            shape[0] *= self.ranks
-            part = self._emit(_aten.reshape.default, (found.part, shape))
-            return PartialSum(part, tuple(turned), found.names)
+            part = self._emit(_aten.reshape.default, (found.part, self._of_all(sizes, shape)))
+            return PartialSum(part, tuple(sizes), tuple(turned), found.names)
         if node.target is not _aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != 2:
             return None
         if any(one in self.placed or _kind(one) != _kind(node) for one in node.all_input_nodes):
@@ -223,7 +225,13 @@ class Mover:
         for other in parts[1:]:
             part = self._emit(_aten.add.Tensor, (part, other.part))
         names = frozenset(name for one in parts for name in one.names)
-        return PartialSum(part, (*others, *(o for one in parts for o in one.others)), names)
+        others += [other for one in parts for other in one.others]
+        return PartialSum(part, parts[0].sizes, tuple(others), names)
+
+    def _of_all(self, sizes: Sequence[Any], shape: Sequence[Any]) -> list[Any]:
+        """The sizes of a reshape for the tokens of all ranks; ``shape``: the local result."""
+        first = shape[0] * self.ranks if isinstance(shape[0], int) else -1
+        return [first, *sizes[1:]]
 
     def _embedded(self, node: fx.Node) -> PartialSum:
         """Rows of the own part of a table for the ids of all tokens."""
@@ -232,9 +240,29 @@ class Mover:
         if found is None or not found.is_weight or found.features != 0:
             raise self._refused(node, f"{_named(node)} reads placed ids")
         rows, total = found.node.meta["val"].shape[0], table.meta["val"].shape[0]
-        everything = self._all_tokens(ids, node, found)
+        everything = self._all_tokens(self._flat(ids), node, found)
         args = (found.node, everything, self.ctx.rank * rows, total)
-        return PartialSum(self._emit(TAKE_ROWS, args), (), found.names)
+        sizes = (*self._sizes(ids), table.meta["val"].shape[1])
+        return PartialSum(self._emit(TAKE_ROWS, args), sizes, (), found.names)
+
+    def _flat(self, ids: fx.Node) -> fx.Node:
+        """Ids as tokens without further dimensions."""
+        if ids.meta["val"].dim() == 1:
+            return ids
+        return self._once(ids, lambda: self._emit(_aten.reshape.default, (ids, [-1])))
+
+    def _once(self, node: fx.Node, make: Callable[[], fx.Node]) -> fx.Node:
+        """A node that is made once of another one."""
+        if node not in self._made:
+            self._made[node] = make()
+        return self._made[node]
+
+    def _sizes(self, node: fx.Node) -> list[Any]:
+        """A node's sizes as arguments: numbers, and nodes of symbolic ones."""
+        return [
+            size if isinstance(size, int) else self._emit(torch.ops.aten.sym_size.int, (node, dim))
+            for dim, size in enumerate(node.meta["val"].shape)
+        ]
 
     def _table_gradient(self, node: fx.Node) -> fx.Node:
         """The gradient of a table's part, where local gradients are put into rows of zeros."""
@@ -253,8 +281,10 @@ class Mover:
             filled = {"dtype": value.dtype, "layout": torch.strided, "device": value.device}
             zero = self._emit(_aten.full.default, ([], 0), {**filled, "pin_memory": False})
             values = self._emit(_aten.where.self, (mask, values, zero))
-        ids = self._all_tokens(indices[0], node, weight)
-        everything = self._all_tokens(values, node, weight)
+        ids = self._all_tokens(self._flat(indices[0]), node, weight)
+        sizes = [-1, *values.meta["val"].shape[indices[0].meta["val"].dim() :]]
+        tokens = self._emit(_aten.reshape.default, (values, sizes))
+        everything = self._all_tokens(tokens, node, weight)
         rows = marker.shard.meta["val"].shape[0]
         made = self._emit(PUT_ROWS, (ids, everything, self.ctx.rank * rows, rows))
         return self._mean(made, node)
@@ -330,7 +360,8 @@ class Mover:
                 if any(one in self.placed for one in bias):
                     raise self._refused(node, "the bias of the second product is sliced")
                 part = self._emit(_aten.mm.default, (left.node, right.node))
-                return PartialSum(part, tuple(bias), right.names)
+                sizes = (-1, node.meta["val"].shape[1])
+                return PartialSum(part, sizes, tuple(bias), right.names)
         elif right and left is None and right.is_weight and right.features == 1:
             return self._columns(node, one, right, bias)
         elif left and right is None and (left.tokens, left.features) == (1, 0) and not bias:
@@ -388,15 +419,16 @@ class Mover:
     def _added_up(self, found: PartialSum, node: fx.Node) -> fx.Node:
         """The own tokens of the sum of all ranks' parts, with the local tensors added."""
         graph, ctx, part = self.graph, self.ctx, found.part
-        shape = list(node.meta["val"].shape)
         target = REDUCE_SCATTER
-        if by_all_to_all(bytes_of(part.meta["val"]), ctx.group_name, ctx):
-            target = EXCHANGE if ctx.uses_p2p else ALL_TO_ALL
+        if ctx.uses_p2p:
+            target = EXCHANGE
+        elif _is_static(part) and by_all_to_all(bytes_of(part.meta["val"]), ctx.group_name, ctx):
+            target = ALL_TO_ALL
         purpose = self._purpose(found.names, gathers=False)
         rows = reduce_rows(
             graph, target, flat(graph, part), self.ranks, ctx.group_name, purpose, SUM_RANKS
         )
-        total = after_wait(call(graph, _aten.view.default, (rows, shape)))
+        total = after_wait(call(graph, _aten.view.default, (rows, list(found.sizes))))
         self.totals.append(total)
         for one in found.others:
             total = self._emit(_aten.add.Tensor, (total, one))
@@ -407,19 +439,17 @@ class Mover:
         found = self._gathered.get(tokens)
         if found is not None:
             return found
-        if not all(isinstance(size, int) for size in tokens.meta["val"].shape):
-            raise self._refused(node, "its number of tokens is symbolic (dynamic=True)")
+        if not all(isinstance(size, int) for size in tokens.meta["val"].shape[1:]):
+            raise self._refused(node, "the size of a token is symbolic (dynamic=True)")
         graph, ctx = self.graph, self.ctx
         own = tokens if tokens.meta["val"].is_contiguous() else compact(graph, tokens)
         purpose = self._purpose(weight.names, gathers=True)
         wait, sent = gather(graph, [own], ctx.group_name, purpose, ctx)
-        rows, *inner = own.meta["val"].shape
-        whole = [rows * self.ranks, *inner]
+        inner = list(own.meta["val"].shape[1:])
         if sent is None:
-            everything = after_wait(call(graph, _aten.view.default, (wait, whole)))
+            everything = after_wait(call(graph, _aten.view.default, (wait, [-1, *inner])))
         else:
-            layout = ctx.cut_by(ctx.group_name)
-            everything = unpack(graph, wait, 0, whole, sent, layout)
+            everything = after_wait(call(graph, TOKENS_OF, (wait, inner, sent)))
         self._gathered[tokens] = everything
         return everything
 
@@ -450,22 +480,21 @@ class Mover:
 
     def _viewed(self, node: fx.Node) -> Placed:
         """A reshape that keeps the sliced dimension, with tokens outermost before and after."""
-        (source, *_) = node.all_input_nodes
+        source: Any = node.args[0]
         found = self.placed[source]
         features = same_dim(source, node, found.features)
         shape = list(node.meta["val"].shape)
+        sizes = list(arguments_of(node)[1])
         if (
             features is None
             or found.tokens not in (None, 0)
             or (found.tokens == 0 and features == 0)
         ):
             raise self._refused(node, f"{_named(node)} mixes tokens and features")
-        if not all(isinstance(size, int) for size in shape):
-            raise self._refused(node, "its number of tokens is symbolic (dynamic=True)")
-        shape[features] //= self.ranks
+        sizes[features] = shape[features] // self.ranks
         if found.tokens == 0:
-            shape[0] *= self.ranks
-        made = self._emit(_aten.reshape.default, (found.node, shape))
+            sizes = self._of_all(sizes, shape)
+        made = self._emit(_aten.reshape.default, (found.node, sizes))
         return dataclasses.replace(found, node=made, features=features)
 
     def _summed(self, node: fx.Node) -> Placed:
@@ -545,6 +574,10 @@ class Mover:
         made = self._emit(node.target, args, kwargs)
         names = frozenset(name for placed in own.values() for name in placed.names)
         return Placed(made, token, feature, names, is_total=any(totals))
+
+
+def _is_static(node: fx.Node) -> bool:
+    return all(isinstance(size, int) for size in node.meta["val"].shape)
 
 
 def _kind(node: fx.Node) -> tuple[Any, ...]:

@@ -451,3 +451,46 @@ def test_the_table_of_an_embedding_stays(two_ranks):
     for apart, moved, placed in two_ranks.run(_words):
         assert apart < 1e-11
         assert moved == {"words.weight"} and placed == "(Shard(dim=0),)"
+
+
+def _dynamic(rank, world_size, make, differ):
+    """Distance from one process; the number of compiled graphs that move activations; warnings."""
+    torch.manual_seed(0)
+    model = make().double()
+
+    def some(step, micro, number):
+        generator = torch.Generator().manual_seed(1000 * step + number)
+        rows = 4 + 2 * step + (2 * number if differ and step >= 3 else 0)
+        if make is Words:
+            return torch.randint(0, 64, (rows, 5), generator=generator)
+        return torch.randn(rows, 8, generator=generator, dtype=torch.float64)
+
+    recipe = Recipe(step=mean_square, optimizer=adamw, steps=6, batch=some)
+    reference = Reference(copy.deepcopy(model), recipe, world_size)
+    dims = {"words.weight": 0} if make is Words else GATED if make is Gated else MLP
+    plan = Plan.uniform(model.named_parameters(), "shard_regather", world_size=world_size)
+    options = {"hardware": SLOW, "plan": plan.tensor_parallel(dims), "debug": True}
+    with mock.patch("osdp_compile.engine.lower.log.warning") as warned:
+        ours, wanted = train_osdp(model, options, recipe, rank), reference.train(rank)
+    apart = max(
+        (one - wanted.parameters[name]).abs().max().item() for name, one in ours.parameters.items()
+    )
+    said = [call.args[0] for call in warned.call_args_list]
+    return (
+        apart,
+        sum("travel in this graph" in one for one in said),
+        sum("batches differ" in one for one in said),
+    )
+
+
+@pytest.mark.parametrize("make", [Mlp, Gated, Words])
+def test_one_graph_for_all_sizes_moves_activations(two_ranks, make):
+    for apart, travel, differ in two_ranks.run(_dynamic, make, False):
+        assert apart < 1e-11
+        assert not travel and not differ
+
+
+def test_one_graph_for_all_sizes_on_ranks_that_differ(two_ranks):
+    for apart, travel, differ in two_ranks.run(_dynamic, Mlp, True):
+        assert apart < 1e-11
+        assert not travel and differ
