@@ -2,7 +2,8 @@
 
 The problem. A candidate x has a decision d(i) for every parameter i (replicate; shard and keep
 gathered; shard and regather; on a two-level mesh the same within each host), a set of saved tensors
-that the backward recomputes, slice groups with their numbers of slices, and a bucket size.
+that the backward recomputes, slice groups with their numbers of slices, groups whose weights stay
+while activations move, and a bucket size.
 Minimise T(x), the step's seconds, subject to max over p of M(x, p) <= L: the bytes at every place p
 of the step, and the limit. The simulator gives T and M for the schedule that the passes emit.
 Neither is a sum over parameters.
