@@ -71,14 +71,14 @@ def _factored(
     rows = _go_on(row_var, squares.sum(-1, keepdim=True) / squares.size(-1), share)
     columns = _go_on(col_var, squares.sum(-2, keepdim=True) / squares.size(-2), share)
     rows = rows / rows.mean(dim=-2, keepdim=True).clamp_(min=eps1)
-    return _along(rows, param) @ _along(columns, param)
+    last = param.dim() - 1
+    return _along(rows, param, last) @ _along(columns, param, last - 1)
 
 
-def _along(factor: Tensor, param: DTensor) -> Tensor:
-    """This rank's part of a whole factor; all of it, if its size is 1 where ``param`` is cut."""
-    dims = [one.dim for one in param.placements if isinstance(one, Shard)]
-    whole = any(factor.shape[dim] != param.shape[dim] for dim in dims)
-    return factor if whole else _part(factor, param)
+def _along(factor: Tensor, param: DTensor, reduced: int) -> Tensor:
+    """This rank's part of a whole factor; all of it, if ``param`` is cut where it is reduced."""
+    cut = any(isinstance(one, Shard) and one.dim == reduced for one in param.placements)
+    return factor if cut else _part(factor, param)
 
 
 def _go_on(factor: Tensor, now: Tensor, share: float) -> Tensor:
