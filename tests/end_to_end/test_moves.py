@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import osdp_compile
 from osdp_compile import OsdpError, Plan
@@ -494,3 +495,20 @@ def test_one_graph_for_all_sizes_on_ranks_that_differ(two_ranks):
     for apart, travel, differ in two_ranks.run(_dynamic, Mlp, True):
         assert apart < 1e-11
         assert not travel and differ
+
+
+class Checkpointed(Gated):
+    """The same in a region of torch.utils.checkpoint."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def test_activation_checkpointing(two_ranks):
+    for apart, norm, *_ in two_ranks.run(_train, Checkpointed, "shard_keep", recipe_of(batch)):
+        assert apart < 1e-11 and norm < 1e-9
+
+
+def distance_of(rank, world_size, make):
+    """Distance from one process of a model whose sizes change: one graph, then another."""
+    return _dynamic(rank, world_size, make, False)[0]
