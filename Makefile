@@ -11,6 +11,10 @@ TORCH ?=
 PIP_INSTALL = $(VENV)/bin/pip install --quiet --disable-pip-version-check
 
 RANKS ?= 2
+ifeq ($(RANKS),1)  # one rank saves activations only, so it gets a batch that has some
+LIMIT ?= 208MiB
+DEMO_FLAGS ?= --batch 16
+endif
 LIMIT ?= 112MiB
 DEMO_FLAGS ?=
 

@@ -1,7 +1,7 @@
 """Train a byte-level GPT on the source code of Python's standard library.
 
     torchrun --nproc-per-node 2 examples/train_gpt.py --memory-limit 112MiB
-    python examples/train_gpt.py                      # one process: nothing is sharded
+    python examples/train_gpt.py --memory-limit 208MiB --batch 16   # one process
 
 One line is special, marked below. The rest is a plain training script.
 """
@@ -137,7 +137,7 @@ def main() -> None:
         for step in range(MEASURED_STEPS):
             train_step(step, done=0)
 
-    plan = osdp_compile.plan_of(model)  # None with one rank
+    plan = osdp_compile.plan_of(model)  # None with one rank and no limit
     if plan is not None and args.save_plan and rank == 0:
         plan.save(args.save_plan)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType, FrameType
 from typing import Any, NoReturn, TypeVar
@@ -51,11 +51,11 @@ from torch._functorch._aot_autograd.descriptors import (
 # TracingContext, 2.13.0: the fake tensor mode of the graph being compiled.
 from torch._guards import CompileContext, TracingContext
 
-# 2.11.0 to 2.15.0: Inductor's settings.
+# 2.11.0 to 2.15.0: Inductor's settings, and those of each mode of torch.compile.
 from torch._inductor import config as inductor_config
 
 # 2.11.0 to 2.14.1: base classes of Inductor's custom passes.
-from torch._inductor import custom_graph_pass
+from torch._inductor import custom_graph_pass, list_mode_options
 
 # 2.11.0 to 2.15.0: Inductor's fusion hooks (``InductorChoices.can_fuse_vertical``); the hooks read
 # ``name_to_node``, ``ancestors``, ``min_order``, ``is_extern``, ``users``.
@@ -131,6 +131,8 @@ __all__ = [
     "handle_adafactor",
     "handle_dtensor_operator",
     "hooks_saved_tensors",
+    "inductor_modes",
+    "inductor_settings",
     "is_marked_by_fsdp",
     "leave_mode",
     "raise_to_user",
@@ -146,6 +148,7 @@ __all__ = [
     "tree_map_only",
     "whole_stand_in",
     "with_choices",
+    "with_settings",
     "without_autograd_cache",
     "without_dtensor_handler",
 ]
@@ -184,6 +187,23 @@ _KEEPS_ORDER: dict[str, Any] = {
 KEEP_ORDER: dict[str, Any] = {
     name: value for name, value in _KEEPS_ORDER.items() if name in inductor_config.get_config_copy()
 }
+
+
+def inductor_settings() -> dict[str, Any]:
+    """Inductor's settings, each with its present value."""
+    found: dict[str, Any] = inductor_config.get_config_copy()
+    return found
+
+
+def inductor_modes() -> dict[str, dict[str, Any]]:
+    """The modes of torch.compile, each with its settings of Inductor."""
+    return list_mode_options()
+
+
+def with_settings(settings: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """A context with these settings of Inductor."""
+    context: AbstractContextManager[None] = inductor_config.patch(dict(settings))
+    return context
 
 
 def _codes_within(code: CodeType) -> Iterator[CodeType]:

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, TypeGuard, cast, get_arg
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from osdp_compile import _torch
 from osdp_compile.model.mixed_precision import Precision
 from osdp_compile.optim.state_sizes import known_optimizers
 from osdp_compile.runtime.meshes import check_mesh
@@ -112,6 +113,12 @@ DESCRIBED: dict[str, Described] = {
         "`False`",
         "gradient_accumulation.md",
     ),
+    "inductor": Described(
+        "settings of Inductor for the lowered graphs, such as `{'max_autotune': True}`, or the "
+        "name of a mode of `torch.compile`, such as `'max-autotune-no-cudagraphs'`",
+        "Inductor's own",
+        "options.md#settings-of-inductor",
+    ),
     "debug": Described(
         "`True` to check the graph after every pass; a folder to also write every graph there as "
         "text",
@@ -148,6 +155,7 @@ class Options(TypedDict, total=False):
     param_dtype: torch.dtype | str | None
     reduce_dtype: torch.dtype | str | None
     accumulate: Accumulate | None
+    inductor: Mapping[str, Any] | str | None
     debug: bool | str | Path | None
     passes: Sequence[Pass] | None
 
@@ -173,6 +181,7 @@ class CheckedOptions:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     accumulate: Accumulate = False
+    inductor: Mapping[str, Any] | None = None
     debug: Path | bool = False
     passes: tuple[Pass, ...] | None = None
 
@@ -201,6 +210,7 @@ class CheckedOptions:
             "param_dtype": self.param_dtype,
             "reduce_dtype": self.reduce_dtype,
             "accumulate": self.accumulate,
+            "inductor": None if self.inductor is None else sorted(self.inductor.items()),
             "passes": None if self.passes is None else [one.name for one in self.passes],
         }
         return [f"option {name}: {value}" for name, value in said.items()]
@@ -256,29 +266,24 @@ class CheckedOptions:
         return dataclasses.replace(self, plan=plan, memory_limit_bytes=limit_bytes)
 
 
-_GRAPHS = "CUDA graphs hold memory of their own, which the plan does not count"
-_TUNED = "autotuned kernels have other times and workspaces than those that are planned with"
-#: torch.compile's other modes -> why the plan's figures are wrong in them.
-_WHY_NO_MODE = {
-    "reduce-overhead": f": {_GRAPHS}",
-    "max-autotune": f": {_TUNED}, and {_GRAPHS}",
-    "max-autotune-no-cudagraphs": f": {_TUNED}",
-}
-
-
-def check_mode(mode: str | None) -> None:
-    """Refuse a mode of ``torch.compile`` in which the plan's figures are wrong.
+def with_mode(options: Mapping[str, Any] | None, mode: str | None) -> dict[str, Any]:
+    """The user's options with a mode of ``torch.compile``, as the option ``inductor``.
 
     Raises:
-        ValueError: naming the supported mode.
+        ValueError: for an unknown mode, and for one that changes what the plan counts on.
     """
+    given = dict(options or {})
     if mode in (None, "default"):
-        return
-    raise ValueError(
-        f"mode={mode!r}: backend='osdp' takes mode='default' only, which may be left out"
-        f"{_WHY_NO_MODE.get(mode, '')}. "
-        "Give options={...} in its place, such as options={'memory_limit': '8GiB'}"
-    )
+        return given
+    try:
+        _inductor(mode)
+    except ValueError as error:
+        raise ValueError(
+            f"mode={mode!r}: {error}. backend='osdp' takes mode='default' and "
+            "mode='max-autotune-no-cudagraphs'. With other options, give the mode as one: "
+            "options={'inductor': 'max-autotune-no-cudagraphs', 'memory_limit': '8GiB'}"
+        ) from None
+    return {"inductor": mode, **given}
 
 
 def _is_about_a_file(error: Exception) -> TypeGuard[OSError]:
@@ -396,6 +401,52 @@ def _accumulate(value: Any) -> Accumulate:
     return cast(Accumulate, value)
 
 
+def _inductor(value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
+        modes = _torch.inductor_modes()
+        if value not in modes:
+            raise ValueError(f"{value!r} is no mode of torch.compile.{_closest(value, modes)}")
+        value = modes[value]
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{value!r} is neither a mapping of settings nor the name of a mode")
+    known = _torch.inductor_settings()
+    found: dict[str, Any] = {}
+    for given, setting in value.items():
+        name = str(given).replace("-", "_")
+        if name not in known:
+            raise ValueError(f"Inductor has no setting {given!r}.{_closest(name, known)}")
+        if isinstance(known[name], bool | int) and type(setting) is not type(known[name]):
+            raise ValueError(f"{given!r} is {type(known[name]).__name__}, not {setting!r}")
+        why = _why_refused(name, setting)
+        if why:
+            raise ValueError(f"{given!r}: {setting!r} is refused: {why}")
+        found[name] = setting
+    return found
+
+
+_MEMORY = "it changes the memory that the plan counts"
+_OURS = "the plan is carried out by it"
+#: Settings of Inductor -> why the value that is not allowed is refused, beside those that change
+#: the order (``_torch.KEEP_ORDER``).
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "triton.cudagraphs": (False, "CUDA graphs hold memory of their own, which no plan counts"),
+    "memory_planning": (False, _MEMORY),
+    "inplace_buffers": (True, _MEMORY),
+    "combo_kernels": (False, _MEMORY),
+    "fallback_by_default": (False, _MEMORY),
+    "custom_partitioner_fn": (None, _OURS),
+    "_post_fusion_custom_pass": (None, _OURS),
+}
+
+
+def _why_refused(name: str, setting: Any) -> str:
+    """Why a setting of Inductor is refused; "": it is allowed."""
+    if name in _torch.KEEP_ORDER and setting != _torch.KEEP_ORDER[name]:
+        return "it would undo the plan's schedule"
+    allowed, why = _REFUSED.get(name, (setting, ""))
+    return why if setting != allowed else ""
+
+
 def _debug(value: Any) -> Path | bool:
     if isinstance(value, bool):
         return value
@@ -423,6 +474,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "param_dtype": _dtype,
     "reduce_dtype": _dtype,
     "accumulate": _accumulate,
+    "inductor": _inductor,
     "debug": _debug,
     "passes": _passes,
 }

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import osdp_compile
 from benchmarks.families.catalogue import find_family
 from benchmarks.families.trial import WEIGHT_ROUNDING, Family, Trial, Wrap
+from benchmarks.families.verdict import ROUNDINGS
 
 #: A limit over the least one that every plan must keep.
 OVER_LEAST = 1.1
@@ -94,10 +95,12 @@ def _round_otherwise(model: nn.Module) -> None:
 
 
 def _wrap(trial: Trial, family: Family, way: str, options: dict[str, Any]) -> Wrap:
-    if way in ("ddp", "rounding"):
+    if way in ("ddp", *ROUNDINGS):
         trial.parts = ()
 
         def ddp(module: nn.Module) -> nn.Module:
+            if way == "compiled":
+                module.compile(dynamic=family.dynamic, backend="inductor")
             # As with FSDP2 and osdp, each rank has batch norm statistics of its own.
             return DistributedDataParallel(
                 module,

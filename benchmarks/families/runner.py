@@ -13,15 +13,13 @@ from benchmarks.families.catalogue import find_family
 from benchmarks.families.rank import run, versions
 from benchmarks.families.records import Outcome, Record
 from benchmarks.families.trial import Family
-from benchmarks.families.verdict import differs_from_ddp
+from benchmarks.families.verdict import ROUNDINGS, differs_from_ddp
 from tests.ranks import RankFailed, Ranks
 
 #: How every family is trained.
 WAYS = ("ddp", "osdp", "limit")
 #: And how if one of the two others fails: whether torch can compile the model at all.
 TRIAGE = "inductor"
-#: And how if training differs from DDP's: DDP with weights that are rounded otherwise.
-ROUNDING = "rounding"
 RANKS = 2
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
@@ -49,13 +47,13 @@ class Sweep:
     def run(self, families: Sequence[Family], again: bool = False) -> Iterator[Record]:
         """Run what has no record yet (``again``: all), and yield each record once it is kept."""
         for family in families:
-            for way in (*self.ways, TRIAGE, ROUNDING):
+            for way in (*self.ways, TRIAGE, *ROUNDINGS):
                 known = {} if again else records.read(self.results)
                 if (family.name, way) in known:
                     continue
                 if way == TRIAGE and not self._failed(family):
                     continue
-                if way == ROUNDING and not differs_from_ddp(family, self._kept(family)):
+                if way in ROUNDINGS and not differs_from_ddp(family, self._kept(family)):
                     continue
                 record = self._run(family, way)
                 record.append_to(self.results)

@@ -37,8 +37,8 @@ Tiny configurations with random weights, trained {steps} steps of AdamW with cli
 *difference*: the largest relative difference to DDP of any loss or gradient norm, of every rank and
 step, both ways. At most {tolerance:.0e} counts as equal ({low:.0e} under autocast to bfloat16):
 compiled kernels add in another order than eager ones, and training multiplies the rounding. A
-family that is farther away trains with DDP once more, with weights changed by 1e-7 of themselves,
-and may be three times as far from DDP as this run is.
+family that is farther away trains with DDP twice more, with weights changed by 1e-7 of themselves
+and with Inductor's kernels, and may be three times as far from DDP as these runs are.
 *peak*: the most tensor bytes alive on a rank since before the model was built, measured by
 `osdp_compile.PeakMemory`, as a share of the limit. A family *warns* that trains like DDP and is
 above its limit by what its first call does not show, where a warning says how much, and the cause.

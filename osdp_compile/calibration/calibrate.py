@@ -29,7 +29,7 @@ from osdp_compile.calibration.collective_times import (
     synchronize,
     with_busy,
 )
-from osdp_compile.runtime.collectives import backend_of
+from osdp_compile.runtime.collectives import Group, backend_of, size_of
 from osdp_compile.runtime.p2p import group_uses_p2p
 from passes.types.hardware import Hardware, generic
 
@@ -52,7 +52,7 @@ class Calibration:
 
 
 def measure_hardware(
-    group: dist.ProcessGroup,
+    group: Group,
     device: torch.device,
     seconds: float = 1.5,
     scratch_bytes: int = 1 << 28,
@@ -77,7 +77,7 @@ def measure_hardware(
     budget = seconds / 18
     rates = _device_rates(dtypes, device, budget, scratch_bytes)
     links: dict[str, dict[str, Link]] = {"": {}}
-    if dist.get_world_size(group) > 1:
+    if group is not None and group.size() > 1:
         found = {k: quick_link(k, group, device, budget, scratch_bytes) for k in KINDS}
         links[""] = with_busy(found, group, device, seconds / 2)
     for name, one in (along or {}).items():
@@ -92,7 +92,7 @@ def measure_hardware(
 
 
 def calibrate(
-    group: dist.ProcessGroup | None,
+    group: Group,
     device: torch.device,
     seconds: float = 20.0,
     scratch_bytes: int = 1 << 30,
@@ -144,7 +144,7 @@ def device_name(device: torch.device) -> str:
     return models[0] if models else platform.processor() or platform.machine()
 
 
-def _least(scratch_bytes: int, group: dist.ProcessGroup, device: torch.device) -> int:
+def _least(scratch_bytes: int, group: Group, device: torch.device) -> int:
     """The least scratch of all ranks (at least 8 MiB), so that all message sizes are equal."""
     return max(-round(agreed(-float(scratch_bytes), group, device)), _LEAST_SCRATCH_BYTES)
 
@@ -169,11 +169,11 @@ def _device_rates(
 def _profile(
     rates: dict[str, Any],
     links: dict[str, dict[str, Link]],
-    group: dist.ProcessGroup | None,
+    group: Group,
     device: torch.device,
 ) -> Hardware:
     """The profile of the measurements: rank 0's, on every rank."""
-    ranks = 1 if group is None else dist.get_world_size(group)
+    ranks = size_of(group)
     backend = "" if group is None else f" {backend_of(group, device.type)}"
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     collectives = {

@@ -20,7 +20,12 @@ import torch
 import torch.distributed as dist
 
 from osdp_compile.calibration.line_fit import Fit, Sample, fit_line, typical_seconds
-from osdp_compile.runtime.collectives import all_gather_single, backend_of, reduce_scatter_single
+from osdp_compile.runtime.collectives import (
+    Group,
+    all_gather_single,
+    backend_of,
+    reduce_scatter_single,
+)
 from osdp_compile.runtime.p2p import group_uses_p2p, start_exchange, start_gather
 from passes.types.hardware import Hardware, LinkRate, wire_bytes
 
@@ -135,17 +140,15 @@ def as_busy_as(link: Link, other: Link) -> Link:
     return dataclasses.replace(link, rate=rate)
 
 
-def rates_hold(
-    hardware: Hardware, group: dist.ProcessGroup, device: torch.device, scratch_bytes: int
-) -> bool:
+def rates_hold(hardware: Hardware, group: Group, device: torch.device, scratch_bytes: int) -> bool:
     """Whether collectives still take about the profile's seconds; the network may have changed.
 
     Runs one kind, of about :data:`_CHECK_SECONDS`. At most three tries, because a shared machine
     is slow now and then.
     """
-    world = dist.get_world_size(group)
-    if world == 1:
+    if group is None:
         return True
+    world = group.size()
     kind = _one_for_all(group, device)
     size_bytes, most_bytes = _FIRST_BYTES, _most_bytes(scratch_bytes, device)
     while (
@@ -225,8 +228,10 @@ def carried_out(kind: str, group: dist.ProcessGroup, device: torch.device) -> st
     return "ring"
 
 
-def agreed(value: float, group: dist.ProcessGroup, device: torch.device) -> float:
+def agreed(value: float, group: Group, device: torch.device) -> float:
     """The maximum of a figure over the ranks, so that all ranks decide alike."""
+    if group is None:
+        return value
     tensor = torch.tensor([value], dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
     return float(tensor.item())

@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from osdp_compile.calibration.collective_times import agreed
+from osdp_compile.runtime.collectives import Group
 from passes.types.hardware import UPDATE_PASSES, Hardware
 
 #: Elements of a large parameter. On a CPU its operators find the results of earlier operators in a
@@ -32,11 +32,12 @@ _HELD, _TEMPORARIES = 4, 3  # parameter, gradient, two averages; one parameter's
 
 
 def with_update_seconds(
-    hardware: Hardware, group: dist.ProcessGroup, device: torch.device, most_bytes: int
+    hardware: Hardware, group: Group, device: torch.device, most_bytes: int
 ) -> Hardware:
     """The profile with AdamW's step: seconds per byte that it holds, and per parameter. Collective.
 
-    The parameters are DTensors, as in a sharded model. Seconds per plain parameter, for a model
+    The parameters are DTensors, as in a sharded model, unless there is one rank. Seconds per plain
+    parameter, for a model
     without sharding, are measured too. All ranks measure at the same time, because ranks of one
     machine share its memory bandwidth. Each rank returns its own figures.
     """
@@ -44,7 +45,7 @@ def with_update_seconds(
     wanted = _LARGE_NUMEL_CUDA if device.type == "cuda" else _LARGE_NUMEL
     numel = min(wanted, max(_LEAST_NUMEL, most_numel // (_HELD + _TEMPORARIES)))
     count = min(_LARGE, max(1, (most_numel - _TEMPORARIES * numel) // (_HELD * numel)))
-    mesh = DeviceMesh.from_group(group, device.type)
+    mesh = None if group is None else DeviceMesh.from_group(group, device.type)
     agreed(0.0, group, device)
     small = _step_seconds(mesh, 1, _SMALL, device) / _SMALL
     plain = _step_seconds(None, 1, _SMALL, device) / _SMALL

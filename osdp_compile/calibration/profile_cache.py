@@ -31,8 +31,8 @@ from osdp_compile.calibration.collective_times import rates_hold
 from osdp_compile.calibration.kept_files import cache_folder, read_own, write_own
 from osdp_compile.errors import OsdpError
 from osdp_compile.log_lines import ensure_visible
-from osdp_compile.model.agreement import on_every_rank
-from osdp_compile.runtime.collectives import backend_of
+from osdp_compile.model.agreement import from_all, from_rank_zero, on_every_rank
+from osdp_compile.runtime.collectives import Group, backend_of, name_of, rank_in, size_of
 from osdp_compile.runtime.p2p import group_uses_p2p
 from passes.types.hardware import Hardware
 from passes.types.learned import Learned
@@ -47,7 +47,7 @@ _files: dict[str, Path] = {}  # the profiles' files, on the rank that writes
 
 
 def hardware_of(
-    group: dist.ProcessGroup,
+    group: Group,
     device: torch.device,
     scratch_bytes: int,
     given: Hardware | None = None,
@@ -69,7 +69,7 @@ def hardware_of(
     """
     if given is not None:
         ranks = {name: one.size() for name, one in (along or {}).items()}
-        chosen = given.over(ranks or {"": group.size()}).along(dimension)
+        chosen = given.over(ranks or {"": size_of(group)}).along(dimension)
         return on_every_rank(lambda: _complete(chosen, group, device), group)
     known = _known(group, device, along)
     if known not in _in_process:
@@ -79,7 +79,7 @@ def hardware_of(
 
 def keep(
     hardware: Hardware,
-    group: dist.ProcessGroup,
+    group: Group,
     device: torch.device,
     along: Mapping[str, dist.ProcessGroup] | None = None,
 ) -> None:
@@ -99,7 +99,7 @@ def keep_learned(
     learned: Learned,
     step_key: str,
     hardware: Hardware,
-    group: dist.ProcessGroup,
+    group: Group,
     device: torch.device,
     along: Mapping[str, dist.ProcessGroup] | None = None,
 ) -> Path | None:
@@ -133,9 +133,9 @@ def keep_learned(
 
 
 def _known(
-    group: dist.ProcessGroup, device: torch.device, along: Mapping[str, dist.ProcessGroup] | None
+    group: Group, device: torch.device, along: Mapping[str, dist.ProcessGroup] | None
 ) -> str:
-    return " ".join([group.group_name, device.type, *map(str, _sizes(along).items())])
+    return " ".join([name_of(group), device.type, *map(str, _sizes(along).items())])
 
 
 def _sizes(along: Mapping[str, dist.ProcessGroup] | None) -> dict[str, int]:
@@ -143,10 +143,10 @@ def _sizes(along: Mapping[str, dist.ProcessGroup] | None) -> dict[str, int]:
     return {name: one.size() for name, one in (along or {}).items()}
 
 
-def _complete(given: Hardware, group: dist.ProcessGroup, device: torch.device) -> Hardware:
+def _complete(given: Hardware, group: Group, device: torch.device) -> Hardware:
     """Check that a profile has rates for all collectives that the passes may emit for the group."""
     scatter = "all_to_all" if group_uses_p2p(group, device) else "reduce_scatter"
-    needed = ("all_gather", scatter, "all_reduce") if dist.get_world_size(group) > 1 else ()
+    needed = ("all_gather", scatter, "all_reduce") if size_of(group) > 1 else ()
     missing = [kind for kind in needed if kind not in given.collectives]
     if missing:
         raise OsdpError(
@@ -157,7 +157,7 @@ def _complete(given: Hardware, group: dist.ProcessGroup, device: torch.device) -
 
 
 def _kept_or_measured(
-    group: dist.ProcessGroup,
+    group: Group,
     device: torch.device,
     scratch_bytes: int,
     along: Mapping[str, dist.ProcessGroup] | None,
@@ -165,9 +165,8 @@ def _kept_or_measured(
     scratch_bytes = min(scratch_bytes, _MOST_SCRATCH_BYTES)
     if backend_of(group, device.type) == "fake":
         return measure_hardware(group, device, scratch_bytes=scratch_bytes, along=along)
-    ranks: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(ranks, _this_rank(device, scratch_bytes), group=group)
-    writes = dist.get_rank(group) == 0
+    ranks = from_all(_this_rank(device, scratch_bytes), group)
+    writes = rank_in(group) == 0
     path = _path(ranks, group, device, along) if writes else None
     known = _known(group, device, along)
     _files.pop(known, None)
@@ -176,10 +175,9 @@ def _kept_or_measured(
     if writes:
         ensure_visible(log)
     # Rank 0 decides for all: a rank without the file would measure alone and wait for ever.
-    found: list[Any] = [_read(path)]
-    dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
-    if found[0] is not None:
-        kept = Hardware.from_dict(found[0])
+    found = from_rank_zero(lambda: _read(path), group)
+    if found is not None:
+        kept = Hardware.from_dict(found)
         if rates_hold(kept, group, device, scratch_bytes):
             return kept
         if writes:
@@ -224,7 +222,7 @@ def _own_address() -> str:
 
 def _path(
     ranks: list[Any],
-    group: dist.ProcessGroup,
+    group: Group,
     device: torch.device,
     along: Mapping[str, dist.ProcessGroup] | None,
 ) -> Path | None:
@@ -237,8 +235,8 @@ def _path(
         "torch": torch.__version__,
         "device": device.type,
         "backend": backend_of(group, device.type),
-        "members": dist.get_process_group_ranks(group),
-        "world": dist.get_world_size(),
+        "members": [] if group is None else dist.get_process_group_ranks(group),
+        "world": 1 if group is None else dist.get_world_size(),
         "ranks": ranks,
     }
     if along:  # the order of dimensions matters

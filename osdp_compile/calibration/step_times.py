@@ -13,6 +13,7 @@ import torch.distributed as dist
 from osdp_compile.calibration.collective_times import agreed
 from osdp_compile.calibration.operator_times import with_kernel_seconds
 from osdp_compile.calibration.optimizer_times import with_update_seconds
+from osdp_compile.runtime.collectives import Group
 from passes.graph.captured import Captured
 from passes.types.context import Context
 from passes.types.hardware import Hardware
@@ -24,7 +25,7 @@ _BUSY_SIZE = 256
 def with_step_seconds(
     captured: Captured | None,
     ctx: Context,
-    group: dist.ProcessGroup,
+    group: Group,
     device: torch.device,
     most_bytes: int,
 ) -> Hardware:
@@ -41,13 +42,15 @@ def with_step_seconds(
         hardware = with_update_seconds(hardware, group, device, most_bytes)
     agreed(0.0, group, device)  # rank 0 waits for the others
     if captured is None:
+        assert group is not None  # this rank is not rank 0
         _work_until_told(group, device)
         return hardware
     try:
         ctx = ctx.replace(hardware=hardware)
         return with_kernel_seconds(captured, ctx, device, _KERNELS_SECONDS, most_bytes)
     finally:
-        _told(group, device).wait()
+        if group is not None:
+            _told(group, device).wait()
 
 
 def _told(group: dist.ProcessGroup, device: torch.device) -> dist.Work:

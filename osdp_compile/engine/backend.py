@@ -27,20 +27,19 @@ from osdp_compile.log_lines import ensure_visible
 from osdp_compile.model.find_modules import plain_parameters
 from osdp_compile.model.mixed_precision import cast_while_traced, end_casting, is_cast
 from osdp_compile.model.wrapped import check_not_wrapped
-from osdp_compile.options import CheckedOptions, check_mode
+from osdp_compile.options import CheckedOptions, with_mode
 from osdp_compile.planning.frames import collected, is_collecting
 from osdp_compile.planning.planner_inputs import step_roots
 from osdp_compile.runtime.current_call import interrupted_call
+from osdp_compile.runtime.meshes import number_of_ranks
 from osdp_compile.torch_versions import newer_than_tested
 from osdp_compile.tracking.pending_model import waiting
-from osdp_compile.tracking.session import check_kept
+from osdp_compile.tracking.session import check_kept, find
 from osdp_compile.tracking.uncovered import leave_alone, watch_optimizers
 from passes.pipeline import Observer
-from passes.types.units import format_limit
 
 log = logging.getLogger("osdp_compile")
 _said: set[str] = set()
-_warned: set[tuple[str, int]] = set()
 
 
 def osdp(
@@ -55,12 +54,11 @@ def osdp(
     ``mode``: the argument of ``torch.compile``, which omits ``"default"``.
 
     Raises:
-        ValueError: for an unknown or malformed option, and for a mode other than the default.
+        ValueError: for an unknown or malformed option, and for a mode that the plan does not allow.
         OsdpError: if the model cannot be sharded, or no plan fits under the limit.
     """
     try:
-        check_mode(mode)
-        parsed = CheckedOptions.parse(options)
+        parsed = CheckedOptions.parse(with_mode(options, mode))
     except ValueError as error:
         raise_briefly(error)
     try:
@@ -86,11 +84,10 @@ def compile_graph(
         return collected(gm, inputs)
     _warn_of_newer_torch()
     alone = why_alone(options)
-    if alone is not None:
+    if alone is not None and options.memory_limit_bytes is None and not _is_planned(inputs):
         say_once(f"{alone}: compiling with Inductor, nothing is sharded")
-        warn_of_limit(options, alone)
         leave_alone(inputs)
-        return _torch.compile_fx(gm, list(inputs))
+        return _torch.compile_fx(gm, list(inputs), config_patches=dict(options.inductor or {}))
     check_not_wrapped(gm, inputs)
     for root, laid_out in waiting(inputs):
         if laid_out.read_in(root, options.precision):
@@ -109,9 +106,14 @@ def compile_graph(
         _torch.restart_tracing()
     session = session_of(gm, inputs)
     if session is None:
-        return _torch.compile_fx(gm, list(inputs))
+        return _torch.compile_fx(gm, list(inputs), config_patches=dict(options.inductor or {}))
     check_kept(session, options)
     return lower(gm, inputs, session, compile_inner, observe)
+
+
+def _is_planned(inputs: Sequence[Any]) -> bool:
+    """Whether the graph reads a parameter of a planned model."""
+    return any(isinstance(one, nn.Parameter) and find(one) is not None for one in inputs)
 
 
 def _modules(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[nn.Module]:
@@ -139,21 +141,7 @@ def why_alone(options: CheckedOptions) -> str | None:
                 "alone, unset WORLD_SIZE"
             )
         return "no process group (torch.distributed.init_process_group was not called)"
-    size = options.mesh.size() if options.mesh is not None else dist.get_world_size()
-    return "a world of one rank" if size == 1 else None
-
-
-def warn_of_limit(options: CheckedOptions, alone: str) -> None:
-    """Warn, once for each limit, that no plan keeps it."""
-    limit = options.memory_limit_bytes
-    if limit is not None and (alone, limit) not in _warned:
-        _warned.add((alone, limit))
-        ensure_visible(log)
-        log.warning(
-            "memory_limit=%s is not kept: %s, and nothing is planned",
-            format_limit(limit),
-            alone,
-        )
+    return "a world of one rank" if number_of_ranks(options.mesh) == 1 else None
 
 
 def _warn_of_newer_torch() -> None:

@@ -56,10 +56,18 @@ from osdp_compile.planning.planner_inputs import (
 from osdp_compile.planning.step_key import Uncertain, captured_lines, dynamo_lines
 from osdp_compile.planning.traced_step import planned_whole
 from osdp_compile.reports.plan_table import log_plan
-from osdp_compile.runtime.collectives import backend_of
+from osdp_compile.runtime.collectives import Group, backend_of, name_of, rank_in, size_of
 from osdp_compile.runtime.current_call import interrupted_call
 from osdp_compile.runtime.eager_markers import register_group
-from osdp_compile.runtime.meshes import flat_mesh, groups_along, mesh_dim, mesh_dims_of, own_mesh
+from osdp_compile.runtime.meshes import (
+    flat_mesh,
+    group_of_mesh,
+    groups_along,
+    mesh_dim,
+    mesh_dims_of,
+    number_of_ranks,
+    own_mesh,
+)
 from osdp_compile.runtime.p2p import group_uses_p2p, staged_kinds
 from osdp_compile.tracking.learning import trace_steps
 from osdp_compile.tracking.other_models import OtherModels, other_models, planned_under_share
@@ -83,6 +91,7 @@ log = logging.getLogger("osdp_compile")
 class _Step:
     """The planned graph and its model.
 
+    ``mesh``: over all ranks; None: there is one.
     ``captured``: returns the training step with whole parameters. Rank 0 calls it; if the step
     has several frames, every rank.
     ``frames``: the step may be several graphs, separated by graph breaks.
@@ -94,7 +103,7 @@ class _Step:
     inputs: Sequence[Any]
     roots: Sequence[tuple[str, nn.Module]]
     entries: Sequence[ModelParameter]
-    mesh: DeviceMesh
+    mesh: DeviceMesh | None
     captured: Callable[[Context, Sequence[Pass]], Captured]
     lay_out: Callable[[Context, OptimizerIndex], Sequence[nn.Parameter]]
     reading: Reading
@@ -110,9 +119,10 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: CheckedOption
         InfeasibleLimit, PlanMismatch, RanksDiffer, OsdpError.
     """
     device = plain_parameters(gm, inputs)[0][1].device
-    mesh = flat_mesh(options.mesh, device.type)
+    mesh = flat_mesh(options.mesh, device.type) if number_of_ranks(options.mesh) > 1 else None
+    group = group_of_mesh(mesh)
     call = interrupted_call(gm, inputs)
-    roots, owned = on_every_rank(lambda: owned_parameters(gm, inputs, call), mesh.get_group())
+    roots, owned = on_every_rank(lambda: owned_parameters(gm, inputs, call), group)
     entries = held_elsewhere(owned)
     reading = Reading(options.precision)
 
@@ -128,8 +138,8 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: CheckedOption
         _warn_of_whole(context, options)
         # A generator, not a list: ``shard_in_place`` frees each whole tensor.
         values = (entry.parameter.detach() for entry in entries)
-        synchronize(itertools.chain(values, buffers_of(roots)), mesh.get_group())
-        if not context.plan.shards:
+        synchronize(itertools.chain(values, buffers_of(roots)), group)
+        if mesh is None or not context.plan.shards:
             renewing = optimizers if call is not None else None
             return keep_in_place(entries, context, reading, renewing)
         own = own_mesh(mesh, options.mesh, context.plan)
@@ -201,11 +211,11 @@ def first_call_of_sharded(
 class _Groups:
     """The process groups of a first call.
 
-    ``ranks``: over all ranks. ``along``: by mesh dimension, the outer first; empty for a flat mesh.
+    ``ranks``: of all ranks. ``along``: by mesh dimension, the outer first; empty for a flat mesh.
     ``uses_p2p``: gathers and scatters are P2P messages.
     """
 
-    ranks: dist.ProcessGroup
+    ranks: Group
     along: Mapping[str, dist.ProcessGroup]
     device: torch.device
     uses_p2p: bool
@@ -226,7 +236,7 @@ def _session(step: _Step, options: CheckedOptions, to_train: bool = True) -> Ses
     """Agree on the options, measure, decide on a plan, shard the model. Collective."""
     passes = tuple(options.passes or default_passes())
     validate(passes)
-    entries, ranks = step.entries, step.mesh.get_group()
+    entries, ranks = step.entries, group_of_mesh(step.mesh)
     device = entries[0].parameter.device
     groups = _Groups(ranks, groups_along(options.mesh), device, group_uses_p2p(ranks, device))
     check_if_waiting([entry.parameter for entry in entries], options)
@@ -247,7 +257,8 @@ def _session(step: _Step, options: CheckedOptions, to_train: bool = True) -> Ses
         plan = from_rank_zero(decision.plan, ranks)
 
     for one in (ranks, *groups.along.values()):
-        register_group(one)
+        if one is not None:
+            register_group(one)
     context = decision.context.replace(plan=plan)
     if options.plan is None and (options.search == "thorough" or others.pending_bytes):
         # The plan's schedule is for a lower limit. A higher limit would change the schedule.
@@ -292,16 +303,16 @@ def _context_before_plan(
         groups.device,
         spare_bytes,
         options.hardware,
-        mesh.mesh_dim_names[0] if mesh.mesh_dim_names else None,
+        mesh.mesh_dim_names[0] if mesh is not None and mesh.mesh_dim_names else None,
         groups.along,
     )
     context = Context(
-        plan=Plan((), world_size=mesh.size()),
+        plan=Plan((), world_size=size_of(groups.ranks)),
         hardware=hardware,
         parameters=tuple(described(entry, optimizers, options.optimizer) for entry in entries),
-        world_size=mesh.size(),
-        rank=mesh.get_local_rank(),
-        group_name=groups.ranks.group_name,
+        world_size=size_of(groups.ranks),
+        rank=rank_in(groups.ranks),
+        group_name=name_of(groups.ranks),
         base_bytes=held_bytes,
         accumulated_bytes=accumulated_bytes,
         adds_gradients=options.accumulate == "reduced"
@@ -349,7 +360,8 @@ class _PlanDecision:
 
     def _trace(self) -> Captured:
         progress.stage("tracing")
-        self._captured = self._step.captured(self.context, self._passes)
+        with _torch.with_settings(self._options.inductor or {}):
+            self._captured = self._step.captured(self.context, self._passes)
         return self._captured
 
     def trace_frames(self) -> None:
@@ -511,7 +523,7 @@ def _warn_of_whole(ctx: Context, options: CheckedOptions) -> None:
     """Warn if the whole model, before it is sharded, is above the limit."""
     limit_bytes = options.memory_limit_bytes
     whole_bytes = sum(one.full_bytes for one in ctx.parameters)
-    if limit_bytes is not None and whole_bytes > limit_bytes:
+    if limit_bytes is not None and whole_bytes > limit_bytes and ctx.world_size > 1:
         log.warning(
             "the whole model takes %s until it is sharded at this first call, above "
             "memory_limit=%s: build it on the meta device, and shard it with osdp_compile.shard",

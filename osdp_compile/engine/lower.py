@@ -150,6 +150,7 @@ def _lowered(
             list(inputs),
             inner_compile=lowering.compile_part,
             config_patches={
+                **(session.options.inductor or {}),
                 **_torch.KEEP_ORDER,
                 "custom_partitioner_fn": _torch.Partitioner(lowering.partition),
             },

@@ -120,11 +120,11 @@ def _own(session: Session, root: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def _reduce(session: Session, root: nn.Module, gradients: dict[str, Tensor]) -> None:
     """Add the mean over ranks of the accumulated gradients to ``.grad``, one at a time."""
     own = _own(session, root)
-    group = session.mesh.get_group()
     # A rank may have no gradient of a parameter, for which other ranks have one.
     there = torch.tensor([name in gradients for name, _ in own], dtype=torch.int32)
     there = there.to(own[0][1].device)
-    dist.all_reduce(there, op=dist.ReduceOp.MAX, group=group)
+    if session.mesh is not None:
+        dist.all_reduce(there, op=dist.ReduceOp.MAX, group=session.mesh.get_group())
     for (name, parameter), is_there in zip(own, there.tolist(), strict=True):
         if not is_there:
             continue

@@ -1,7 +1,8 @@
 """Agreement of the ranks on the model, the options and errors, before the model changes.
 
 If one rank fails alone, the others wait in a collective for ever. So the ranks exchange failures
-first, and every rank raises them. A fake group exchanges nothing: only this rank exists.
+first, and every rank raises them. One rank exchanges nothing, and neither does a fake group: only
+this rank exists.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from osdp_compile import _torch
 from osdp_compile.errors import InfeasibleLimit, OsdpError, PlanMismatch, RanksDiffer
 from osdp_compile.model.shard_in_place import ModelParameter
 from osdp_compile.model.subgraphs import graphs_of
-from osdp_compile.runtime.collectives import backend_of
+from osdp_compile.runtime.collectives import Group, backend_of, size_of
 
 T = TypeVar("T")
 
@@ -44,16 +45,16 @@ def fingerprint(gm: fx.GraphModule | None, entries: Sequence[ModelParameter]) ->
     return lines
 
 
-def agree(lines: list[str], group: dist.ProcessGroup) -> None:
+def agree(lines: list[str], group: Group) -> None:
     """Check that every rank has the same model and options. Collective.
 
     Raises:
         RanksDiffer: on every rank, naming the first difference.
     """
-    digests = _from_all(hashlib.sha256("\n".join(lines).encode()).hexdigest(), group)
+    digests = from_all(hashlib.sha256("\n".join(lines).encode()).hexdigest(), group)
     if len(set(digests)) == 1:
         return
-    texts = _from_all(lines, group)
+    texts = from_all(lines, group)
     other = next(i for i, d in enumerate(digests) if d != digests[0])
     first, second = texts[0], texts[other]
     for index in range(max(len(first), len(second))):
@@ -68,7 +69,7 @@ def agree(lines: list[str], group: dist.ProcessGroup) -> None:
     raise AssertionError("digests differ and texts do not")
 
 
-def on_every_rank(make: Callable[[], T], group: dist.ProcessGroup) -> T:
+def on_every_rank(make: Callable[[], T], group: Group) -> T:
     """The result of ``make()`` on this rank, if no rank raises an OsdpError. Collective.
 
     Raises:
@@ -81,7 +82,7 @@ def on_every_rank(make: Callable[[], T], group: dist.ProcessGroup) -> T:
         made = make()
     except OsdpError as error:
         refused = error
-    texts = _from_all(None if refused is None else str(refused), group)
+    texts = from_all(None if refused is None else str(refused), group)
     if refused is not None and len(set(texts)) == 1:
         raise refused
     for rank, text in enumerate(texts):
@@ -97,14 +98,14 @@ class _Restart:
     constant_floats: list[str]
 
 
-def from_rank_zero(make: Callable[[], T], group: dist.ProcessGroup) -> T:
+def from_rank_zero(make: Callable[[], T], group: Group) -> T:
     """The result of ``make()`` on rank 0, on every rank. Collective.
 
     An error of rank 0 is raised on every rank, so that no rank waits for ever. If AOTAutograd makes
     Dynamo trace the frame again on rank 0 (with ``dynamic=True``, for a float that must be a
     constant), every rank traces again.
     """
-    if _is_fake(group):
+    if group is None or _is_fake(group):
         return make()
     sent: list[tuple[T | None, OsdpError | _Restart | None]] = [(None, None)]
     failure: Exception | None = None
@@ -129,14 +130,15 @@ def from_rank_zero(make: Callable[[], T], group: dist.ProcessGroup) -> T:
     return made  # type: ignore[return-value]
 
 
-def _from_all(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    values: list[Any] = [value] * dist.get_world_size(group)
-    if not _is_fake(group):
+def from_all(value: Any, group: Group) -> list[Any]:
+    """Every rank's value, in the order of the ranks. Collective; a fake group repeats this one."""
+    values: list[Any] = [value] * size_of(group)
+    if group is not None and not _is_fake(group):
         dist.all_gather_object(values, value, group=group)
     return values
 
 
-def _is_fake(group: dist.ProcessGroup) -> bool:
+def _is_fake(group: Group) -> bool:
     return backend_of(group, "cpu") == "fake"
 
 

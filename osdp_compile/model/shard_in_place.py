@@ -38,6 +38,7 @@ from osdp_compile.model.mixed_precision import (
 from osdp_compile.optim.checks import replaced
 from osdp_compile.optim.rebind import OptimizerIndex
 from osdp_compile.runtime import eager_markers
+from osdp_compile.runtime.collectives import Group
 from osdp_compile.runtime.inside_forward import is_inside_forward
 from osdp_compile.runtime.meshes import placed_like
 from passes.types.context import Context
@@ -161,8 +162,10 @@ def check_fits(
         raise PlanMismatch(f"the {what} does not fit: {difference}")
 
 
-def synchronize(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+def synchronize(tensors: Iterable[Tensor], group: Group) -> None:
     """Broadcast rank 0's values of some tensors to the group, in place, as DDP does."""
+    if group is None:
+        return
     source = dist.get_global_rank(group, 0)
     with torch.no_grad():
         for tensor in tensors:

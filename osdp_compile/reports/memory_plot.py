@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from osdp_compile.figures import byte_unit_of, new_figure, time_unit_of
 from passes.simulate.chrome_trace import StepTimeline
-from passes.types.units import format_bytes, format_limit, format_seconds
+from passes.types.units import each_of, format_bytes, format_limit, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,9 +50,7 @@ def draw_memory(
         _level(axes, measured_bytes * byte, said, _MEASURED, ":")
     axes.set_xlabel(f"time in the step ({time_unit})")
     axes.set_ylabel(f"memory of one rank ({byte_unit})")
-    axes.set_title(
-        f"predicted memory of a training step on each of {step.world_size} ranks", loc="left"
-    )
+    axes.set_title(f"predicted memory of a training step on {each_of(step.world_size)}", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     if limit_bytes is not None or measured_bytes is not None:
         axes.legend(loc="lower right", frameon=True, framealpha=0.9)

@@ -18,7 +18,7 @@ from osdp_compile.log_lines import ensure_visible
 from passes.ops.slicing import parameter_of
 from passes.types.decision import Moves
 from passes.types.plan import ParameterPlan, Plan
-from passes.types.units import format_bytes, format_limit, format_seconds
+from passes.types.units import format_bytes, format_limit, format_ranks, format_seconds
 
 
 def plan_table(plan: Plan) -> Table:
@@ -28,7 +28,7 @@ def plan_table(plan: Plan) -> Table:
     The row's bytes are their sum, its seconds their range.
     """
     limit = plan.memory_limit_bytes
-    title = f"osdp plan for {plan.world_size} ranks, " + (
+    title = f"osdp plan for {format_ranks(plan.world_size)}, " + (
         f"limit {format_limit(limit)}" if limit is not None else "no memory limit"
     )
     table = Table(title=title, title_justify="left", header_style="bold")

@@ -24,7 +24,7 @@ from passes.simulate.chrome_trace import StepTimeline, optimizer_timeline
 from passes.simulate.timeline import Buffer, Event, Timeline
 from passes.types.context import Phase
 from passes.types.learned import Learned
-from passes.types.units import format_bytes, format_limit, format_seconds
+from passes.types.units import each_of, format_bytes, format_limit, format_seconds
 
 #: Number of measured steps below which no step time is reported.
 LEAST_STEPS = 3
@@ -222,7 +222,7 @@ def _step_timeline(session: Session) -> StepTimeline:
 def _side_by_side(said: Report) -> Table:
     limit = said.memory_limit_bytes
     table = Table(
-        title=f"training step on each of {said.world_size} ranks, "
+        title=f"training step on {each_of(said.world_size)}, "
         + (f"limit {format_limit(limit)}" if limit is not None else "no memory limit"),
         title_justify="left",
         header_style="bold",

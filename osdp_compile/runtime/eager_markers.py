@@ -89,6 +89,8 @@ def _reduce_grad(
     *,
     reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
+    if not group_name:  # one rank: nothing travels
+        return grad.to(shard.dtype, copy=True)
     if dim:
         turned = grad.movedim(dim, 0), shard.movedim(dim, 0)
         marks = group_name, between, hosts
@@ -141,13 +143,14 @@ def read(
     Args:
         local: this rank's rows ``[rows/N, ...]`` if sharded, else the whole parameter.
         shape: of the whole parameter.
-        marks: :attr:`passes.types.shard_layout.ShardLayout.marks`.
+        marks: :attr:`passes.types.shard_layout.ShardLayout.marks`. The first one is the group's
+            name, "" for one rank.
         dtypes: :meth:`osdp_compile.model.mixed_precision.Precision.marks`.
     """
     whole: Tensor = local
     if sharded or dtypes or torch.compiler.is_compiling():
         whole = torch.ops.osdp.unshard(local, name, shape, sharded, *marks, **dtypes)
-    elif torch.is_grad_enabled():
+    elif torch.is_grad_enabled() and marks[0]:
         whole = _Replicated.apply(local, name, *marks)  # type: ignore[no-untyped-call, unused-ignore]
     return whole
 

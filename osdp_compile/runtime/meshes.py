@@ -10,9 +10,21 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from osdp_compile import _torch
+from osdp_compile.runtime.collectives import Group
 from passes.types.context import MeshDim
 from passes.types.hardware import Hardware
 from passes.types.plan import Plan
+
+
+def number_of_ranks(mesh: DeviceMesh | None) -> int:
+    """The number of ranks that train a model; 1 without a process group.
+
+    ``mesh``: the user's option (None: all ranks).
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return 1
+    size: int = dist.get_world_size() if mesh is None else mesh.size()
+    return size
 
 
 def flat_mesh(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
@@ -23,6 +35,11 @@ def flat_mesh(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
     if mesh is None:
         return init_device_mesh(device_type, (dist.get_world_size(),))
     return mesh if mesh.ndim == 1 else _torch.flattened(mesh)
+
+
+def group_of_mesh(mesh: DeviceMesh | None) -> Group:
+    """The ranks of a flat mesh; None: one rank."""
+    return None if mesh is None else mesh.get_group()
 
 
 def mesh_of_shards(mesh: DeviceMesh, along: Mapping[str, dist.ProcessGroup]) -> DeviceMesh:

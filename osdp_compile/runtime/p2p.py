@@ -14,7 +14,7 @@ from torch import Tensor
 
 import passes.ops.p2p  # noqa: F401  (defines the operators)
 from osdp_compile import _torch
-from osdp_compile.runtime.collectives import GLOO_STAGES, backend_of
+from osdp_compile.runtime.collectives import GLOO_STAGES, Group, backend_of
 from osdp_compile.runtime.eager_markers import group_of
 
 #: Tag of our messages, so that they do not match a script's own send and recv.
@@ -25,12 +25,12 @@ _TAG = 0x05D9
 _NATIVE = "OSDP_NATIVE_COLLECTIVES"
 
 
-def group_uses_p2p(group: dist.ProcessGroup, device: torch.device) -> bool:
+def group_uses_p2p(group: Group, device: torch.device) -> bool:
     """Whether this file runs the group's gathers and exchanges, instead of its backend."""
     return _on_gloo(group, device) and os.environ.get(_NATIVE) != "1"
 
 
-def staged_kinds(group: dist.ProcessGroup, device: torch.device) -> frozenset[str]:
+def staged_kinds(group: Group, device: torch.device) -> frozenset[str]:
     """The kinds of collective for which the backend holds a copy of the whole tensor in flight.
 
     P2P collectives make no copies.
@@ -39,7 +39,7 @@ def staged_kinds(group: dist.ProcessGroup, device: torch.device) -> frozenset[st
     return GLOO_STAGES if native else frozenset()
 
 
-def _on_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+def _on_gloo(group: Group, device: torch.device) -> bool:
     return device.type == "cpu" and backend_of(group, "cpu") == "gloo"
 
 

@@ -34,7 +34,7 @@ from osdp_compile import _torch
 from osdp_compile.errors import InfeasibleLimit
 from osdp_compile.model.shard_in_place import ModelParameter
 from osdp_compile.optim.rebind import OptimizerIndex
-from osdp_compile.runtime.collectives import backend_of
+from osdp_compile.runtime.collectives import Group, backend_of, size_of
 from osdp_compile.tracking.memory_watch import watches
 from osdp_compile.tracking.session import find
 from passes.types.plan import Plan
@@ -70,7 +70,7 @@ class OtherModels:
 
 def other_models(
     entries: Sequence[ModelParameter],
-    group: dist.ProcessGroup,
+    group: Group,
     compiled: Callable[[], Iterable[nn.Module]],
 ) -> OtherModels:
     """Bytes of the models beside this one: each field the maximum over ranks. Collective.
@@ -95,7 +95,7 @@ def other_models(
             seen.add(storage)
             pending.append(parameter)
     optimizers = OptimizerIndex(pending)
-    ranks = group.size()
+    ranks = size_of(group)
     least_bytes = sum(_least_bytes(one, optimizers, ranks) for one in pending)
     whole_bytes = sum(map(_local_bytes, pending))
     figures = torch.tensor(
@@ -108,7 +108,8 @@ def other_models(
         dtype=torch.int64,
         device=device,
     )
-    dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=group)
+    if group is not None:
+        dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=group)
     return OtherModels(*figures.tolist())
 
 

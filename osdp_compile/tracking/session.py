@@ -28,6 +28,7 @@ from passes.types.units import format_bytes, format_limit
 class Session:
     """A planned model: its plan, its mesh, and the settings that lower its graphs.
 
+    ``mesh``: over all ranks; None: there is one.
     ``context``: holds the plan, the hardware, the parameters, and in ``base_bytes`` the bytes
     that this rank holds between steps.
     ``reading``: how the modules read the parameters.
@@ -37,7 +38,7 @@ class Session:
     """
 
     plan: Plan
-    mesh: DeviceMesh
+    mesh: DeviceMesh | None
     context: Context
     options: CheckedOptions
     passes: tuple[Pass, ...]
@@ -78,7 +79,7 @@ def check_kept(session: Session, options: CheckedOptions) -> None:
             f"memory_limit={format_limit(limit_bytes)} is less than the "
             f"{format_bytes(said.peak_bytes)} that the plan in force takes"
         )
-    for name in ("plan", "slices", "param_dtype", "reduce_dtype"):
+    for name in ("plan", "slices", "param_dtype", "reduce_dtype", "inductor"):
         given = getattr(options, name)
         before = session.plan if name == "plan" else getattr(first, name)
         if given is not None and given != before and given != getattr(first, name):

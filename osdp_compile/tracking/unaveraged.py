@@ -39,6 +39,8 @@ def check_averaged(stepping: Sequence[nn.Parameter]) -> None:
             name, session = found
             models.setdefault(id(session), (session, {}))[1][name] = parameter
     for session, parameters in models.values():
+        if session.mesh is None:  # one rank
+            continue
         names = [one.name for one in session.context.parameters]
         differing = _first_that_differs(names, parameters, session.mesh.get_group())
         if differing is not None:

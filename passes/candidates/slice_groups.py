@@ -156,7 +156,7 @@ def _all(captured: Captured, ctx: Context, least_bytes: int) -> Iterator[SliceGr
     for members in groups:
         large = [one for one in members if len(one.shape) > 1 and one.name in readers]
         first = members[0]
-        if len(large) < len(members) or not shardable(first.shape, ctx.world_size):
+        if len(large) < len(members) or not _sliceable(first.shape, ctx):
             continue
         if first.full_bytes < least_bytes:
             continue
@@ -165,6 +165,11 @@ def _all(captured: Captured, ctx: Context, least_bytes: int) -> Iterator[SliceGr
             yield _together(captured, ctx, groups, members, along)
         if len(members) == 1:
             yield from _by_input(captured, readers[first.name], first)
+
+
+def _sliceable(shape: tuple[int, ...], ctx: Context) -> bool:
+    """Whether a parameter can be sliced: what can be sharded, by one rank too."""
+    return shardable(shape, max(2, ctx.world_size))
 
 
 def splits_by_hand(captured: Captured, ctx: Context) -> tuple[tuple[Split, ...], tuple[str, ...]]:
@@ -180,8 +185,10 @@ def splits_by_hand(captured: Captured, ctx: Context) -> tuple[tuple[Split, ...],
     slice_groups = _families(captured, ctx)
     found: dict[str, Split] = {}
     again: dict[str, None] = {}
-    kept_of = {name: kept for name, _, kept in ctx.slices or ()}
-    for name, slices, kept in ctx.slices or ():
+    # One rank gathers nothing, and keeps no slice.
+    asked = [(one, n, kept if ctx.world_size > 1 else 0) for one, n, kept in ctx.slices or ()]
+    kept_of = {name: kept for name, _, kept in asked}
+    for name, slices, kept in asked:
         if slices == 1:
             continue
         own = [
@@ -243,7 +250,7 @@ def _together(
             alike_ones = name == first.name and len(group) == len(heads)
             if name in chosen or not alike_ones:
                 continue
-            if shape[dim] == size and shardable(shape, ctx.world_size):
+            if shape[dim] == size and _sliceable(shape, ctx):
                 more[name] = dim
         if len(chosen) + len(more) > _MOST_TOGETHER:  # the dimension goes beyond one layer
             chosen = {heads[0].name: along}

@@ -51,8 +51,8 @@ def bucket_bytes_for(ctx: Context) -> int:
 
     It is rounded up to a power of two between 64 KiB and 32 MiB.
     """
-    rate = ctx.hardware.collectives["all_gather"]
-    if rate.seconds_per_byte <= 0:
+    rate = ctx.hardware.collectives.get("all_gather")  # the profile of one process has none
+    if rate is None or rate.seconds_per_byte <= 0:
         return 1 << 25
     worth = 10 * rate.latency_seconds / rate.seconds_per_byte
     return 1 << min(25, max(16, math.ceil(math.log2(max(worth, 1)))))

@@ -33,7 +33,8 @@ def explained(
     rows = []
     for row in plan.parameters:
         parts = []
-        if not shardable(row.shape, ctx.ranks_of_a_host or ctx.world_size):
+        ranks = ctx.ranks_of_a_host or ctx.world_size
+        if ranks > 1 and not shardable(row.shape, ranks):
             parts.append("too small to shard")
         elif gains.get(row.name) and row.moves is Moves.WEIGHT:
             parts.append(gains[row.name])

@@ -263,7 +263,7 @@ class Neighbourhood:
         self, best: Candidate, group: SliceGroup, slices: int
     ) -> Iterable[int | None]:
         """Numbers of slices to keep gathered; None: the decisions on the weights stay."""
-        if slices == 1 or group.of_input:
+        if slices == 1 or group.of_input or self.evaluator.ctx.world_size == 1:
             return [None]
         fits = self.evaluator.rank(best)[0] == 0
         return [None, *range(group.most_kept(slices) + 1 if fits else 1)]

@@ -54,7 +54,7 @@ from passes.pricing.orders import orders, with_fastest_order
 from passes.pricing.predict import predict
 from passes.types.context import Context
 from passes.types.plan import Plan, Prediction
-from passes.types.units import format_bytes, format_limit, is_decimal
+from passes.types.units import format_bytes, format_limit, format_ranks, is_decimal
 
 #: Number of the fastest plans to predict as they will run, which changes their time a little.
 _LOWERED = 8
@@ -75,7 +75,7 @@ class Infeasible(ValueError):
         least_text = format_bytes(self.least_bytes, decimal, round_up=True)
         super().__init__(
             f"memory_limit={format_limit(limit_bytes)} is below the least possible "
-            f"{least_text} for this model on {world_size} ranks ({filling}). "
+            f"{least_text} for this model on {format_ranks(world_size)} ({filling}). "
             "Raise it, use a smaller batch, or run on more ranks."
         )
 

@@ -321,7 +321,7 @@ class PlanEvaluator:
         """
         if not self.ctx.tensor_parallel or self.folded is not None or self.graphs.is_joined:
             return MoveGroups()
-        if self.ctx.mesh_dims is not None:
+        if self.ctx.mesh_dims is not None or self.ctx.world_size == 1:
             return MoveGroups()
         return find_move_groups(self.graphs, self.ctx)
 

@@ -11,7 +11,8 @@ Before::                              After (sharded, N ranks)::
     r = reduce_grad(g, p)                 start = all_to_all(g.view(-1))
                                           r = mean_ranks(wait(start), N).view(rows/N, k)
 
-A replicated parameter's unshard disappears, and its gradient is all-reduced. If N does not divide
+A replicated parameter's unshard disappears, and its gradient is all-reduced, unless there is one
+rank. If N does not divide
 the rows, shards are padded to equal size before a collective and trimmed after it. A gradient is
 reduced by ``reduce_scatter`` or by ``all_to_all`` and a local mean, by the shorter time in the
 hardware profile (gloo runs a reduce-scatter as a whole all-reduce).
@@ -228,6 +229,9 @@ def _lower_reduce(node: fx.Node, ctx: Context) -> None:
     dtype = node.kwargs.get("reduce_dtype")
     own_dtype = node.meta["val"].dtype
     with graph.inserting_before(node):
+        if ctx.world_size == 1:
+            _finish(node, _own_gradient(graph, cast(graph, gradient, own_dtype), like))
+            return
         if isinstance(dtype, torch.dtype):
             gradient = cast(graph, gradient, dtype)
         if not sharded:
@@ -244,6 +248,19 @@ def _lower_reduce(node: fx.Node, ctx: Context) -> None:
             part = after_wait(call(graph, TRIM_ROWS, (part, like)))
         part = cast_after_wait(graph, part, own_dtype)
     _finish(node, part)
+
+
+def _own_gradient(graph: fx.Graph, gradient: fx.Node, like: fx.Node) -> fx.Node:
+    """The gradient of one rank's parameter, in memory of its own and with the parameter's strides.
+
+    Autograd would copy any other gradient, outside of the graph.
+    """
+    own, other = gradient.meta["val"], like.meta["val"]
+    if own.stride() != other.stride() and not own.is_contiguous():
+        return compact(graph, gradient)
+    if gradient.op == "placeholder" or GRADIENT_OF.is_set(gradient):
+        return call(graph, _aten.clone.default, (gradient,))
+    return gradient
 
 
 def mean_before(graph: fx.Graph, gradient: fx.Node, ctx: Context) -> fx.Node:

@@ -21,6 +21,7 @@ from passes.annotate.training_state import (
 from passes.simulate.timeline import COMPUTE, NETWORK, Event, Timeline, largest_first, part_buffers
 from passes.types.context import Context
 from passes.types.plan import Plan
+from passes.types.units import each_of
 
 _FIRST_THREADS = ("phases", COMPUTE, NETWORK)
 _PROCESS = 0
@@ -171,7 +172,7 @@ def highest_of_each_moment(
 
 
 def _metadata(world_size: int, threads: Mapping[str, int]) -> list[dict[str, Any]]:
-    process = f"predicted training step (each of {world_size} ranks)"
+    process = f"predicted training step ({each_of(world_size)})"
     events = [_named("process_name", process, 0)]
     for thread, number in threads.items():
         events.append(_named("thread_name", thread, number))

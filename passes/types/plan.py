@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from passes.types.decision import Decision, Moves
 from passes.types.decode import decoded, encoded
 from passes.types.plan_format_2 import of_format_2
+from passes.types.units import format_ranks
 
 FORMAT = 3
 
@@ -354,7 +355,7 @@ class Plan:
         for name, dim in dims.items():
             row = self[name]
             even = 0 <= dim < len(row.shape) and row.shape[dim] % self.world_size == 0
-            if not even or not row.shape[dim]:
+            if not even or not row.shape[dim] or self.world_size == 1:
                 raise ValueError(
                     f"parameter {name!r} of shape {row.shape} cannot stay on {self.world_size} "
                     f"ranks in equal parts along dimension {dim}: let its weight move"
@@ -388,15 +389,9 @@ class Plan:
         ``parameters``: (name, shape, dtype without ``torch.``) of the model.
         ``ranks_of_a_host``: ranks along the inner dimension of the run's mesh, if it has two.
         """
-        if self.world_size != world_size:
-            return f"the plan is for {self.world_size} ranks, this run has {world_size}"
-        if self.within_hosts and self.ranks_of_a_host != ranks_of_a_host:
-            mesh = "no two-dimensional mesh with rates along both"
-            if ranks_of_a_host is not None:
-                mesh = f"hosts of {ranks_of_a_host}"
-            return (
-                f"the plan shards within hosts of {self.ranks_of_a_host} ranks, this run has {mesh}"
-            )
+        other_ranks = self._other_ranks(world_size, ranks_of_a_host)
+        if other_ranks is not None:
+            return other_ranks
         seen: set[str] = set()
         for name, shape, dtype in parameters:
             seen.add(name)
@@ -425,6 +420,21 @@ class Plan:
                     f"parameter {row.name!r} of shape {row.shape} cannot stay on {self.world_size} "
                     f"ranks in equal parts along dimension {row.dim}"
                 )
+        return None
+
+    def _other_ranks(self, world_size: int, ranks_of_a_host: int | None) -> str | None:
+        """The difference between this plan's ranks and a run's, in words; None: none."""
+        if self.world_size != world_size:
+            return f"the plan is for {format_ranks(self.world_size)}, this run has {world_size}"
+        if world_size == 1 and self.shards:
+            return f"the plan shards parameters, and this run has {format_ranks(1)}"
+        if self.within_hosts and self.ranks_of_a_host != ranks_of_a_host:
+            mesh = "no two-dimensional mesh with rates along both"
+            if ranks_of_a_host is not None:
+                mesh = f"hosts of {ranks_of_a_host}"
+            return (
+                f"the plan shards within hosts of {self.ranks_of_a_host} ranks, this run has {mesh}"
+            )
         return None
 
     def order_for(self, phase: str, graph: Iterable[Collective]) -> tuple[Collective, ...] | None:
@@ -502,9 +512,9 @@ def _pairs(parameters: Any) -> list[tuple[str, Any]] | None:
 def shardable(shape: tuple[int, ...], ranks: int) -> bool:
     """Whether a parameter of this shape can be sharded over ``ranks`` along its first dimension.
 
-    False for a scalar, a single row, and fewer elements than ranks.
+    False for one rank, a scalar, a single row, and fewer elements than ranks.
     """
     numel = 1
     for size in shape:
         numel *= size
-    return len(shape) > 0 and numel >= ranks and shape[0] > 1
+    return ranks > 1 and len(shape) > 0 and numel >= ranks and shape[0] > 1

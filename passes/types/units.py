@@ -146,6 +146,16 @@ def _digits(size_bytes: int, step: int) -> str:
     return text.strip("0")
 
 
+def format_ranks(ranks: int) -> str:
+    """A number of ranks in words: ``one rank``, ``8 ranks``."""
+    return "one rank" if ranks == 1 else f"{ranks} ranks"
+
+
+def each_of(ranks: int) -> str:
+    """Each of a number of ranks in words: ``one rank``, ``each of 8 ranks``."""
+    return format_ranks(ranks) if ranks == 1 else f"each of {format_ranks(ranks)}"
+
+
 def format_seconds(seconds: float) -> str:
     """Seconds for people.
 

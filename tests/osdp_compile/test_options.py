@@ -6,20 +6,23 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import osdp_compile
-from osdp_compile import OsdpError, Plan
-from osdp_compile.options import _READERS, DESCRIBED, CheckedOptions, Options
+from osdp_compile import OsdpError, Plan, _torch
+from osdp_compile.options import _READERS, DESCRIBED, CheckedOptions, Options, with_mode
 from passes.pipeline import default_passes
 from passes.types.hardware import generic
 from passes.types.hardware_presets import preset
 from passes.types.units import parse_bytes
+from tests.boxed import without_inductor
 
 
 def call_with(**options):
@@ -65,6 +68,14 @@ def test_an_unknown_option_lists_all_that_are_known():
         ("slices", {"up": 0}, "'up': 0 is not a number of slices", "'blocks.*.up.weight': 4"),
         ("slices", {"up": (4, 1.0)}, "(4, 1.0) is not a number of slices", "(4, 1) to keep one"),
         ("slices", {"up": (4, 4)}, "'up': (4, 4) keeps 4 of 4 slices", "(4, 1) to keep one"),
+        ("inductor", 3, "3 is neither a mapping of settings nor the name of a mode", "a mode"),
+        ("inductor", "fastest", "'fastest' is no mode of torch.compile", "max-autotune-no"),
+        ("inductor", {"max_autotunes": True}, "Did you mean 'max_autotune'?", "max_autotune"),
+        ("inductor", {"max_autotune": 1}, "'max_autotune' is bool, not 1", "max_autotune"),
+        ("inductor", {"allow_buffer_reuse": True}, "would undo the plan's schedule", "settings"),
+        ("inductor", {"reorder_for_peak_memory": True}, "undo the plan's schedule", "settings"),
+        ("inductor", {"triton.cudagraphs": True}, "CUDA graphs hold memory", "settings"),
+        ("inductor", {"combo_kernels": True}, "changes the memory", "settings"),
         ("debug", 3, "neither True, False nor a folder", "a folder"),
         ("passes", ["bucket"], "not a list of passes.pipeline.Pass", "default_passes()"),
         ("passes", default_passes()[2:], "needs", "default_passes()"),
@@ -87,17 +98,70 @@ def test_a_small_limit_is_taken_if_it_has_a_unit_or_is_no_slip(value):
 @pytest.mark.parametrize(
     ("mode", "why"),
     [
-        ("max-autotune", "CUDA graphs hold memory"),
-        ("max-autotune-no-cudagraphs", "autotuned kernels"),
-        ("reduce-overhead", "CUDA graphs hold memory"),
-        ("fast", "may be left out. Give"),
+        ("max-autotune", "'triton.cudagraphs': True is refused: CUDA graphs hold memory"),
+        ("reduce-overhead", "'triton.cudagraphs': True is refused: CUDA graphs hold memory"),
+        ("fast", "'fast' is no mode of torch.compile"),
     ],
 )
 def test_a_mode_that_is_not_honoured_says_which_is(mode, why):
     torch._dynamo.reset()
-    with pytest.raises(ValueError, match="takes mode='default' only") as error:
+    with pytest.raises(ValueError, match="takes mode='default' and mode='max-aut") as error:
         torch.compile(nn.Linear(2, 2), backend="osdp", mode=mode)(torch.ones(1, 2))
-    assert why in str(error.value) and "options={'memory_limit': '8GiB'}" in str(error.value)
+    assert why in str(error.value) and "'memory_limit': '8GiB'}" in str(error.value)
+
+
+def test_a_mode_is_the_option_of_that_name():
+    tuned = {"max_autotune": True, "coordinate_descent_tuning": True}
+    name = "max-autotune-no-cudagraphs"
+    assert CheckedOptions.parse(with_mode(None, name)).inductor == tuned
+    assert CheckedOptions.parse({"inductor": name}).inductor == tuned
+    assert CheckedOptions.parse(with_mode(None, "default")).inductor is None
+
+
+def seen_by_inductor(**options):
+    """Inductor's settings while it compiles a forward and a backward."""
+    torch._dynamo.reset()
+    seen = []
+
+    def compile_inner(gm, inputs, **_):
+        seen.append(_torch.inductor_settings())
+        return make_boxed_func(gm.forward)
+
+    with mock.patch.object(_torch, "compile_fx_inner", compile_inner):
+        model = torch.compile(nn.Linear(2, 2), backend="osdp", options=options)
+        model(torch.ones(1, 2)).sum().backward()
+    return seen
+
+
+@pytest.mark.parametrize("spelled", ["max_autotune", "max-autotune"])
+def test_settings_reach_inductor_for_forward_and_backward(spelled):
+    own = {spelled: True, "max_fusion_size": 8, "allow_buffer_reuse": False}
+    found = seen_by_inductor(memory_limit="1GiB", hardware=generic(), inductor=own)
+    assert len(found) == 2
+    for one in found:
+        assert one["max_autotune"] and one["max_fusion_size"] == 8
+        assert not one["allow_buffer_reuse"] and not one["reorder_for_peak_memory"]
+    assert not _torch.inductor_settings()["max_autotune"]
+
+
+def test_settings_reach_inductor_where_nothing_is_planned():
+    with mock.patch.object(_torch, "compile_fx") as compile_fx:
+        compile_fx.return_value = lambda *args: (torch.ones(1, 2),)
+        call_with(inductor="max-autotune-no-cudagraphs")
+    patches = compile_fx.call_args.kwargs["config_patches"]
+    assert patches == {"max_autotune": True, "coordinate_descent_tuning": True}
+
+
+def test_another_setting_at_a_later_compilation_is_refused():
+    torch._dynamo.reset()
+    model = nn.Linear(2, 2)
+    with without_inductor():
+        given = {"memory_limit": "1GiB", "hardware": generic()}
+        torch.compile(model, backend="osdp", options=given)(torch.ones(1, 2))
+        torch._dynamo.reset()
+        later = torch.compile(model, backend="osdp", options={"inductor": {"max_autotune": True}})
+        with pytest.raises(OsdpError, match="'inductor' is another than at the model's first"):
+            later(torch.ones(1, 2))
 
 
 def test_the_default_mode_is_taken(inductor_cache, monkeypatch):
@@ -213,7 +277,6 @@ def test_a_mesh_of_two_dimensions_needs_names(world_of_one):
 @pytest.fixture
 def nothing_said_yet(monkeypatch, inductor_cache):
     monkeypatch.setattr("osdp_compile.engine.backend._said", set())
-    monkeypatch.setattr("osdp_compile.engine.backend._warned", set())
     monkeypatch.setenv("WORLD_SIZE", "1")  # as torchrun sets it for one process
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(inductor_cache))
     torch._dynamo.reset()
@@ -225,16 +288,14 @@ def trains_alone(caplog, why):
         for _ in range(2):
             model = nn.Linear(2, 2)
             wanted = model(torch.ones(1, 2))
-            compiled = torch.compile(model, backend="osdp", options={"memory_limit": "1GiB"})
+            compiled = torch.compile(model, backend="osdp")
             output = compiled(torch.ones(1, 2))
             torch.testing.assert_close(output, wanted)
             output.sum().backward()
             assert all(type(p) is nn.Parameter for p in model.parameters())
             assert model.weight.grad is not None
-    said = {r.levelno: r.message for r in caplog.records if r.name == "osdp_compile"}
-    assert len(caplog.records) == len(said) == 2
-    assert why in said[logging.INFO] and "Inductor" in said[logging.INFO]
-    assert said[logging.WARNING].startswith(f"memory_limit=1 GiB is not kept: {why}")
+    (said,) = [r.message for r in caplog.records if r.name == "osdp_compile"]
+    assert why in said and "Inductor" in said
 
 
 def test_without_a_process_group_inductor_compiles_and_it_is_said_once(nothing_said_yet, caplog):

@@ -103,6 +103,9 @@ def test_a_family_that_multiplies_rounding_is_held_to_how_far_ddp_is_from_itself
     assert verdict.kind == "works" and "1e-07 is 1e-02 from DDP" in verdict.reason
     far = {**runs(**differs), "rounding": record("rounding", norms=[1.0, 1.001])}
     assert judge(FAMILY, far).kind == "fails"
+    kernels = {**far, "compiled": record("compiled", norms=[1.0, 1.01])}
+    verdict = judge(FAMILY, kernels)
+    assert verdict.kind == "works" and "Inductor's kernels is 1e-02 from DDP" in verdict.reason
 
 
 def test_only_an_expected_message_of_this_package_counts_as_refused():

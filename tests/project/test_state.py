@@ -25,7 +25,7 @@ REASONS = {
         "_in_process": "measurements: all models of a process get the same profile",
         "_files": "the file of each of these profiles",
     },
-    "osdp_compile/engine/backend.py": {"_said": ONCE, "_warned": ONCE},
+    "osdp_compile/engine/backend.py": {"_said": ONCE},
     "osdp_compile/engine/inductor_fusion.py": {"_needed": CACHE, "_source_digest": CACHE},
     "osdp_compile/engine/no_sync.py": {
         "_waiting": "models inside the context; their first call finds itself here"

@@ -14,7 +14,14 @@ _LEAST_LETTERS = 4
 #: Those of rules that hold whatever a user does.
 _OF_OURS = {"AssertionError", "AttributeError", "KeyError", "NotImplementedError", "StopIteration"}
 #: Functions that return a message, which others print or raise.
-_RETURNS_A_MESSAGE = {"_unfit_mesh", "lacks", "mismatch", "newer_than_tested", "prepare_file"}
+_RETURNS_A_MESSAGE = {
+    "_other_ranks",
+    "_unfit_mesh",
+    "lacks",
+    "mismatch",
+    "newer_than_tested",
+    "prepare_file",
+}
 
 
 def plain(message: str) -> str:

@@ -104,6 +104,21 @@ def test_a_replicated_parameter_that_is_returned_is_copied():
     assert outputs[0][-1].data_ptr() != values[0][0].data_ptr()
 
 
+def test_one_rank_sends_nothing_and_its_gradients_have_the_strides_of_the_parameters():
+    # Autograd would copy a gradient with other strides, outside of the graph.
+    whole = Decision.REPLICATE
+    step = Step(
+        (Weight((4, 2), decision=whole), Weight((3, 2), decision=whole, transposed=True)), 1
+    )
+    gm = step.lower(0, shard)
+    assert not any(is_collective(node) or is_marker(node) for node in gm.graph.nodes)
+    for found, wanted in zip(step.run(shard), step.run(), strict=True):
+        assert_close(found, wanted)
+    gradients = [node for node in gm.graph.nodes if GRADIENT_OF.is_set(node)]
+    assert sorted(map(GRADIENT_OF.of, gradients)) == ["w0", "w1"]
+    assert all(node.meta["val"].is_contiguous() for node in gradients)
+
+
 def test_a_frozen_parameter_is_not_reduced():
     assert collectives(lowered(Weight((4, 2), trained=False))) == [("all_gather", "gather w0")]
 

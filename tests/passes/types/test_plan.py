@@ -203,6 +203,15 @@ def test_a_plan_fits_the_model_it_was_made_for():
     assert plan.mismatch(rows(model()), 2) is None
 
 
+def test_one_rank_has_nothing_to_shard_over():
+    plan = Plan.uniform(model().named_parameters(), "shard_keep", world_size=1)
+    assert not plan.shards
+    assert plan.mismatch(rows(model()), 1) is None
+    several = Plan.uniform(model().named_parameters(), "shard_keep", world_size=2)
+    said = "the plan shards parameters, and this run has one rank"
+    assert several.replace(world_size=1).mismatch(rows(model()), 1) == said
+
+
 def test_the_first_difference_to_a_model_is_named():
     plan = Plan.uniform(model().named_parameters(), "shard_keep", world_size=2)
     named = rows(model())
