@@ -102,7 +102,8 @@ def lower(
     ``compile_inner``: the compiler of each lowered graph (default: Inductor).
     ``observe``: called with the graph after every pass.
     """
-    if not session.plan.moved:
+    mesh = session.mesh
+    if mesh is None or not session.plan.moved:
         return _lowered(gm, inputs, session, compile_inner, observe)[0]
     spare = fx.GraphModule(gm, copied_graph(gm.graph))  # compilation changes the graph
     compiled, lowering = _lowered(gm, inputs, session, compile_inner, observe)
@@ -113,12 +114,10 @@ def lower(
     def gathering(*given: Any) -> Any:
         return _lowered(spare, given, session, compile_inner, observe, frame)[0]
 
-    group = session.mesh.get_group()
-    if backend_of(group, session.mesh.device_type) == "fake":
+    group = mesh.get_group()
+    if backend_of(group, mesh.device_type) == "fake":
         return compiled
-    return agreeing(
-        compiled, lowering.key, gathering, group, torch.device(session.mesh.device_type)
-    )
+    return agreeing(compiled, lowering.key, gathering, group, torch.device(mesh.device_type))
 
 
 def _lowered(
