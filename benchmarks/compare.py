@@ -3,6 +3,7 @@
     sudo python -m benchmarks.compare                      # GPT of 13.7 M parameters, 400 Mbit/s
     sudo python -m benchmarks.compare --setting wide       # 27.4 M parameters on 4 hosts
     sudo python -m benchmarks.compare --setting unlimited  # as much network as can be used
+    sudo python -m benchmarks.compare --setting layer      # one wide MLP, few tokens
     sudo python -m benchmarks.compare --setting llama      # Hugging Face's; or conv
     sudo python -m benchmarks.compare --limits 8 --only    # osdp over a range of memory limits
 
@@ -41,6 +42,8 @@ from passes.types.units import format_bytes
 
 FREE = "osdp, no limit"
 LIMITED = "osdp, FSDP2's peak as limit"
+MOVES = "osdp, activations may move"
+MOVES_LIMITED = "osdp, activations may move, FSDP2's peak as limit"
 OVERLAP = "SimpleFSDP + overlap"
 KEEP_OVERLAP = "SimpleFSDP keep + overlap"
 ALONE = ("alone", "alone + compile")
@@ -57,6 +60,13 @@ ROWS = {
     KEEP_OVERLAP: KEEP_OVERLAP,
     FREE: "osdp",
     LIMITED: "osdp",
+    MOVES: "osdp",
+    MOVES_LIMITED: "osdp",
+}
+#: Options of a way, beside its limit.
+OPTIONS: dict[str, dict[str, Any]] = {
+    MOVES: {"tensor_parallel": True},
+    MOVES_LIMITED: {"tensor_parallel": True},
 }
 #: How far a loss may be from DDP's: rounding, grown over the steps.
 LOSS_TOLERANCE = 1e-4
@@ -110,6 +120,7 @@ SETTINGS = {
             (LIMITED, "FSDP2 + compile", 1.0),
         ),
     ),
+    "layer": Setting(2, "400mbit", Work(task="wide layer"), ((MOVES, "DDP", 7.0),)),
     "llama": Setting(2, "400mbit", Work(task="HF Llama"), ()),
     "conv": Setting(2, "400mbit", Work(task="conv net"), ()),
 }
@@ -138,7 +149,7 @@ def run(
     hosts: Hosts, work: Work, names: list[str], limits: int, repeats: int, console: Console
 ) -> list[Row]:
     """Measure every way. A way that fails is told, and the others go on."""
-    rows = {name: Row(name, ROWS[name]) for name in names}
+    rows = {name: Row(name, ROWS[name], OPTIONS.get(name, {})) for name in names}
     with tempfile.TemporaryDirectory(prefix="osdp-bench-cache") as folder:
         cache = Path(folder) / "code"
         # As users have it: measured once and kept.
@@ -160,8 +171,8 @@ def run(
                 if row.failed:
                     continue
                 console.print(f"[dim]{phase} {round_ + 1}: {name}[/dim]")
-                if name == LIMITED:
-                    row.options = {"memory_limit": rows["FSDP2"].peak_bytes}
+                if name in (LIMITED, MOVES_LIMITED):
+                    row.options = {**row.options, "memory_limit": rows["FSDP2"].peak_bytes}
                 try:
                     got = measure_on(hosts, work, row.way, phase, row.options, cache, profiles)
                 except HostsError as error:
@@ -360,8 +371,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("compare.json"))
     given = parser.parse_args()
     names = list(ROWS) if given.only is None else given.only
-    if LIMITED in names and "FSDP2" not in names:
-        parser.error(f"{LIMITED!r} needs 'FSDP2' too")
+    if {LIMITED, MOVES_LIMITED} & set(names) and "FSDP2" not in names:
+        parser.error("a limit of FSDP2's peak needs 'FSDP2' too")
     if not names and not given.limits:
         parser.error("nothing to measure: --only names no way, and --limits is 0")
     chosen = SETTINGS[given.setting]

@@ -83,6 +83,13 @@ DESCRIBED: dict[str, Described] = {
         "the planner's choice",
         "reading_a_plan.md#slices",
     ),
+    "tensor_parallel": Described(
+        "`True`: the planner may leave the weights of an MLP or an embedding where they are, and "
+        "move activations; "
+        "or a list of names of such parameters, such as `['blocks.*.up.weight']`",
+        "`False`: all weights move",
+        "moving_activations.md",
+    ),
     "search": Described(
         "`'quick'`; or `'thorough'` to search under lower limits too, so that more memory never "
         "gives a slower step: minutes in place of seconds",
@@ -143,6 +150,7 @@ class Options(TypedDict, total=False):
     plan: Plan | str | Path | None
     hardware: Hardware | str | Path | None
     slices: Literal[1] | Mapping[str, int | tuple[int, int]] | None
+    tensor_parallel: bool | Sequence[str] | None
     search: Search | None
     param_dtype: torch.dtype | str | None
     reduce_dtype: torch.dtype | str | None
@@ -158,6 +166,7 @@ class CheckedOptions:
 
     ``memory_limit_bytes``: of one rank, for all memory of a training step.
     ``slices``: by patterns of parameter names; empty: no operator runs in slices.
+    ``tensor_parallel``: whether activations may move; or patterns of names of weights that stay.
     ``optimizer``: an int is bytes of state per element of a parameter.
     """
 
@@ -167,6 +176,7 @@ class CheckedOptions:
     plan: Plan | None = None
     hardware: Hardware | None = None
     slices: Mapping[str, int | tuple[int, int]] | None = None
+    tensor_parallel: bool | tuple[str, ...] = False
     search: Search = "quick"
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
@@ -195,6 +205,7 @@ class CheckedOptions:
             "optimizer": self.optimizer,
             "plan": plan,
             "slices": None if self.slices is None else sorted(self.slices.items()),
+            "tensor_parallel": self.tensor_parallel,
             "search": self.search,
             "param_dtype": self.param_dtype,
             "reduce_dtype": self.reduce_dtype,
@@ -232,6 +243,11 @@ class CheckedOptions:
             raise ValueError(
                 "option 'slices': the plan in option 'plan' says what runs in slices; give one of "
                 "the two (Plan.split puts slices into a plan)"
+            )
+        if "plan" in values and values.get("tensor_parallel"):
+            raise ValueError(
+                "option 'tensor_parallel': the plan in option 'plan' says which weights stay; give "
+                "one of the two (Plan.tensor_parallel puts weights that stay into a plan)"
             )
         if "plan" in values and values.get("search") == "thorough":
             raise ValueError(
@@ -358,6 +374,14 @@ def _slices(value: Any) -> Mapping[str, int | tuple[int, int]]:
     return found
 
 
+def _tensor_parallel(value: Any) -> bool | tuple[str, ...]:
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
+        raise ValueError(f"{value!r} is neither True, False nor a list of names")
+    return tuple(value)
+
+
 def _search(value: Any) -> Search:
     if value not in get_args(Search):
         raise ValueError(f"{value!r} is neither {' nor '.join(map(repr, get_args(Search)))}")
@@ -445,6 +469,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "plan": _plan,
     "hardware": _profile,
     "slices": _slices,
+    "tensor_parallel": _tensor_parallel,
     "search": _search,
     "param_dtype": _dtype,
     "reduce_dtype": _dtype,

@@ -52,10 +52,11 @@ def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) 
     """Shard a model by a plan before its first call. Collective.
 
     Every parameter becomes a ``DTensor`` parameter of the same name: ``Shard(0)``, of which this
-    rank holds its rows, or ``Replicate()``. A plan that shards within hosts gives placements on
-    both dimensions of a mesh of hosts and ranks. Optimizers that hold the parameters get the new
-    ones. Meta tensors stay on the meta device, so ``model.to_empty(device=...)`` allocates this
-    rank's part only. Tensors with values get rank 0's values.
+    rank holds its rows, or ``Replicate()``, or ``Shard(1)`` where activations move to columns. A
+    plan that shards within hosts gives placements on both dimensions of a mesh of hosts and ranks.
+    Optimizers that hold the parameters get the new ones. Meta tensors stay on the meta device, so
+    ``model.to_empty(device=...)`` allocates this rank's part only. Tensors with values get rank 0's
+    values.
 
     ``torch.compile(model, backend="osdp")`` then uses this plan and does not search for another.
     Until its first call ``module.weight`` is the DTensor itself, for code that initialises it

@@ -23,6 +23,7 @@ from torch import fx
 from passes.annotate.annotate_costs import annotate
 from passes.graph.metadata import DATAFLOW, MEMORY, Key
 from passes.graph.step_module import graphs_of
+from passes.move.move_activations import move, move_inference
 from passes.overlap.bucket_collectives import bucket
 from passes.overlap.hierarchical_collectives import hierarchical
 from passes.overlap.hoist_gradients import hoist
@@ -79,8 +80,10 @@ def default_passes() -> list[Pass]:
         Pass("dedupe", dedupe, Stage.JOINT, leaves=("one marker each",)),
         Pass("tag", tag, Stage.JOINT, needs=("one marker each",), leaves=("tags",)),
         Pass("recompute", recompute, Stage.STEP, needs=("one marker each",), leaves=("copies",)),
+        Pass("move", move, Stage.STEP, needs=("copies",), leaves=("moved activations",)),
         Pass("save_slices", save_slices, Stage.STEP, needs=("copies",), leaves=("saved slices",)),
         Pass("lend", lend, Stage.STEP, needs=("saved slices",), leaves=("lent inputs",)),
+        Pass("move_inference", move_inference, needs=("one marker each",)),
         Pass("split", split, needs=("one marker each", "saved slices"), leaves=("slices",)),
         Pass("hoist", hoist, needs=("one marker each",), leaves=("gradients first",)),
         Pass("shard", shard, needs=("one marker each",), leaves=("collectives",)),

@@ -273,9 +273,10 @@ def placements(model: nn.Module) -> dict[str, str]:
             continue
         mesh, placed = parameter.device_mesh, parameter.placements
         within_host = placed == (Replicate(), Shard(0))
-        if within_host or set(placed) == {Shard(0)}:
-            rows = -(-parameter.shape[0] // (mesh.size(1) if within_host else mesh.size()))
-            assert parameter.to_local().shape[0] <= rows, f"{name} is not cut"
+        if within_host or set(placed) in ({Shard(0)}, {Shard(1)}):
+            dim = placed[-1].dim
+            rows = -(-parameter.shape[dim] // (mesh.size(1) if within_host else mesh.size()))
+            assert parameter.to_local().shape[dim] <= rows, f"{name} is not cut"
             found[name] = "shard within host" if within_host else "shard"
         else:
             assert set(placed) == {Replicate()}

@@ -100,6 +100,13 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "=4:1 to keep one of four slices gathered (default: the planner's choice)",
     )
     parser.add_argument(
+        "--tensor-parallel",
+        nargs="*",
+        metavar="NAME",
+        help="the planner may move activations in place of weights; with names: to the groups of "
+        "these parameters, whatever the search finds (default: weights move)",
+    )
+    parser.add_argument(
         "--search",
         choices=SEARCHES,
         default="quick",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -21,6 +21,7 @@ from osdp_compile.planning.batch_search import Tried, best_batch
 from osdp_compile.planning.frontier import Frontier, frontier
 from osdp_compile.planning.offline import mesh_sizes
 from osdp_compile.planning.planner_inputs import slices_of as slices_by_name
+from osdp_compile.planning.planner_inputs import stays_of
 from osdp_compile.planning.traced_step import TracedStep
 from osdp_compile.reports.plan_table import plan_text
 from passes.types.decision import Decision
@@ -45,11 +46,10 @@ def _run(given: argparse.Namespace, console: Console) -> None:
     batches, length = given.batch_sizes is not None, given.sequence_length
     checked = given_model(given, batches or given.batch_size is not None, length is not None)
     hardware = checked.hardware
-    slices = CheckedOptions.parse({} if given.slices is None else {"slices": given.slices}).slices
+    forced = _forced(given)
 
     def traced(batch: int | None, length: int | None) -> TracedStep:
-        step = checked.traced(batch, length)
-        return dataclasses.replace(step, slices=slices_by_name(slices, step.parameters))
+        return forced(checked.traced(batch, length))
 
     if (given.world_size is None) == (given.mesh is None):
         raise ValueError("give --world-size, or --mesh, and not both")
@@ -99,6 +99,22 @@ def _run(given: argparse.Namespace, console: Console) -> None:
         console.print(_frontier_table(curve))
         curve.draw(given.frontier, others)
         console.print(f"Drawn in {given.frontier}", markup=False)
+
+
+def _forced(given: argparse.Namespace) -> Callable[[TracedStep], TracedStep]:
+    """Adds the user's slices and weights that stay to a traced step."""
+    stays = given.tensor_parallel
+    options = {"slices": given.slices, "tensor_parallel": True if stays == [] else stays}
+    checked = CheckedOptions.parse(options)
+
+    def forced(step: TracedStep) -> TracedStep:
+        return dataclasses.replace(
+            step,
+            slices=slices_by_name(checked.slices, step.parameters),
+            tensor_parallel=stays_of(checked.tensor_parallel, step.parameters),
+        )
+
+    return forced
 
 
 def _comparison(found: Plan, others: dict[str, Plan], limit_bytes: int | None) -> Table:

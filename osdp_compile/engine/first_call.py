@@ -51,6 +51,7 @@ from osdp_compile.planning.planner_inputs import (
     held_bytes_of,
     owned_parameters,
     slices_of,
+    stays_of,
 )
 from osdp_compile.planning.step_key import Uncertain, captured_lines, dynamo_lines
 from osdp_compile.planning.traced_step import planned_whole
@@ -74,7 +75,7 @@ from osdp_compile.tracking.pending_model import PendingModel, end_waiting
 from osdp_compile.tracking.session import Session, base_parts, remember, session_for
 from osdp_compile.tracking.uncovered import compiled_models
 from passes.annotate.training_state import held_between_steps
-from passes.capture.captured_step import NothingSaved
+from passes.capture.captured_step import NothingMoves, NothingSaved
 from passes.graph.captured import Captured
 from passes.pipeline import Pass, default_passes, validate
 from passes.plan.planner import complete
@@ -458,7 +459,7 @@ class _PlanDecision:
         if given is not None:
             try:
                 return complete(given, self._captured, self.context, self._passes)
-            except NothingSaved as error:
+            except (NothingSaved, NothingMoves) as error:
                 raise PlanMismatch(f"the plan given in options does not fit: {error}") from None
         progress.stage("planning")
         if options.memory_limit_bytes is None:
@@ -476,7 +477,10 @@ class _PlanDecision:
     def _plan_under(self, limit_bytes: int | None) -> Plan:
         assert self._captured is not None
         slices = slices_of(self._options.slices, self.context.parameters)
-        context = self.context.replace(slices=slices, limit_bytes=limit_bytes)
+        stays = stays_of(self._options.tensor_parallel, self.context.parameters)
+        context = self.context.replace(
+            slices=slices, tensor_parallel=stays, limit_bytes=limit_bytes
+        )
         return planned_whole(self._captured, context, self._passes, self._options.search)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,21 @@ from torch.distributed.tensor import DTensor
 
 import osdp_compile.runtime.p2p  # noqa: F401  (the graphs call it)
 from osdp_compile import _torch, progress
+from osdp_compile.engine.agreeing import Sent, agreeing
 from osdp_compile.engine.double_backward import refusing_double_backward
 from osdp_compile.engine.inductor_fusion import in_place
 from osdp_compile.errors import OsdpError
 from osdp_compile.model.find_modules import marked_name, placeholders, static_inputs
 from osdp_compile.planning.capture import partitioned
+from osdp_compile.runtime.collectives import backend_of
 from osdp_compile.tracking.larger_inputs import GrowingPeak, of_symbolic_size, symbols_of
 from osdp_compile.tracking.memory_watch import GraphInput, watched
 from osdp_compile.tracking.session import Session, base_parts, find
 from osdp_compile.tracking.step_timer import OTHER_FRAMES, CompiledStep, timed
+from passes._torch import copied_graph
 from passes.capture.captured_step import mark_inputs
 from passes.graph.fx_utils import bytes_of
-from passes.graph.metadata import GATHERED, MODULE_KEYS, NOT_RECOMPUTED, SAVES
+from passes.graph.metadata import GATHERED, MODULE_KEYS, NOT_MOVED, NOT_RECOMPUTED, SAVES
 from passes.graph.printer import graph_text
 from passes.graph.step_module import graphs_of, step_module
 from passes.graph.verifier import check
@@ -99,7 +102,44 @@ def lower(
     ``compile_inner``: the compiler of each lowered graph (default: Inductor).
     ``observe``: called with the graph after every pass.
     """
-    lowering = _Lowering(gm, inputs, session, compile_inner or _torch.compile_fx_inner, observe)
+    mesh = session.mesh
+    if mesh is None or not session.plan.moved:
+        return _lowered(gm, inputs, session, compile_inner, observe)[0]
+    spare = fx.GraphModule(gm, copied_graph(gm.graph))  # compilation changes the graph
+    compiled, lowering = _lowered(gm, inputs, session, compile_inner, observe)
+    if not lowering.step.parameters & session.plan.moved:
+        return compiled
+    frame = lowering.step.frame
+
+    def gathering(*given: Any) -> Any:
+        return _lowered(spare, given, session, compile_inner, observe, frame)[0]
+
+    group = mesh.get_group()
+    if backend_of(group, mesh.device_type) == "fake":
+        return compiled
+    return agreeing(compiled, lowering.key, gathering, group, torch.device(mesh.device_type))
+
+
+def _lowered(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    session: Session,
+    compile_inner: Compiler | None,
+    observe: Observer | None,
+    gathers_for: Hashable | None = None,
+) -> tuple[Any, _Lowering]:
+    """A compiled graph and its lowering.
+
+    ``gathers_for``: the frame of a graph of which this one is the form that gathers all weights.
+    """
+    context = session.context
+    if gathers_for is not None:
+        context = context.replace(moves_activations=False)
+    lowering = _Lowering(
+        gm, inputs, session, compile_inner or _torch.compile_fx_inner, observe, context
+    )
+    if gathers_for is not None:
+        lowering.step.frame = gathers_for
     shown: AbstractContextManager[None] = contextlib.nullcontext()
     if compile_inner is None:  # Inductor is slow
         shown = progress.compiling(_torch.recompile_reason(), first=not session.observed.graphs)
@@ -121,7 +161,7 @@ def lower(
         if limit_bytes is not None:
             compiled = watched(compiled, session.watch, step, limit_bytes)
         compiled = refusing_double_backward(compiled)
-    return compiled
+    return compiled, lowering
 
 
 class _Lowering:
@@ -139,7 +179,10 @@ class _Lowering:
         session: Session,
         compile_inner: Compiler,
         observe: Observer | None,
+        context: Context,
     ) -> None:
+        self._context = context
+        self._sent = Sent((), {})
         static = static_inputs(gm, inputs, _name_in_session)
         self._static, self._session, self._compile_inner = static, session, compile_inner
         self._parameters = frozenset(p.name for p in session.context.parameters)
@@ -159,15 +202,16 @@ class _Lowering:
         """Partition a joint graph into forward and backward, and run the passes before lowering."""
         session, step = self._session, self.step
         _mark(joint, self._static, self._parameters, Phase.FORWARD)
-        joint = run(session.passes, Stage.JOINT, joint, session.context, self._watch)
+        joint = run(session.passes, Stage.JOINT, joint, self._context, self._watch)
         forward, backward = partitioned(joint, joint_inputs, **kwargs)
         _mark_kept(forward, backward)
         step.parameters = frozenset(unshard_of(node).name for node in unshards(forward.graph))
         _warn_of_rows_at_once(forward, step.parameters, session)
         both = step_module(forward, backward)
-        both = run(session.passes, Stage.STEP, both, session.context, self._watch)
+        both = run(session.passes, Stage.STEP, both, self._context, self._watch)
         _warn_of_not_recomputed(forward, NOT_RECOMPUTED.get(both, []), session)
         forward, backward = graphs_of(both)
+        self._sends([forward, backward], NOT_MOVED.get(both, {}))
         step.returned_bytes = returned_bytes(forward.graph, backward.graph)
         return forward, backward
 
@@ -180,13 +224,17 @@ class _Lowering:
         if kwargs.get("is_inference"):
             phase = Phase.INFERENCE
         _mark(graph, self._static, self._parameters, phase)
-        ctx = session.context.replace(phase=phase)
+        ctx = self._context.replace(phase=phase)
         others_bytes = _held_by_other_frames(graph, session, step, phase)
         held_bytes = others_bytes + (step.returned_bytes if phase is Phase.BACKWARD else 0)
         ctx = ctx.replace(base_bytes=ctx.base_bytes + held_bytes)
         if phase is Phase.INFERENCE:
             graph = run(session.passes, Stage.JOINT, graph, ctx, self._watch)
+            read = frozenset(unshard_of(node).name for node in unshards(graph.graph))
         graph = run(session.passes, Stage.PARTS, graph, ctx, self._watch)
+        if phase is Phase.INFERENCE:
+            step.parameters = read
+            self._sends([graph], NOT_MOVED.get(graph, {}))
         _look_at(graph, ctx, session, step, others_bytes, self._difference)
         if self._symbols and phase in step.timelines:
             alive = {one.name for one in step.timelines[phase].peak_buffers}
@@ -196,6 +244,21 @@ class _Lowering:
             key.pop(graph)  # Inductor's cache key covers everything in a graph
         with in_place():
             return self._compile_inner(graph, _torch.real_meshes(example_inputs), **kwargs)
+
+    def key(self, args: Sequence[Any]) -> int:
+        """A number for the tokens that a call sends (``osdp_compile/engine/agreeing.py``)."""
+        return self._sent.key(args, self._session.context.rank)
+
+    def _sends(self, graphs: Sequence[fx.GraphModule], refused: Mapping[str, str]) -> None:
+        """Remember what the graphs send; warn of weights that they gather all the same."""
+        self._sent = Sent((gm.graph for gm in graphs), self._symbols)
+        for name, reason in sorted(refused.items())[:1]:
+            log.warning(
+                "%d of the weights that stay where they are travel in this graph: %r, %s",
+                len(refused),
+                name,
+                reason,
+            )
 
 
 def _called_with(inputs: Sequence[Any], static: dict[int, str]) -> tuple[GraphInput, ...]:
@@ -218,7 +281,7 @@ def _warn_of_not_recomputed(
     read = {unshard_of(node).name for node in unshards(forward.graph)}
     gathered = {name for name in read if plan.decision(name).sharded}
     order = plan.order.get("forward", ())
-    planned = {parameter_of(name) for one in order if one.gathers for name in one.names}
+    planned = {parameter_of(name) for one in order if one.gathers_weights for name in one.names}
     # A frame behind a graph break, which the plan does not cover, saves none of them.
     own = len(missing) < len(plan.recompute) and not session.frames
     if missing and (own or gathered == planned):

@@ -135,6 +135,6 @@ def _reduce(session: Session, root: nn.Module, gradients: dict[str, Tensor]) -> 
         if gradient is None:
             dtype = session.reading.precision.gradient_dtype(parameter)
             gradient = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-        marks = session.context.cut(decision).marks
+        marks = session.context.layout_of(name).marks
         mean = torch.ops.osdp.reduce_grad(gradient, local, name, decision.sharded, *marks)
         add_gradient(parameter, mean)

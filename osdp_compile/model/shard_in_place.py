@@ -1,6 +1,6 @@
 """In-place sharding: replace a model's parameters by DTensors as a plan says.
 
-A ``DTensor`` parameter of the same name (``Shard(0)`` or ``Replicate()``) replaces every parameter.
+A ``DTensor`` parameter of the same name (``Shard`` or ``Replicate()``) replaces every parameter.
 Every module with own parameters gets a subclass of its class. Inside a forward
 (:mod:`osdp_compile.runtime.inside_forward`) the attribute of the subclass gives the full parameter
 through a marker. Elsewhere, and everywhere between ``osdp_compile.shard`` and the first compiled
@@ -179,15 +179,16 @@ def synchronize(tensors: Iterable[Tensor], group: Group) -> None:
 
 def _local_rows(full: Tensor, cut: ShardLayout) -> Tensor:
     """This rank's rows of a tensor; a copy, so that the whole can be freed."""
-    start, stop = cut.rows(full.shape[0])
-    return full[start:stop].clone(memory_format=torch.contiguous_format)
+    start, stop = cut.rows(full.shape[cut.dim])
+    rows = full.narrow(cut.dim, start, stop - start)
+    return rows.clone(memory_format=torch.contiguous_format)
 
 
-def placements_of(decision: Decision, mesh: DeviceMesh) -> list[Shard | Replicate]:
-    """A parameter's placement on each dimension of the mesh."""
+def placements_of(decision: Decision, mesh: DeviceMesh, dim: int = 0) -> list[Shard | Replicate]:
+    """A parameter's placement on each dimension of the mesh; ``dim``: its sharded dimension."""
     if decision.within_host:
         return [Replicate(), Shard(0)]
-    return [Shard(0) if decision.sharded else Replicate()] * mesh.ndim
+    return [Shard(dim) if decision.sharded else Replicate()] * mesh.ndim
 
 
 def lay_out(full: Tensor, mesh: DeviceMesh, decision: Decision, cut: ShardLayout) -> DTensor:
@@ -195,7 +196,7 @@ def lay_out(full: Tensor, mesh: DeviceMesh, decision: Decision, cut: ShardLayout
 
     Without communication: every rank must hold the same ``full``.
     """
-    placements = placements_of(decision, mesh)
+    placements = placements_of(decision, mesh, cut.dim)
     if not decision.sharded:
         return DTensor.from_local(full, mesh, placements, run_check=False)
     stride = torch.empty(full.shape, device="meta").stride()
@@ -310,7 +311,7 @@ def shard_in_place(
     for entry in parameters:
         old = entry.parameter
         decision = ctx.plan.decision(entry.name)
-        cut = ctx.cut(decision)
+        cut = ctx.layout_of(entry.name)
         laid_out = lay_out(old.detach(), mesh, decision, cut)
         new = nn.Parameter(laid_out, requires_grad=old.requires_grad)
         new.__dict__.update(old.__dict__)  # user attributes
@@ -360,7 +361,7 @@ def keep_in_place(
     kept: list[nn.Parameter] = []
     for entry in parameters:
         parameter, decision = entry.parameter, ctx.plan.decision(entry.name)
-        cut = ctx.cut(decision)
+        cut = ctx.layout_of(entry.name)
         mean = None
         if parameter.grad is not None:
             mean = _mean_gradient(entry, parameter.detach(), decision, cut)
@@ -437,7 +438,7 @@ def read_through_markers(
     for entry in parameters:
         shape = tuple(entry.parameter.shape)
         decision = ctx.plan.decision(entry.name)
-        cut = ctx.cut(decision)
+        cut = ctx.layout_of(entry.name)
         for module, attribute in entry.places:
             owners[id(module)] = module
             readers.setdefault(id(module), {})[attribute] = _reader(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from osdp_compile.runtime.meshes import placed_like
 
@@ -71,8 +71,14 @@ def _factored(
     rows = _go_on(row_var, squares.sum(-1, keepdim=True) / squares.size(-1), share)
     columns = _go_on(col_var, squares.sum(-2, keepdim=True) / squares.size(-2), share)
     rows = rows / rows.mean(dim=-2, keepdim=True).clamp_(min=eps1)
-    # Parameters are sharded along dimension 0; a matrix's column factor has size 1 there.
-    return _part(rows, param) @ (columns if param.dim() == 2 else _part(columns, param))
+    last = param.dim() - 1
+    return _along(rows, param, last) @ _along(columns, param, last - 1)
+
+
+def _along(factor: Tensor, param: DTensor, reduced: int) -> Tensor:
+    """This rank's part of a whole factor; all of it, if ``param`` is cut where it is reduced."""
+    cut = any(isinstance(one, Shard) and one.dim == reduced for one in param.placements)
+    return factor if cut else _part(factor, param)
 
 
 def _go_on(factor: Tensor, now: Tensor, share: float) -> Tensor:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from osdp_compile.options import Accumulate, CheckedOptions, Search
-from osdp_compile.planning.planner_inputs import slices_of
+from osdp_compile.planning.planner_inputs import slices_of, stays_of
 from osdp_compile.planning.traced_step import trace
 from passes.pipeline import Pass
 from passes.types.hardware import Hardware
@@ -39,6 +39,7 @@ def plan(
     memory_limit: int | str | None = None,
     optimizer: int | str = "adamw",
     slices: int | Mapping[str, int | tuple[int, int]] | None = None,
+    tensor_parallel: bool | Sequence[str] | None = None,
     search: Search = "quick",
     param_dtype: torch.dtype | str | None = None,
     reduce_dtype: torch.dtype | str | None = None,
@@ -62,6 +63,8 @@ def plan(
         slices: 1 to run every operator as a whole; or numbers of slices by parameter, as
             ``{"blocks.*.up.weight": 4}``, or ``(4, 1)`` to keep one of four slices gathered for the
             backward and regather the others; None: the planner's choice.
+        tensor_parallel: True: the planner may leave weights where they are and move activations;
+            or names of such parameters; None: all weights move.
         search: ``"thorough"`` searches under lower limits too, so more memory never gives a slower
             step; it takes minutes, ``"quick"`` takes seconds.
         param_dtype: data type of gathered parameters and compute, as ``torch.bfloat16``; None:
@@ -82,6 +85,7 @@ def plan(
             "memory_limit": memory_limit,
             "optimizer": optimizer,
             "slices": slices,
+            "tensor_parallel": tensor_parallel,
             "search": search,
             "param_dtype": param_dtype,
             "reduce_dtype": reduce_dtype,
@@ -100,7 +104,11 @@ def plan(
         precision=checked.precision,
         accumulate=checked.accumulate,
     )
-    step = dataclasses.replace(step, slices=slices_of(checked.slices, step.parameters))
+    step = dataclasses.replace(
+        step,
+        slices=slices_of(checked.slices, step.parameters),
+        tensor_parallel=stays_of(checked.tensor_parallel, step.parameters),
+    )
     return step.plan(ranks, checked.hardware, checked.memory_limit_bytes, checked.search)
 
 

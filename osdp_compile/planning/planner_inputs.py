@@ -126,6 +126,25 @@ def slices_of(
     return tuple((name, *given) for name, given in sorted(found.items()))
 
 
+def stays_of(
+    patterns: bool | tuple[str, ...], parameters: Sequence[Parameter]
+) -> bool | tuple[str, ...]:
+    """The option ``tensor_parallel`` with the names of parameters in place of patterns.
+
+    Raises:
+        ValueError: naming a pattern that no parameter matches.
+    """
+    if isinstance(patterns, bool):
+        return patterns
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        names = fnmatch.filter([one.name for one in parameters], pattern)
+        if not names:
+            raise ValueError(f"option 'tensor_parallel': no parameter's name matches {pattern!r}")
+        found.update(dict.fromkeys(names))
+    return tuple(found)
+
+
 def accumulated_bytes_of(entries: Sequence[ModelParameter], precision: Precision) -> int:
     """Bytes of whole gradients for :func:`osdp_compile.no_sync`: twice their size.
 

@@ -67,7 +67,8 @@ class TracedStep:
     ``whole``: gives the captured step. For a model that was traced through few of its layers, the
     first call traces all of them.
     ``held_bytes``: buffers, the batch, memory that no graph shows, and ``accumulated_bytes`` (whole
-    accumulated gradients). ``adds_gradients``, ``slices``: as in the planner's context.
+    accumulated gradients). ``adds_gradients``, ``slices``, ``tensor_parallel``: as in the planner's
+    context.
     ``few``: the folded step, if it was traced through few of its layers.
     """
 
@@ -76,6 +77,7 @@ class TracedStep:
     held_bytes: int
     passes: tuple[Pass, ...]
     slices: tuple[tuple[str, int, int], ...] | None = None
+    tensor_parallel: bool | tuple[str, ...] = False
     accumulated_bytes: int = 0
     adds_gradients: bool = False
     few: Folded | None = None
@@ -136,6 +138,7 @@ class TracedStep:
             limit_bytes=limit_bytes,
             uses_p2p=uses_p2p,
             slices=self.slices,
+            tensor_parallel=self.tensor_parallel,
             mesh_dims=mesh_dims_of(mesh_dims, hardware, uses_p2p),
         )
 
@@ -280,9 +283,10 @@ def folded_if_large(captured: Captured, parameters: Sequence[Parameter]) -> Fold
 def is_enough(folded: Folded, ctx: Context) -> bool:
     """Whether the folded step shows all that the planner may do.
 
-    It shows no bucket larger than one layer, and no user-forced slices.
+    It shows no bucket larger than one layer, no user-forced slices, and no activations that move.
     """
-    return not ctx.slices and bucket_bytes_for(ctx) <= folded.layer_bytes(ctx)
+    forced = ctx.slices or ctx.tensor_parallel
+    return not forced and bucket_bytes_for(ctx) <= folded.layer_bytes(ctx)
 
 
 class _SeveralFrames(OsdpError):

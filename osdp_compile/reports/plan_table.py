@@ -16,6 +16,7 @@ from rich.text import Text
 
 from osdp_compile.log_lines import ensure_visible
 from passes.ops.slicing import parameter_of
+from passes.types.decision import Moves
 from passes.types.plan import ParameterPlan, Plan
 from passes.types.units import format_bytes, format_limit, format_ranks, format_seconds
 
@@ -51,6 +52,8 @@ def plan_table(plan: Plan) -> Table:
 
 def _decided(row: ParameterPlan) -> str:
     """The text of a decision, with its slices."""
+    if row.moves is Moves.ACTIVATIONS:
+        return f"tensor parallel, along {row.dim}"
     decided = row.decision.text
     if row.slices == 1:
         return decided
@@ -133,8 +136,8 @@ def _grouped(rows: Sequence[ParameterPlan]) -> Iterable[list[ParameterPlan]]:
     groups: dict[tuple[object, ...], list[ParameterPlan]] = {}
     for row in rows:
         pattern = _NUMBER.sub("*", row.name)
-        key = pattern, row.shape, row.decision, row.slices, row.kept_slices, _kind(row.reason)
-        groups.setdefault(key, []).append(row)
+        key = pattern, row.shape, row.decision, row.moves, row.dim, row.slices, row.kept_slices
+        groups.setdefault((*key, _kind(row.reason)), []).append(row)
     for group in groups.values():
         yield from _grids(group)
 

@@ -50,12 +50,18 @@ def _unshard(
     group_name: str,
     between: str = "",
     hosts: int = 1,
+    dim: int = 0,
     *,
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
     if not sharded:
         return shard.to(dtype or shard.dtype, copy=True)
+    if dim:  # the shards of the transposed parameter are its rows
+        turned, sizes = shard.movedim(dim, 0), [shape[dim], *shape[:dim], *shape[dim + 1 :]]
+        marks = group_name, between, hosts
+        whole: Tensor = torch.ops.osdp.unshard(turned, name, sizes, True, *marks, dtype=dtype)
+        return whole.movedim(0, dim).contiguous()
     shard = shard.to(dtype or shard.dtype)
     group = group_of(group_name)
     ranks = group.size()
@@ -66,8 +72,8 @@ def _unshard(
     all_gather_single(full, shard.contiguous(), group=group)
     if rows * ranks == shape[0]:
         return full
-    whole: Tensor = torch.ops.osdp.unpack(full, ranks, 0, shape, hosts=hosts)
-    return whole
+    unpacked: Tensor = torch.ops.osdp.unpack(full, ranks, 0, shape, hosts=hosts)
+    return unpacked
 
 
 @torch.library.impl("osdp::reduce_grad", "CompositeExplicitAutograd")
@@ -79,11 +85,19 @@ def _reduce_grad(
     group_name: str,
     between: str = "",
     hosts: int = 1,
+    dim: int = 0,
     *,
     reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
     if not group_name:  # one rank: nothing travels
         return grad.to(shard.dtype, copy=True)
+    if dim:
+        turned = grad.movedim(dim, 0), shard.movedim(dim, 0)
+        marks = group_name, between, hosts
+        rows_first: Tensor = torch.ops.osdp.reduce_grad(
+            *turned, name, True, *marks, reduce_dtype=reduce_dtype
+        )
+        return rows_first.movedim(0, dim).contiguous()
     grad = grad.to(reduce_dtype or grad.dtype)
     group = group_of(group_name)
     ranks, replicas = group.size(), group_of(between) if between else None

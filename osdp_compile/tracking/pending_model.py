@@ -71,6 +71,11 @@ class PendingModel:
                 "the model was sharded by a plan already, which says what runs in slices: leave "
                 "out options={'slices'}, or use Plan.split on the plan before"
             )
+        if options.tensor_parallel:
+            raise OsdpError(
+                "the model was sharded by a plan already, which says which weights stay: leave out "
+                "options={'tensor_parallel'}, or use Plan.tensor_parallel on the plan before"
+            )
         if options.search != "quick":
             raise OsdpError(
                 "the model was sharded by a plan already, none is searched for: leave out "
@@ -117,7 +122,7 @@ def _check(entry: ModelParameter, laid_out: PendingModel) -> None:
     if parameter.device.type == "meta":
         raise_on_meta(f"parameter {name!r}")
     mesh = laid_out.own_mesh
-    placements = tuple(placements_of(laid_out.plan.decision(name), mesh))
+    placements = tuple(placements_of(laid_out.plan.decision(name), mesh, laid_out.plan[name].dim))
     if parameter.device_mesh != mesh or parameter.placements != placements:
         raise OsdpError(
             f"parameter {name!r} was distributed after the model was sharded: as "

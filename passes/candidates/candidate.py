@@ -5,13 +5,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from passes.candidates.move_groups import MoveGroup
 from passes.candidates.recompute_sets import RecomputeSet
 from passes.candidates.slice_groups import SliceGroup
 from passes.types.context import Context
-from passes.types.decision import Decision, Scope
+from passes.types.decision import Decision, Moves, Scope
 from passes.types.plan import ParameterPlan, Split
+
+
+class Stays(NamedTuple):
+    """A parameter that stays where it is while activations move.
+
+    ``place``: its index in the context's parameters. ``dim``: the dimension that the ranks share.
+    """
+
+    place: int
+    name: str
+    dim: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +32,8 @@ class Candidate:
 
     ``decisions``: of every parameter, in the context's order. ``bucket_bytes``: the bucket size.
     ``recompute``, ``also_save``, ``splits``: as in :class:`passes.types.plan.Plan`.
+    ``stays``: the parameters that stay where they are. They are sharded over all ranks and run
+    whole, whatever decision or slices a change gives them.
     """
 
     decisions: tuple[Decision, ...]
@@ -27,6 +41,7 @@ class Candidate:
     recompute: tuple[str, ...] = ()
     also_save: tuple[str, ...] = ()
     splits: tuple[Split, ...] = ()
+    stays: tuple[Stays, ...] = ()
 
     def __hash__(self) -> int:  # of hundreds of decisions, and asked for often
         return self._hash
@@ -34,17 +49,40 @@ class Candidate:
     @functools.cached_property
     def _hash(self) -> int:
         parts = self.decisions, self.bucket_bytes, self.recompute, self.also_save, self.splits
-        return hash(parts)
+        return hash((*parts, self.stays))
 
     def replace(self, **changes: Any) -> Candidate:
         """A copy with some fields changed."""
-        return dataclasses.replace(self, **changes)
+        made = dataclasses.replace(self, **changes)
+        if not made.stays:
+            return made
+        decisions = list(made.decisions)
+        for one in made.stays:
+            decisions[one.place] = Decision.SHARD_REGATHER
+        names = {one.name for one in made.stays}
+        splits = tuple(one for one in made.splits if not {one.name, one.like} & names)
+        return dataclasses.replace(made, decisions=tuple(decisions), splits=splits)
 
     def recomputing(self, one: RecomputeSet | None) -> Candidate:
         """The same with this recompute set; None: without recomputation."""
         return self.replace(
             recompute=one.recompute if one else (), also_save=one.also_save if one else ()
         )
+
+    def moving(self, group: MoveGroup, activations: bool, ctx: Context) -> Candidate:
+        """The same with activations, or with the weights, of a move group moving."""
+        others = [one for one in self.stays if one.name not in group.dims]
+        if activations:
+            others += [
+                Stays(index, one.name, group.dims[one.name])
+                for index, one in enumerate(ctx.parameters)
+                if one.name in group.dims
+            ]
+        return self.replace(stays=tuple(sorted(others)))
+
+    def moves(self, group: MoveGroup) -> bool:
+        """Whether activations move to a group."""
+        return any(one.name in group.dims for one in self.stays)
 
     def deciding(self, changes: Iterable[tuple[int, Decision]], ctx: Context) -> Candidate:
         """The same with other decisions for some parameters, by index.
@@ -115,10 +153,14 @@ def _by_name(decisions: Sequence[Decision], ctx: Context) -> dict[str, Decision]
 
 
 def rows_of(
-    ctx: Context, decisions: Sequence[Decision], splits: Sequence[Split] = ()
+    ctx: Context,
+    decisions: Sequence[Decision],
+    splits: Sequence[Split] = (),
+    stays: Sequence[Stays] = (),
 ) -> tuple[ParameterPlan, ...]:
     """The rows of a plan, with the state bytes that each decision saves between steps."""
     sliced = {one.name: one for one in splits}
+    dims = {one.name: one.dim for one in stays}
     rows = []
     for p, decision in zip(ctx.parameters, decisions, strict=True):
         split = sliced.get(p.name, Split(p.name, 1))
@@ -130,6 +172,8 @@ def rows_of(
                 dtype=p.dtype,
                 decision=decision,
                 saved_bytes=saved_bytes,
+                moves=Moves.ACTIVATIONS if p.name in dims else Moves.WEIGHT,
+                dim=dims.get(p.name, 0),
             )
         )
     return tuple(rows)

@@ -18,6 +18,7 @@ from passes.graph.fx_utils import copy_module, empty_value, fake_mode_of, is_cas
 from passes.graph.metadata import (
     GATHERED,
     INPUT,
+    NOT_MOVED,
     NOT_RECOMPUTED,
     PARAMETER,
     SAVED,
@@ -52,6 +53,20 @@ class NothingSaved(ValueError):
         super().__init__(
             f"it recomputes {len(keys)} tensors that this model's forward does not save or that "
             f"its backward cannot recompute, the first of them {keys[0]!r}; make a new plan"
+        )
+
+
+class NothingMoves(ValueError):
+    """A plan moves activations to weights that this step has to gather.
+
+    The message has the first one, with the reason.
+    """
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        name, reason = min(reasons.items())
+        super().__init__(
+            f"activations cannot move to {name!r}: {reason}. Let this weight move, or leave the "
+            "whole group where it is"
         )
 
 
@@ -168,6 +183,7 @@ def lay_out(captured: Captured, plan: Plan, ctx: Context, passes: Sequence[Pass]
 
     Raises:
         NothingSaved: the plan recomputes tensors that this forward does not save.
+        NothingMoves: activations cannot move to a weight that the plan leaves where it is.
     """
     ctx = ctx.replace(plan=plan)
     forward, backward = copy_module(captured.forward), copy_module(captured.backward)
@@ -180,6 +196,9 @@ def lay_out(captured: Captured, plan: Plan, ctx: Context, passes: Sequence[Pass]
     missing = NOT_RECOMPUTED.get(step)
     if missing:
         raise NothingSaved(missing)
+    refused = NOT_MOVED.get(step)
+    if refused:
+        raise NothingMoves(refused)
     return Captured(*graphs_of(step))
 
 
@@ -195,7 +214,7 @@ def _set_shards(gm: fx.GraphModule, ctx: Context) -> None:
             else:
                 continue
             decision = plan.decision(marker.name)
-            cut, shard = ctx.cut(decision), marker.shard
+            cut, shard = ctx.layout_of(marker.name), marker.shard
             set_args(
                 node,
                 marker._replace(
@@ -203,12 +222,13 @@ def _set_shards(gm: fx.GraphModule, ctx: Context) -> None:
                     group_name=cut.group_name,
                     between=cut.between,
                     hosts=cut.hosts,
+                    dim=cut.dim,
                 ),
             )
             local = list(ctx.parameter(marker.name).shape)
             if decision.sharded:
-                start, stop = cut.rows(local[0])
-                local[0] = stop - start
+                start, stop = cut.rows(local[cut.dim])
+                local[cut.dim] = stop - start
                 shard.meta["val"] = empty_value(shard.meta["val"], local)
             if node.target is REDUCE_GRAD:
                 node.meta["val"] = empty_value(node.meta["val"], local)

@@ -82,7 +82,7 @@ def _own(node: fx.Node) -> tuple[tuple[str, ...], bool]:
         name = PARAMETER.get(node) or GATHERED.get(node)
         return ((name,), True) if name else ((), False)
     if is_collective(node) and purpose is not None:
-        return purpose.names, purpose.gathers
+        return purpose.names, purpose.gathers_weights
     if node.target is UNSHARD:
         return (unshard_of(node).name,), True
     if node.target is REDUCE_GRAD:
@@ -94,7 +94,7 @@ def _reduces(node: fx.Node, traits: OpTraits) -> bool:
     if not traits.collective:
         return node.target is REDUCE_GRAD
     purpose = COLLECTIVE.get(node)
-    return purpose is not None and not purpose.gathers
+    return purpose is not None and not (purpose.gathers or purpose.tokens)
 
 
 def _passes_on(traits: OpTraits) -> bool:

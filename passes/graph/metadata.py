@@ -135,6 +135,9 @@ DATAFLOW: Key[fx.GraphModule, Dataflow] = Key("dataflow", "annotate")
 #: Of a step module: the keys of tensors that the plan recomputes and this forward does not save, or
 #: that the backward cannot recompute.
 NOT_RECOMPUTED: Key[fx.GraphModule, list[str]] = Key("not_recomputed", "recompute")
+#: Of a step module: by parameter that the plan leaves where it is, and that this step has to gather
+#: all the same, the reason.
+NOT_MOVED: Key[fx.GraphModule, dict[str, str]] = Key("not_moved", "move")
 #: The collectives of a module's graph before packing.
 PACKABLE: Key[fx.GraphModule, list[Packable]] = Key("packable", "bucket")
 
@@ -147,6 +150,7 @@ MODULE_KEYS: tuple[Key[fx.GraphModule, Any], ...] = (
     MEMORY,
     DATAFLOW,
     NOT_RECOMPUTED,
+    NOT_MOVED,
     PACKABLE,
     UNSCHEDULED,
 )

@@ -49,7 +49,7 @@ def _uneven(graph: fx.Graph, ctx: Context) -> set[fx.Node]:
     for node in graph.nodes:
         if PARAMETER.is_set(node) and PARAMETER.of(node) in ctx.plan:
             row = ctx.plan[PARAMETER.of(node)]
-            if row.decision.sharded and row.shape[0] % ctx.cut(row.decision).ranks:
+            if row.decision.sharded and row.shape[row.dim] % ctx.cut(row.decision).ranks:
                 found.add(node)
         elif (node.target is REDUCE_GRAD or node.target is TRIM_ROWS) and node.args[1] in found:
             found.add(node)

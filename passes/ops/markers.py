@@ -15,10 +15,10 @@ gather. ``reduce_dtype`` is the dtype in which a gradient travels (default: its 
 the shard's dtype.
 
 ``sharded=False`` marks a replicated parameter: ``unshard`` is then the identity and
-``reduce_grad`` an all-reduce. ``group_name``, ``between`` and ``hosts`` describe the shard layout
-(``passes.types.shard_layout.ShardLayout``). This file holds schemas, shapes and derivatives;
-``osdp_compile/runtime/eager_markers.py`` holds the eager implementation, which needs process
-groups.
+``reduce_grad`` an all-reduce. ``group_name``, ``between``, ``hosts`` and ``dim`` describe the shard
+layout (``passes.types.shard_layout.ShardLayout``); "rows" are along ``dim``. This file holds
+schemas, shapes and derivatives; ``osdp_compile/runtime/eager_markers.py`` holds the eager
+implementation, which needs process groups.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from torch import Tensor, fx
 _LIBRARY = torch.library.Library("osdp", "DEF")
 _LIBRARY.define(
     "unshard(Tensor shard, str name, SymInt[] shape, bool sharded, str group_name,"
-    " str between='', int hosts=1, *, ScalarType? dtype=None, ScalarType? reduce_dtype=None)"
-    " -> Tensor"
+    " str between='', int hosts=1, int dim=0, *, ScalarType? dtype=None,"
+    " ScalarType? reduce_dtype=None) -> Tensor"
 )
 _LIBRARY.define(
     "reduce_grad(Tensor grad, Tensor shard, str name, bool sharded, str group_name,"
-    " str between='', int hosts=1, *, ScalarType? reduce_dtype=None) -> Tensor"
+    " str between='', int hosts=1, int dim=0, *, ScalarType? reduce_dtype=None) -> Tensor"
 )
 
 
@@ -50,6 +50,7 @@ def _unshard_shape(
     group_name: str,
     between: str = "",
     hosts: int = 1,
+    dim: int = 0,
     *,
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
@@ -69,6 +70,7 @@ def _reduce_grad_shape(
     group_name: str,
     between: str = "",
     hosts: int = 1,
+    dim: int = 0,
     *,
     reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -108,6 +110,7 @@ class Unshard(NamedTuple):
     group_name: str
     between: str = ""
     hosts: int = 1
+    dim: int = 0
 
 
 class ReduceGrad(NamedTuple):
@@ -120,6 +123,7 @@ class ReduceGrad(NamedTuple):
     group_name: str
     between: str = ""
     hosts: int = 1
+    dim: int = 0
 
 
 def unshard_of(node: fx.Node) -> Unshard:
@@ -138,7 +142,10 @@ def set_args(node: fx.Node, marker: Unshard | ReduceGrad) -> None:
     """Give a marker node these arguments, without those that have their defaults."""
     is_flat = not marker.between and marker.hosts == 1
     args: Any = tuple(marker)
-    node.args = args[:-2] if is_flat else args
+    if marker.dim:
+        node.args = args
+    else:
+        node.args = args[:-3] if is_flat else args[:-1]
 
 
 def unshards(graph: fx.Graph) -> list[fx.Node]:

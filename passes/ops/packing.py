@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from passes.ops.slicing import SLICING, TAKE_PART, TAKE_SLICE, TRIM_SLICE
+from passes.ops.tables import TABLES, TAKE_ROWS
 
 _LIBRARY = torch.library.Library("osdp", "FRAGMENT")
 _LIBRARY.define("pack(Tensor[] tensors) -> Tensor")
@@ -236,15 +237,19 @@ SUM_RANKS = torch.ops.osdp.sum_ranks.default
 FIRST_OF = torch.ops.osdp.first_of.default
 PAD_ROWS = torch.ops.osdp.pad_rows.default
 TRIM_ROWS = torch.ops.osdp.trim_rows.default
-PACKING = SLICING | {
-    PACK,
-    PACK_COLUMNS,
-    UNPACK,
-    MEAN_RANKS,
-    SUM_RANKS,
-    FIRST_OF,
-    PAD_ROWS,
-    TRIM_ROWS,
-}
+PACKING = (
+    SLICING
+    | TABLES
+    | {
+        PACK,
+        PACK_COLUMNS,
+        UNPACK,
+        MEAN_RANKS,
+        SUM_RANKS,
+        FIRST_OF,
+        PAD_ROWS,
+        TRIM_ROWS,
+    }
+)
 #: Operators that read only as many bytes of their first argument as they write.
-PICKING = frozenset({UNPACK, FIRST_OF, TRIM_ROWS, TAKE_SLICE, TAKE_PART, TRIM_SLICE})
+PICKING = frozenset({UNPACK, FIRST_OF, TRIM_ROWS, TAKE_SLICE, TAKE_PART, TRIM_SLICE, TAKE_ROWS})

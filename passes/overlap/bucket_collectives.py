@@ -94,8 +94,9 @@ def _as_planned(starts: list[fx.Node], planned: Sequence[Collective]) -> list[li
 def _packable(start: fx.Node) -> Packable:
     purpose = COLLECTIVE.of(start)
     kind = start.target, group_of(start), purpose.gathers, start.meta["val"].dtype
-    # Later stages follow the packing of the first one.
-    return Packable(kind, collective_full_bytes(start), not purpose.stage)
+    # Later stages follow the packing of the first one. Activations travel alone.
+    alone = purpose.stage or purpose.tokens
+    return Packable(kind, collective_full_bytes(start), not alone)
 
 
 def packed(starts: Sequence[Packable], most_bytes: int) -> list[list[int]]:

@@ -70,7 +70,8 @@ def hierarchical(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     planned = ctx.plan.order_for(ctx.phase.value, [COLLECTIVE.of(node) for node in starts])
     later = None if planned is None else {one.first for one in planned if one.stage}
     for start in starts:
-        if group_of(start) != ctx.group_name:  # the parameter is sharded within hosts
+        # Activations go flat; other groups: the parameter is sharded within hosts.
+        if COLLECTIVE.of(start).tokens or group_of(start) != ctx.group_name:
             continue
         chosen = _pays(start, ctx) if later is None else COLLECTIVE.of(start) in later
         if not chosen:

@@ -37,6 +37,7 @@ class CollectiveTask:
     ``flying_bytes``: further bytes of a reduction in flight: its receive buffer and the backend's
     copy. 0 for a gather.
     ``first_use``: the first node that reads the result.
+    ``urgent``: the next kernels need it: it starts before reductions that were ready earlier.
     ``follows``, ``then``: the stages before and after this one, or None. A stage can start only
     after the wait of the stage before it.
     """
@@ -50,6 +51,7 @@ class CollectiveTask:
     extra_bytes: int
     flying_bytes: int
     first_use: fx.Node
+    urgent: bool = False
     follows: CollectiveTask | None = None
     then: CollectiveTask | None = None
 
@@ -227,10 +229,7 @@ class Scheduler:
     def after(self, place: int) -> None:
         """Handle the end of a compute node: newly ready gradients, and ended reductions."""
         for task in self.problem.ready[place]:
-            self.pending.append(task)
-            self.held_bytes += task.extra_bytes
-            if self.cap_bytes == 0 and self.sequence is None:
-                self.finish(task)
+            self.is_ready(task)
         while self.cap_bytes == 0 and self.head in (*self.pending, *self.later):
             assert self.head is not None
             task, self.head = self.head, next(self.in_line, None)
@@ -253,6 +252,17 @@ class Scheduler:
                 self.advance()
             elif not self.start_pending():
                 break
+
+    def is_ready(self, task: CollectiveTask) -> None:
+        """The input of a reduction is ready: it is pending; an urgent one starts at once."""
+        self.pending.append(task)
+        self.held_bytes += task.extra_bytes
+        if self.sequence is not None:
+            return
+        if self.cap_bytes == 0:
+            self.finish(task)
+        elif task.urgent:
+            self.begin(task)
 
     def is_short(self, headroom: Headroom, place: int) -> bool:
         """Whether pending reductions and those in flight exceed the headroom at a node."""

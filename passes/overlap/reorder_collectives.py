@@ -38,7 +38,15 @@ from torch import fx
 
 from passes.annotate.annotate_costs import collective_full_bytes, cost_of
 from passes.graph.dataflow import Dataflow
-from passes.graph.fx_utils import ALL_REDUCE, COLLECTIVES, output_node, positions, root_of
+from passes.graph.fx_utils import (
+    ALL_REDUCE,
+    COLLECTIVES,
+    is_alias,
+    is_packing,
+    output_node,
+    positions,
+    root_of,
+)
 from passes.graph.metadata import (
     AFTER_WAIT,
     COLLECTIVE,
@@ -202,10 +210,11 @@ def _jobs(graph: fx.Graph) -> list[CollectiveTask]:
         if start.target not in COLLECTIVES or not COLLECTIVE.is_set(start):
             continue
         (wait,) = start.users
-        gathers = COLLECTIVE.of(start).gathers
-        prepared = gathers and COLLECTIVE.of(start).stage == 0
+        purpose = COLLECTIVE.of(start)
+        gathers = purpose.gathers and (not purpose.tokens or _is_from_inputs(start))
+        prepared = gathers and purpose.stage == 0
         before = _preparation(start, order) if prepared else []
-        after = _following(wait, order, only_marked=gathers)
+        after = _following(wait, order, only_marked=gathers or purpose.tokens)
         own = {wait, *after}
         readers = [user for node in own for user in node.users if user not in own]
         first_use = min(readers, key=order.__getitem__, default=output_node(graph))
@@ -217,9 +226,10 @@ def _jobs(graph: fx.Graph) -> list[CollectiveTask]:
                 after,
                 gathers,
                 collective_full_bytes(start),
-                _extra_bytes(start, before),
+                _extra_bytes(start, before, gathers),
                 0 if gathers else cost_of(start).memory_bytes + cost_of(start).workspace_bytes,
                 first_use,
+                urgent=purpose.tokens and not gathers,
             )
         )
     _join_stages(tasks)
@@ -247,14 +257,24 @@ def _total_bytes(tasks: list[CollectiveTask]) -> int:
     return sum(task.bytes for task in tasks if task.follows is None)
 
 
-def _extra_bytes(start: fx.Node, before: list[fx.Node]) -> int:
+def _extra_bytes(start: fx.Node, before: list[fx.Node], gathers: bool) -> int:
     """Extra bytes alive because of a gather's early start or a reduction's late wait."""
-    if COLLECTIVE.of(start).gathers:
+    if gathers:
         copied_bytes = cost_of(start).workspace_bytes
         return copied_bytes + sum(cost_of(node).memory_bytes for node in (start, *before))
     # The input of a reduction lives longer; an all-reduce works in place.
     sent = root_of(start.args[0])  # type: ignore[arg-type]
     return 0 if start.target is ALL_REDUCE else cost_of(sent).memory_bytes
+
+
+def _is_from_inputs(start: fx.Node) -> bool:
+    """Whether a collective sends an input of the graph, in another layout at most."""
+    source = start
+    while source.op == "call_function":
+        if source is not start and not (is_alias(source) or is_packing(source)):
+            return False
+        (source, *_) = source.all_input_nodes
+    return source.op == "placeholder"
 
 
 def _preparation(start: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:

@@ -9,6 +9,7 @@ from passes.graph.metadata import COLLECTIVE
 from passes.ops.slicing import parameter_of
 from passes.pricing.predict import LoweredStep
 from passes.types.context import Context
+from passes.types.decision import Moves
 from passes.types.plan import Plan, shardable
 from passes.types.units import format_seconds
 
@@ -20,37 +21,46 @@ def explained(
     representatives: Mapping[str, str],
     gains: Mapping[str, str],
     gains_of_slices: Mapping[str, str],
+    gains_of_moves: Mapping[str, str],
 ) -> Plan:
     """The plan with its prediction and the reason of every decision.
 
     ``representatives``: for each parameter that is not in the graphs, the parameter with its
-    figures. ``gains``, ``gains_of_slices``: by name of a parameter, the gain of its decision and of
-    its slices (``gains.py``).
+    figures. ``gains``, ``gains_of_slices``, ``gains_of_moves``: by name of a parameter, the gain of
+    its decision, of its slices, and of activations that move (``gains.py``).
     """
-    gathers: dict[str, tuple[float, float]] = {}
-    reductions: dict[str, tuple[float, float]] = {}
-    for simulation in step.simulations:
-        for node, late in simulation.exposed.items():
-            purpose = COLLECTIVE.of(node)
-            seconds = simulation.end[node] - simulation.start[node]
-            kind = gathers if purpose.gathers else reductions
-            for name in map(parameter_of, purpose.names):
-                before = kind.get(name, (0.0, 0.0))
-                kind[name] = (before[0] + seconds, before[1] + late)
+    collectives = _collectives(step)
     rows = []
     for row in plan.parameters:
         parts = []
         ranks = ctx.ranks_of_a_host or ctx.world_size
         if ranks > 1 and not shardable(row.shape, ranks):
             parts.append("too small to shard")
-        elif gains.get(row.name):
+        elif gains.get(row.name) and row.moves is Moves.WEIGHT:
             parts.append(gains[row.name])
-        if gains_of_slices.get(row.name):
-            parts.append(f"slices: {gains_of_slices[row.name]}")
-        for what, kind in (("gather", gathers), ("reduce", reductions)):
+        slices = gains_of_slices.get(row.name)
+        parts += [f"slices: {slices}"] if slices else []
+        moves = gains_of_moves.get(row.name)
+        parts += [moves] if moves else []
+        for what, kind in collectives.items():
             if (seen := representatives.get(row.name, row.name)) in kind:
                 seconds, late = kind[seen]
                 hidden = "hidden" if late < 0.05 * seconds else f"{format_seconds(late)} exposed"
                 parts.append(f"{what} {format_seconds(seconds)}, {hidden}")
         rows.append(dataclasses.replace(row, reason="; ".join(parts)))
     return plan.replace(parameters=tuple(rows), prediction=step.prediction)
+
+
+def _collectives(step: LoweredStep) -> dict[str, dict[str, tuple[float, float]]]:
+    """By kind and parameter, the seconds of its collectives, and those that are exposed."""
+    found: dict[str, dict[str, tuple[float, float]]] = {"gather": {}, "reduce": {}, "tokens": {}}
+    for simulation in step.simulations:
+        for node, late in simulation.exposed.items():
+            purpose = COLLECTIVE.of(node)
+            seconds = simulation.end[node] - simulation.start[node]
+            what = "gather" if purpose.gathers else "reduce"
+            kind = found["tokens" if purpose.tokens else what]
+            for name in map(parameter_of, purpose.names):
+                before = kind.get(name, (0.0, 0.0))
+                kind[name] = (before[0] + seconds, before[1] + late)
+    return found

@@ -62,6 +62,33 @@ def gains_of_slices(evaluator: PlanEvaluator, key: Candidate) -> dict[str, str]:
     return found
 
 
+def gains_of_moves(evaluator: PlanEvaluator, key: Candidate) -> dict[str, str]:
+    """By name of a parameter of a move group, what activations gain, or why weights move.
+
+    Of a group to which activations move, both ways are simulated.
+    """
+    ctx, found = evaluator.ctx, dict[str, str]()
+    for name, reason in evaluator.move_groups.refused.items():
+        found[name] = f"its weight moves: {reason}"
+    for group in evaluator.move_groups.groups:
+        moves = key.moves(group)
+        other = key.moving(group, not moves, ctx)
+        now, then = (evaluator.evaluate(one).prediction for one in (key, other))
+        longer_seconds = then.step_seconds - now.step_seconds
+        if moves:
+            saved_bytes = then.peak_bytes - now.peak_bytes
+            said = "activations: " + _gain(longer_seconds, saved_bytes, "moving weights")
+        else:
+            times = group.token_bytes / (2 * group.weight_bytes)
+            said = f"its weight moves: activations would be {times:.2g}x the bytes of the weights"
+            if longer_seconds > _LEAST_SECONDS:
+                said += f", and the step {format_seconds(longer_seconds)} longer"
+            elif not evaluator.fits(then):
+                said += ", and the peak above the limit"
+        found.update(dict.fromkeys(group.dims, said))
+    return found
+
+
 def _gain(longer_seconds: float, saved_bytes: int, instead: str) -> str:
     """The gain of a decision against another one; empty: there is none.
 

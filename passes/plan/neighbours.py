@@ -52,6 +52,7 @@ class Neighbourhood:
         reference = self.prices.near(best)
         program = self._worth(reference, self._proposals(reference, best), exact=True)
         kinds = [
+            self._moved(best),
             program[: CONSTANTS.proposed] if self.promising else program,
             self._buckets(reference, best),
             self._worth(reference, self._groups(best), exact=True),
@@ -66,6 +67,23 @@ class Neighbourhood:
         if not self.promising:
             yield from self._ordered(reference, self._pairs(best))
             yield from self._ordered(reference, self._all(best))
+
+    def _moved(self, best: Candidate) -> list[tuple[Change, Candidate]]:
+        """Activations in place of the weights of a move group, and back; most gain first.
+
+        The prices do not know what activations cost: the bytes order the changes.
+        """
+        evaluator = self.evaluator
+        if evaluator.ctx.tensor_parallel is not True:
+            return []
+        groups = sorted(
+            enumerate(evaluator.move_groups.groups),
+            key=lambda pair: (pair[1].token_bytes - 2 * pair[1].weight_bytes) * len(pair[1].layers),
+        )
+        return [
+            (("move", place), best.moving(group, not best.moves(group), evaluator.ctx))
+            for place, group in groups
+        ]
 
     def _proposals(self, reference: Reference, structure: Candidate) -> Moves:
         """The dynamic program's plans for a structure: at several prices and budgets."""

@@ -2,7 +2,8 @@
 
 The problem. A candidate x has a decision d(i) for every parameter i (replicate; shard and keep
 gathered; shard and regather; on a two-level mesh the same within each host), a set of saved tensors
-that the backward recomputes, slice groups with their numbers of slices, and a bucket size.
+that the backward recomputes, slice groups with their numbers of slices, groups whose weights stay
+while activations move, and a bucket size.
 Minimise T(x), the step's seconds, subject to max over p of M(x, p) <= L: the bytes at every place p
 of the step, and the limit. The simulator gives T and M for the schedule that the passes emit.
 Neither is a sum over parameters.
@@ -46,7 +47,7 @@ from passes.graph.captured import Captured
 from passes.pipeline import Pass
 from passes.plan.even_out import evened
 from passes.plan.explain import explained
-from passes.plan.gains import gains, gains_of_slices
+from passes.plan.gains import gains, gains_of_moves, gains_of_slices
 from passes.plan.search import Search
 from passes.pricing.evaluator import Finished, PlanEvaluator
 from passes.pricing.orders import orders, with_fastest_order
@@ -132,7 +133,11 @@ def _searched(
     if isinstance(captured, Folded):
         representatives = captured.representatives(best.plan)
         best = best._replace(plan=best.plan.replace(order={}))  # it covers a few layers only
-    said = gains(evaluator, prices.near(best.key)), gains_of_slices(evaluator, best.key)
+    said = (
+        gains(evaluator, prices.near(best.key)),
+        gains_of_slices(evaluator, best.key),
+        gains_of_moves(evaluator, best.key),
+    )
     return explained(best.plan, best.step, ctx, representatives, *said)
 
 

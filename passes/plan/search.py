@@ -228,5 +228,5 @@ def _budget(evaluator: PlanEvaluator) -> int:
 
 
 def _structure(key: Candidate) -> tuple[object, ...]:
-    """The recomputed tensors and the sliced weights."""
-    return key.recompute, tuple(one.name for one in key.splits)
+    """The recomputed tensors, the sliced weights, and those that stay."""
+    return key.recompute, tuple(one.name for one in key.splits), key.stays

@@ -12,6 +12,7 @@ import numpy as np
 from passes.annotate.annotate_costs import cost_of
 from passes.candidates.candidate import Candidate, rows_of
 from passes.candidates.choices import Choice, choices_of
+from passes.candidates.move_groups import MoveGroup, MoveGroups, find_move_groups
 from passes.candidates.recompute_sets import Recomputation, RecomputeSet
 from passes.candidates.slice_groups import SliceGroup, find_slice_groups, splits_by_hand
 from passes.capture.fold_layers import Folded, recomputes_regularly
@@ -169,7 +170,7 @@ class PlanEvaluator:
     def plan_of(self, key: Candidate) -> Plan:
         """The plan of a candidate, without an order."""
         return Plan(
-            rows_of(self.ctx, key.decisions, (*self.by_hand, *key.splits)),
+            rows_of(self.ctx, key.decisions, (*self.by_hand, *key.splits), key.stays),
             world_size=self.ctx.world_size,
             memory_limit_bytes=self.ctx.limit_bytes,
             bucket_bytes=key.bucket_bytes,
@@ -312,13 +313,46 @@ class PlanEvaluator:
             return []
         return find_slice_groups(self.graphs, self.ctx)
 
+    @functools.cached_property
+    def move_groups(self) -> MoveGroups:
+        """The groups to which activations may move; none if the option is off.
+
+        None for a folded step and for joined frames.
+        """
+        if not self.ctx.tensor_parallel or self.folded is not None or self.graphs.is_joined:
+            return MoveGroups()
+        if self.ctx.mesh_dims is not None or self.ctx.world_size == 1:
+            return MoveGroups()
+        return find_move_groups(self.graphs, self.ctx)
+
+    def _stay_by_hand(self) -> list[MoveGroup]:
+        """The groups that the user names.
+
+        Raises:
+            ValueError: activations cannot move to a named parameter. The message has the reason.
+        """
+        names = self.ctx.tensor_parallel
+        if isinstance(names, bool):
+            return []
+        found = self.move_groups
+        for name in names:
+            if not any(name in group.dims for group in found.groups):
+                reason = found.refused.get(name, "it is in no group of products")
+                raise ValueError(f"activations cannot move to parameter {name!r}: {reason}")
+        return [group for group in found.groups if any(name in group.dims for name in names)]
+
     def uniform(self, option: int) -> Candidate:
         """One decision for all parameters, at the default bucket size.
+
+        Parameters that the user lets stay do.
 
         ``option``: the number of the choice; of a parameter with fewer choices, its last one.
         """
         decisions: list[Decision] = [o[min(option, len(o) - 1)].decision for o in self.choices]
-        return Candidate(tuple(decisions), bucket_bytes_for(self.ctx))
+        key = Candidate(tuple(decisions), bucket_bytes_for(self.ctx))
+        for group in self._stay_by_hand():
+            key = key.moving(group, True, self.ctx)
+        return key
 
     def other_sizes(self, key: Candidate) -> list[int]:
         """The next two larger and smaller bucket sizes that pack an evaluated candidate otherwise.

@@ -20,6 +20,9 @@ hardware profile (gloo runs a reduce-scatter as a whole all-reduce).
 A parameter sharded within hosts is gathered and reduced on the mesh's inner group. Its reduced
 shard is then all-reduced between hosts, the second stage of the reduction.
 
+A parameter that is sharded along another dimension than the first (its activations move, but not in
+this graph) is transposed before the gather and after it, and so is its gradient.
+
 A shard is cast to the parameter's read dtype before the gather. A gradient is cast to its travel
 dtype before the reduction, and to its parameter's dtype after it.
 
@@ -52,7 +55,14 @@ from passes.graph.fx_utils import (
     root_of,
 )
 from passes.graph.metadata import AFTER_WAIT, COLLECTIVE, GRADIENT_OF
-from passes.ops.markers import REDUCE_GRAD, reduce_grad_of, unshard_of, unshards
+from passes.ops.markers import (
+    REDUCE_GRAD,
+    UNSHARD,
+    reduce_grad_of,
+    set_args,
+    unshard_of,
+    unshards,
+)
 from passes.ops.p2p import EXCHANGE, GATHER_PARTS
 from passes.ops.packing import MEAN_RANKS, PACK, PACK_COLUMNS, PAD_ROWS, TRIM_ROWS, UNPACK
 from passes.types.context import Context
@@ -65,11 +75,46 @@ _aten = torch.ops.aten
 def shard(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Lower every marker. See the module's docstring."""
     graph = gm.graph
+    _turn(graph)
     for node in unshards(graph):
         _lower_unshard(node, ctx)
     for node in graph.find_nodes(op="call_function", target=REDUCE_GRAD):
         _lower_reduce(node, ctx)
     return gm
+
+
+def _turn(graph: fx.Graph) -> None:
+    """Make the sharded dimension of every marker the first one."""
+    for node in unshards(graph):
+        marker = unshard_of(node)
+        if not marker.dim:
+            continue
+        with graph.inserting_before(node):
+            rows = _transposed(graph, marker.shard, marker.dim)
+            whole = node.meta["val"].movedim(marker.dim, 0).contiguous()
+            turned = graph.call_function(UNSHARD, kwargs=dict(node.kwargs))
+            turned.meta["val"] = whole
+            set_args(turned, marker._replace(shard=rows, shape=list(whole.shape), dim=0))
+            _replace(node, _transposed(graph, turned, marker.dim))
+    for node in graph.find_nodes(op="call_function", target=REDUCE_GRAD):
+        mark = reduce_grad_of(node)
+        if not mark.dim:
+            continue
+        with graph.inserting_before(node):
+            gradient = _transposed(graph, mark.gradient, mark.dim)
+            rows = _transposed(graph, mark.shard, mark.dim)
+            turned = graph.call_function(REDUCE_GRAD, kwargs=dict(node.kwargs))
+            turned.meta["val"] = rows.meta["val"].contiguous()
+            set_args(turned, mark._replace(gradient=gradient, shard=rows, dim=0))
+            part = _transposed(graph, turned, mark.dim)
+        GRADIENT_OF.set(part, mark.name)
+        _replace(node, part)
+
+
+def _transposed(graph: fx.Graph, node: fx.Node, dim: int) -> fx.Node:
+    """A contiguous copy of a matrix with its dimensions exchanged."""
+    assert dim == 1 and node.meta["val"].dim() == 2, node
+    return compact(graph, call(graph, _aten.permute.default, (node, [1, 0])))
 
 
 def _replace(node: fx.Node, by: fx.Node) -> None:

@@ -369,7 +369,7 @@ def kind_of(node: fx.Node, returned: bool) -> str:
     purpose = COLLECTIVE.get(node)
     if node.target is UNPACK or GATHERED.get(node):
         return "gathered"
-    if purpose is not None and purpose.gathers:
+    if purpose is not None and purpose.gathers_weights:
         return "gathered"
     if node.op == "placeholder":
         return "activations" if SAVED.get(node) else "inputs"

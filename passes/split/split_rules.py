@@ -65,9 +65,9 @@ def wanted_of(node: fx.Node, dim: int, slices: Slices) -> dict[fx.Node, tuple[in
     if not isinstance(source, fx.Node):
         return {}
     if node.target is _aten.permute.default:
-        return {source: (_dims(node)[dim], slices)}
+        return {source: (permuted_dims(node)[dim], slices)}
     if node.target in _VIEWS:
-        own = _same_dim(node, source, dim)
+        own = same_dim(node, source, dim)
         return {} if own is None else {source: (own, slices)}
     if node.target in _PUTS:
         table, _values = _table_and_values(node)
@@ -76,7 +76,7 @@ def wanted_of(node: fx.Node, dim: int, slices: Slices) -> dict[fx.Node, tuple[in
         return {
             one: (dim - len(_shape(node)) + len(_shape(one)), slices)
             for one in node.all_input_nodes
-            if _size_along(one, dim, node) == slices.size
+            if size_along(one, dim, node) == slices.size
         }
     return {}
 
@@ -92,11 +92,11 @@ def along_weight(node: fx.Node, dim: int) -> tuple[str, int] | None:
             last = len(_shape(node)) - 1
             if dim != last and not (last == 2 and dim == 0):
                 return None
-            source = _operands(node)[-1]
+            source = operands_of(node)[-1]
         elif node.target is _aten.permute.default:
-            dim = _dims(node)[dim]
+            dim = permuted_dims(node)[dim]
         elif node.target in _VIEWS:
-            own = _same_dim(node, source, dim)
+            own = same_dim(node, source, dim)
             if own is None:
                 return None
             dim = own
@@ -116,7 +116,7 @@ def read_along(marker: fx.Node) -> int | None:
         for user in node.users:
             if user.target is _aten.embedding.default and user.args[0] is node:
                 return 1
-            if user.target in PRODUCTS and _operands(user)[-1] is node:
+            if user.target in PRODUCTS and operands_of(user)[-1] is node:
                 last = len(_shape(user)) - 1
                 found = along_weight(user, 0 if last == 2 else last)
                 return None if found is None else found[1]
@@ -130,13 +130,13 @@ def _shape(node: fx.Node) -> list[int]:
     return concrete(value.shape) if isinstance(value, torch.Tensor) else []
 
 
-def _dims(node: fx.Node) -> list[int]:
+def permuted_dims(node: fx.Node) -> list[int]:
     """The dimensions of a permutation's input, in the order of its result."""
     dims: Any = node.args[1]
     return [dim % len(dims) for dim in dims]
 
 
-def _size_along(source: fx.Node, dim: int, node: fx.Node) -> int | None:
+def size_along(source: fx.Node, dim: int, node: fx.Node) -> int | None:
     """The size of a broadcast input along a dimension of the result; None: it lacks it."""
     shape = _shape(source)
     own = dim - len(_shape(node)) + len(shape)
@@ -150,13 +150,13 @@ def _broadcast(
 
     Each slice reads the whole input if the input lacks the dimension or has size 1 there.
     """
-    if _size_along(source, dim, node) == slices.size:
+    if size_along(source, dim, node) == slices.size:
         own = dim - len(_shape(node)) + len(_shape(source))
         return splitter.taken(source, own, slices)
     return [splitter.whole(source)] * slices.count
 
 
-def _same_dim(node: fx.Node, reshaped: fx.Node, dim: int) -> int | None:
+def same_dim(node: fx.Node, reshaped: fx.Node, dim: int) -> int | None:
     """The place of a dimension after a reshape that preserves it; None: it is not preserved.
 
     Symbolic sizes must be equal for all values, not only by their hints.
@@ -228,7 +228,7 @@ def made_in_slices(splitter: Splitter, node: fx.Node, dim: int, slices: Slices) 
         nodes = _broadcast(splitter, source, dim, slices, node)
         return Sliced(dim, slices, _on_each_of_size(splitter, node, nodes, dim, slices))
     if node.target in _RESIZES:
-        before = _same_dim(node, source, dim)
+        before = same_dim(node, source, dim)
         if before is not None:
             taken = splitter.taken(source, before, slices)
             return Sliced(dim, slices, _on_each(splitter, node, taken))
@@ -241,7 +241,7 @@ def _permuted(splitter: Splitter, node: fx.Node) -> Found:
     if found is None:
         return None
     nodes = _on_each(splitter, node, found.nodes)
-    return Sliced(_dims(node).index(found.dim), found.slices, nodes)
+    return Sliced(permuted_dims(node).index(found.dim), found.slices, nodes)
 
 
 def _reshaped(splitter: Splitter, node: fx.Node) -> Found:
@@ -252,7 +252,7 @@ def _reshaped(splitter: Splitter, node: fx.Node) -> Found:
     while is_view and found is None and source.target in _VIEWS:
         source = source.args[0]
         found = splitter.sliced.get(source) or splitter.unjoined.get(source)
-    dim = None if found is None else _same_dim(source, node, found.dim)
+    dim = None if found is None else same_dim(source, node, found.dim)
     if found is None or dim is None:
         return None
     if is_view:
@@ -337,7 +337,7 @@ def _product_of(splitter: Splitter, node: fx.Node) -> Found:
     If the plan slices the input rows of a weight, the slices begin here. They end at the product
     of their gradient with the weight.
     """
-    *bias, one, other = _operands(node)
+    *bias, one, other = operands_of(node)
     batched = node.target is _aten.bmm.default
     rows, inner, columns = (1, 2, 2) if batched else (0, 1, 1)
     left, right = splitter.sliced.get(one), splitter.sliced.get(other)
@@ -371,7 +371,7 @@ def _product_of(splitter: Splitter, node: fx.Node) -> Found:
     return splitter.join(found) if ends else found
 
 
-def _operands(node: fx.Node) -> list[fx.Node]:
+def operands_of(node: fx.Node) -> list[fx.Node]:
     return [one for one in node.args if isinstance(one, fx.Node)]
 
 
@@ -380,7 +380,7 @@ def _added_up(splitter: Splitter, node: fx.Node, slices: Slices, row: int) -> Fo
 
     ``row``: the contracted dimension of the second operand.
     """
-    *bias, one, other = _operands(node)
+    *bias, one, other = operands_of(node)
     lefts = splitter.taken(one, row + 1, slices)
     rights = splitter.taken(other, row, slices)
     add = _aten.baddbmm.default if node.target is _aten.bmm.default else _aten.addmm.default

@@ -116,6 +116,8 @@ class Context:
             flight, beside input and output (gloo's own gathers and scatters).
         slices: user-forced slices: (parameter, slices, kept slices). All other operators run whole.
             None: the planner decides.
+        tensor_parallel: the weights to which activations may move: False: none; True: the planner
+            decides; or names of parameters whose groups stay, whatever the search finds.
         param_dtype: the dtype in which a graph without markers reads parameters; None: their own.
         reduce_dtype: the dtype in which its gradients travel; None: their own.
         mesh_dims: the mesh dimensions of hierarchical collectives: outer (between hosts) and inner
@@ -123,6 +125,8 @@ class Context:
             are one flat group, or the profile has no rates along the dimensions.
         workspaces: measured workspace bytes of kernels, by ``passes.annotate.kernel_key``. Other
             kernels have those of a formula (``passes/annotate/workspace.py``).
+        moves_activations: activations move to the weights that stay (``Plan.moved``); False: this
+            graph gathers these weights, because the ranks' batches differ.
     """
 
     plan: Plan
@@ -142,10 +146,12 @@ class Context:
     staged: frozenset[str] = frozenset()
     deciding: bool = False
     slices: tuple[tuple[str, int, int], ...] | None = None
+    tensor_parallel: bool | tuple[str, ...] = False
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     mesh_dims: tuple[MeshDim, MeshDim] | None = None
     workspaces: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    moves_activations: bool = True
 
     def network(self, group_name: str) -> tuple[Hardware, int]:
         """Rates of collectives on a process group, and its number of ranks."""
@@ -163,8 +169,13 @@ class Context:
         """Ranks along the inner mesh dimension; None: the ranks are one flat group."""
         return None if self.mesh_dims is None else self.mesh_dims[1].size
 
+    def layout_of(self, name: str) -> ShardLayout:
+        """The shard layout of a parameter in the plan."""
+        row = self.plan[name]
+        return dataclasses.replace(self.cut(row.decision), dim=row.dim)
+
     def cut(self, decision: Decision) -> ShardLayout:
-        """The shard layout of a parameter with this decision.
+        """The shard layout of a parameter with this decision, along its first dimension.
 
         If the plan shards any parameter within hosts, rows that are sharded over all ranks are
         divided among the hosts first. So all layouts follow the dimensions of one mesh.

@@ -25,6 +25,19 @@ class Scope(str, enum.Enum):
     ALL = "all"
 
 
+class Moves(str, enum.Enum):
+    """The smaller thing of an operator: what moves between the ranks.
+
+    Attributes:
+        WEIGHT: the weight is gathered to the data.
+        ACTIVATIONS: the weight's shard stays, and the tokens of all ranks are gathered to it
+            (tensor parallel, ``passes/move/move_activations.py``).
+    """
+
+    WEIGHT = "weight"
+    ACTIVATIONS = "activations"
+
+
 _PLACES = {scope: place for place, scope in enumerate(Scope)}
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from passes.types.decision import Decision
+from passes.types.decision import Decision, Moves
 from passes.types.decode import decoded, encoded
 from passes.types.plan_format_2 import of_format_2
 from passes.types.units import format_ranks
@@ -69,6 +69,9 @@ class ParameterPlan:
             The output slices of that parameter's operator are inputs of this parameter's slices.
         kept_slices: number of slices, from the first, that are kept gathered for the backward; the
             others are regathered.
+        moves: ``activations``: every rank keeps its shard, and the tokens of all ranks travel to
+            it. The parameter is sharded over all ranks and not kept gathered.
+        dim: the dimension that it is sharded along; 0 for every parameter whose weight moves.
     """
 
     name: str
@@ -81,6 +84,17 @@ class ParameterPlan:
     along: int = 0
     like: str | None = None
     kept_slices: int = 0
+    moves: Moves = Moves.WEIGHT
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        stays = self.moves is Moves.ACTIVATIONS
+        if self.dim and not stays:
+            raise ValueError(f"parameter {self.name!r}: dim={self.dim} needs moves='activations'")
+        if stays and (self.decision != Decision.SHARD_REGATHER or self.slices > 1):
+            raise ValueError(
+                f"parameter {self.name!r}: moves='activations' needs shard_regather and one slice"
+            )
 
     @property
     def kept_share(self) -> float:
@@ -98,16 +112,25 @@ class Collective:
         stage: the stage of a hierarchical collective, which runs along one mesh dimension after the
             other (``passes/overlap/hierarchical_collectives.py``); 0: the first stage, or a flat
             collective.
+        tokens: it gathers or sums activations for these parameters, which stay where they are
+            (``passes/move/move_activations.py``).
     """
 
     names: tuple[str, ...]
     gathers: bool
     stage: int = 0
+    tokens: bool = False
 
     @property
     def label(self) -> str:
         later = f", stage {self.stage + 1}" if self.stage else ""
-        return f"{'gather' if self.gathers else 'reduce'} {'+'.join(self.names)}{later}"
+        what = "tokens for " if self.tokens else ""
+        return f"{'gather' if self.gathers else 'reduce'} {what}{'+'.join(self.names)}{later}"
+
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether it gathers parameters."""
+        return self.gathers and not self.tokens
 
     @property
     def first(self) -> Collective:
@@ -195,6 +218,11 @@ class Plan:
     def within_hosts(self) -> bool:
         """Whether anything is sharded within hosts."""
         return any(row.decision.within_host for row in self.parameters)
+
+    @functools.cached_property
+    def moved(self) -> frozenset[str]:
+        """The parameters that stay where they are while activations move."""
+        return frozenset(row.name for row in self.parameters if row.moves is Moves.ACTIVATIONS)
 
     @functools.cached_property
     def _by_name(self) -> dict[str, ParameterPlan]:
@@ -303,6 +331,53 @@ class Plan:
         rows = tuple(own if one.name == name else one for one in self.parameters)
         return self.replace(parameters=rows, order={}, prediction=None)
 
+    def tensor_parallel(self, dims: Mapping[str, int]) -> Plan:
+        """A copy in which these parameters stay where they are, and activations move.
+
+        ``dims``: the dimension of each parameter that the ranks share. Of the two linears of an
+        MLP: 0 for the first one's weight and bias, 1 for the second one's weight.
+
+        The copy has no order of collectives and no prediction.
+
+        Raises:
+            ValueError: if the ranks cannot share a parameter evenly along its dimension, or if the
+                plan shards other parameters within hosts.
+
+        Examples:
+            >>> import torch
+            >>> mlp = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Linear(16, 4))
+            >>> plan = Plan.uniform(mlp.named_parameters(), "replicate", world_size=2)
+            >>> plan = plan.tensor_parallel({"0.weight": 0, "0.bias": 0, "1.weight": 1})
+            >>> sorted(plan.moved)
+            ['0.bias', '0.weight', '1.weight']
+        """
+        rows = {row.name: row for row in self.parameters}
+        for name, dim in dims.items():
+            row = self[name]
+            even = 0 <= dim < len(row.shape) and row.shape[dim] % self.world_size == 0
+            if not even or not row.shape[dim] or self.world_size == 1:
+                raise ValueError(
+                    f"parameter {name!r} of shape {row.shape} cannot stay on {self.world_size} "
+                    f"ranks in equal parts along dimension {dim}: let its weight move"
+                )
+            rows[name] = dataclasses.replace(
+                row,
+                decision=Decision.SHARD_REGATHER,
+                moves=Moves.ACTIVATIONS,
+                dim=dim,
+                slices=1,
+                along=0,
+                like=None,
+                kept_slices=0,
+            )
+        made = self.replace(parameters=tuple(rows.values()), order={}, prediction=None)
+        if made.moved and made.within_hosts:
+            raise ValueError(
+                "a plan that shards parameters within hosts moves no activations: choose "
+                "shard_regather for the parameters that it shards within hosts"
+            )
+        return made
+
     def mismatch(
         self,
         parameters: Iterable[tuple[str, tuple[int, ...], str]],
@@ -332,6 +407,19 @@ class Plan:
         for row in self.parameters:
             if row.name not in seen:
                 return f"the plan's parameter {row.name!r} is not in the model"
+        return self._uneven()
+
+    def _uneven(self) -> str | None:
+        """A parameter that cannot stay where the plan leaves it, in words; None: there is none."""
+        for row in self.parameters:
+            if row.moves is Moves.WEIGHT:
+                continue
+            inside = 0 <= row.dim < len(row.shape)
+            if self.within_hosts or not inside or row.shape[row.dim] % self.world_size:
+                return (
+                    f"parameter {row.name!r} of shape {row.shape} cannot stay on {self.world_size} "
+                    f"ranks in equal parts along dimension {row.dim}"
+                )
         return None
 
     def _other_ranks(self, world_size: int, ranks_of_a_host: int | None) -> str | None:
@@ -360,7 +448,8 @@ class Plan:
         own = set(served)
         planned = [
             dataclasses.replace(
-                one, names=tuple(name for name in one.names if (one.gathers, name) in own)
+                one,
+                names=tuple(name for name in one.names if (one.gathers, one.tokens, name) in own),
             )
             for one in self.order.get(phase, ())
         ]
@@ -404,9 +493,11 @@ class Plan:
         return cls.from_dict(data)
 
 
-def _served(collectives: Iterable[Collective]) -> list[tuple[bool, str]]:
-    """All (gathers, parameter name) pairs, sorted; later stages are left out."""
-    return sorted((c.gathers, name) for c in collectives if c.stage == 0 for name in c.names)
+def _served(collectives: Iterable[Collective]) -> list[tuple[bool, bool, str]]:
+    """All (gathers, tokens, parameter name), sorted; later stages are left out."""
+    return sorted(
+        (c.gathers, c.tokens, name) for c in collectives if c.stage == 0 for name in c.names
+    )
 
 
 def _pairs(parameters: Any) -> list[tuple[str, Any]] | None:

@@ -18,6 +18,7 @@ class ShardLayout:
         between: the process group of the ranks with the same rows, for a parameter sharded within
             hosts; gradient shards are summed over it. "" for every other parameter.
         copies: ranks in the group ``between``, or 1.
+        dim: the dimension of the parameter that the ranks share; its "rows" are along it.
     """
 
     ranks: int
@@ -26,10 +27,13 @@ class ShardLayout:
     hosts: int = 1
     between: str = ""
     copies: int = 1
+    dim: int = 0
 
     @property
     def marks(self) -> tuple[str | int, ...]:
         """The last arguments of the markers (``passes/ops/markers.py``)."""
+        if self.dim:
+            return self.group_name, self.between, self.hosts, self.dim
         if not self.between and self.hosts == 1:
             return (self.group_name,)
         return self.group_name, self.between, self.hosts

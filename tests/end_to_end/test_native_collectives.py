@@ -19,6 +19,7 @@ from examples.gpt import GPT, GPTConfig
 from osdp_compile import PeakMemory, Plan, report
 from osdp_compile.errors import RanksDiffer
 from passes.types.decision import FLAT_DECISIONS
+from tests.end_to_end.test_moves import Gated, Words, distance_of
 from tests.osdp_compile.runtime.test_p2p import order_in_code
 from tests.ranks import Ranks
 from tests.training import SLOW, Recipe, mixed_plan, trains_like_reference
@@ -50,6 +51,13 @@ def uneven():
 @pytest.mark.parametrize("plan", ["shard_regather", "shard_keep", 0.3])
 def test_trains_like_one_process(native_ranks, plan):
     trains_like_reference(native_ranks, uneven, plan, Recipe(max_norm=1.0))
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("model", [Gated, Words])
+def test_activations_that_move(native_ranks, model):
+    for distance in native_ranks.run(distance_of, model):
+        assert distance < 1e-11
 
 
 @pytest.mark.thorough

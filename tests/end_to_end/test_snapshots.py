@@ -138,8 +138,9 @@ def test_every_pass_on_the_way(osdp_graphs, world_size):
     # On a flat mesh, that pass leaves all as it is; a forward has no gradients to hoist.
     idle = ["forward/hoist", "forward/hierarchical", "backward/hierarchical"]
     idle += ["forward/split", "backward/split"]
-    # Nothing is recomputed or saved by slices, and marks are no text.
-    step = ("recompute", "save_slices", "lend")
+    idle += ["forward/move_inference", "backward/move_inference"]
+    # Nothing is recomputed, moved or saved by slices, and marks are no text.
+    step = ("recompute", "move", "save_slices", "lend")
     idle += [f"{graph}/{name}" for graph in ("forward", "backward") for name in step]
     assert sorted(texts) == sorted([*after, *idle])
     assert texts["forward/hierarchical"] == texts["forward/bucket"]

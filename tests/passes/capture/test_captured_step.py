@@ -94,8 +94,9 @@ class Training:
                     continue
                 value = whole[name].detach()
                 if plan.decision(name).sharded:
-                    first, last = local_rows(value.shape[0], len(contexts), rank)
-                    value = value[first:last].clone()
+                    dim = plan[name].dim
+                    first, last = local_rows(value.shape[dim], len(contexts), rank)
+                    value = value.narrow(dim, first, last - first).clone()
                 values.append(value)
             inputs.append(values)
         outputs = run_ranks(lowered[Phase.FORWARD], inputs)
@@ -124,8 +125,9 @@ class Training:
             assert set(found) == set(wanted_gradients)
             for name, gradient in wanted_gradients.items():
                 if plan.decision(name).sharded:
-                    first, last = local_rows(gradient.shape[0], len(contexts), rank)
-                    gradient = gradient[first:last]
+                    dim = plan[name].dim
+                    first, last = local_rows(gradient.shape[dim], len(contexts), rank)
+                    gradient = gradient.narrow(dim, first, last - first)
                 torch.testing.assert_close(found[name], gradient, msg=lambda m, n=name: f"{n}: {m}")
 
 

@@ -1,0 +1,162 @@
+"""Move groups: the weights that can stay where they are together, while activations move.
+
+Needs: a captured step. Leaves: the step unchanged.
+
+A group begins with a weight whose rows are features of its product's result (a linear). A trial
+(``passes/move/move_activations.py``) says which other weights would have to stay too: the bias of
+the product, a gate beside it, the weight that contracts the features. The group is complete when
+the trial needs no more, in the forward and in the backward. Examples: the two linears of an MLP,
+with the first one's bias; the three of a gated MLP. The table of an embedding is a group by itself.
+No weight is in two groups: the first one counts.
+
+Layers whose names differ only in a number have the same groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+
+from passes.annotate.annotate_costs import collective_full_bytes
+from passes.candidates.parameter_groups import alike
+from passes.graph.captured import Captured
+from passes.graph.fx_utils import copy_module, empty_value, fake_mode_of, is_collective
+from passes.graph.metadata import COLLECTIVE
+from passes.move.move_activations import rewrite
+from passes.move.move_rules import Refused
+from passes.ops.markers import REDUCE_GRAD, reduce_grad_of, unshard_of, unshards
+from passes.split.split_rules import read_along
+from passes.types.context import Context
+
+_EMBEDDING = torch.ops.aten.embedding.default
+#: The most weights and biases of a layer in one group: a gated MLP with biases has five.
+_MOST_TOGETHER = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class MoveGroup:
+    """Parameters that stay where they are together, in the same way in every layer.
+
+    ``layers``: for each layer, the names and the dimension that the ranks share.
+    ``weight_bytes``: of the weights of a layer.
+    ``token_bytes``: that a rank sends in a step for a layer, if activations move.
+    """
+
+    layers: tuple[tuple[tuple[str, int], ...], ...]
+    weight_bytes: int
+    token_bytes: int
+
+    @functools.cached_property
+    def dims(self) -> dict[str, int]:
+        """The dimension of every parameter of the group."""
+        return {name: dim for layer in self.layers for name, dim in layer}
+
+
+@dataclasses.dataclass(frozen=True)
+class MoveGroups:
+    """The groups of a step, and by weight the reason why it is in none."""
+
+    groups: tuple[MoveGroup, ...] = ()
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def find_move_groups(captured: Captured, ctx: Context) -> MoveGroups:
+    """All move groups of a step, in the order of the parameters."""
+    groups: list[MoveGroup] = []
+    refused: dict[str, str] = {}
+    readers = {unshard_of(node).name: node for node in unshards(captured.forward.graph)}
+    together = [[ctx.parameters[index].name for index in own] for own in alike(ctx.parameters)]
+    for names in together:
+        first = names[0]
+        is_matrix = len(ctx.parameter(first).shape) == 2 and all(one in readers for one in names)
+        if any(first in group.dims for group in groups) or not is_matrix:
+            continue
+        is_table = all(user.target is _EMBEDDING for user in readers[first].users)
+        if read_along(readers[first]) != 0 and not is_table:
+            continue
+        try:
+            found = _group(captured, ctx, together, names)
+            if any(name in group.dims for group in groups for name in found.dims):
+                raise Refused("another group has some of its weights")
+            groups.append(found)
+        except Refused as error:
+            refused.update(dict.fromkeys(names, error.reason))
+    return MoveGroups(tuple(groups), refused)
+
+
+def _group(
+    captured: Captured, ctx: Context, together: Sequence[Sequence[str]], names: Sequence[str]
+) -> MoveGroup:
+    """The group that begins with these weights of all layers; the first layer decides.
+
+    Raises:
+        Refused: there is no such group.
+    """
+    chosen = {names[0]: 0}
+    while True:
+        _check_even(chosen, ctx)
+        try:
+            _, token_bytes = _trial(captured, ctx, chosen)
+            break
+        except Refused as error:
+            more = {name: dim for name, dim in error.needs if name not in chosen}
+            if not more or len(chosen) + len(more) > _MOST_TOGETHER:
+                raise
+            chosen |= more
+    members = {own[0]: own for own in together}
+    if any(name not in members or len(members[name]) != len(names) for name in chosen):
+        raise Refused("its layers are not alike")
+    layers = tuple(
+        tuple((members[name][place], dim) for name, dim in chosen.items())
+        for place in range(len(names))
+    )
+    weight_bytes = sum(ctx.parameter(name).full_bytes for name in chosen)
+    found = MoveGroup(layers, weight_bytes, token_bytes)
+    if len(layers) > 1:
+        _trial(captured, ctx, found.dims)
+    return found
+
+
+def _check_even(dims: Mapping[str, int], ctx: Context) -> None:
+    for name, dim in dims.items():
+        size = ctx.parameter(name).shape[dim]
+        if size % ctx.world_size:
+            raise Refused(f"{ctx.world_size} ranks do not divide the {size} of {name}")
+
+
+def _trial(
+    captured: Captured, ctx: Context, dims: Mapping[str, int]
+) -> tuple[list[fx.GraphModule], int]:
+    """Both graphs with activations that move, and the bytes that a rank sends for them.
+
+    Raises:
+        Refused: an operator has no rule.
+    """
+    graphs = [copy_module(captured.forward), copy_module(captured.backward)]
+    for gm in graphs:
+        _set_shards(gm.graph, ctx, dims)
+    rewrite(graphs, dims, ctx)
+    full_bytes = sum(
+        collective_full_bytes(node)
+        for gm in graphs
+        for node in gm.graph.nodes
+        if is_collective(node) and COLLECTIVE.of(node).tokens
+    )
+    return graphs, full_bytes * (ctx.world_size - 1) // ctx.world_size
+
+
+def _set_shards(graph: fx.Graph, ctx: Context, dims: Mapping[str, int]) -> None:
+    """Give the parameters the shapes of their shards."""
+    shards = {unshard_of(node).shard: unshard_of(node).name for node in unshards(graph)}
+    for node in graph.find_nodes(op="call_function", target=REDUCE_GRAD):
+        shards[reduce_grad_of(node).shard] = reduce_grad_of(node).name
+    with fake_mode_of(graph):
+        for shard, name in shards.items():
+            if name in dims:
+                local = list(ctx.parameter(name).shape)
+                local[dims[name]] //= ctx.world_size
+                shard.meta["val"] = empty_value(shard.meta["val"], local)

@@ -1,0 +1,1 @@
+"""Passes that move activations to weights that stay where they are."""

@@ -1,0 +1,184 @@
+"""Move activations: operators whose weights stay where they are (tensor parallel).
+
+Needs: a step module (``passes/graph/step_module.py``), or the graph of an inference, with one
+``unshard`` and one ``reduce_grad`` per parameter.
+Leaves: for each parameter of ``plan.moved`` that the graphs allow, no markers. Every rank reads its
+shard only, with the tokens of all ranks. ``NOT_MOVED`` of the module: the other parameters of
+``plan.moved`` that it reads, each with the reason. Their markers stay, so they are gathered.
+
+Before (a linear, an activation, a linear)::
+
+    w = unshard(p); v = unshard(q)
+    h = mm(x, w.t())                      [T, F]
+    y = mm(gelu(h), v.t())                [T, d]
+    dv = reduce_grad(mm(dy.t(), gelu(h)), q)
+
+After (N ranks)::
+
+    X = wait(all_gather(x))               [N T, d], the tokens of all ranks
+    h = mm(X, p.t())                      [N T, F/N]
+    y = wait(reduce_scatter(mm(gelu(h), q.t())))      [T, d], the own tokens
+    DY = wait(all_gather(dy))
+    dv = mm(DY.t(), gelu(h)) / N
+
+Weights, and gradients of weights, do not travel. A gradient of a weight is the sum over the tokens
+of all ranks, divided by N: the mean over ranks, as of a gradient that is reduced. Tokens that the
+backward needs again are saved as the rank's own, and gathered again.
+
+The gradients of weights stand behind the next partial sum, so that the ranks add it up meanwhile.
+
+The walk gives every tensor a placement (``passes/move/move_rules.py``). Where an operator has no
+rule, the weights that lead to it are not moved in these graphs, and the walk begins again without
+them. The result depends on the graph and the plan only, so it is the same on all ranks with equal
+shapes. Ranks with other shapes must not run the graph together
+(``osdp_compile/engine/agreeing.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from passes.graph.fx_utils import WAIT, copy_module, output_node, positions, remove_dead
+from passes.graph.metadata import AFTER_WAIT, NOT_MOVED, SAVES
+from passes.graph.step_module import graphs_of
+from passes.move.move_rules import Mover, Placed, Refused
+from passes.ops.markers import unshard_of, unshards
+from passes.types.context import Context, Phase
+
+
+def move(step: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+    """Move activations in a step. See the module's docstring."""
+    if not ctx.plan.moved or not ctx.moves_activations:
+        return step
+    forward, backward = graphs_of(step)
+    chosen, refused = _movable([forward, backward], ctx)
+    NOT_MOVED.set(step, refused)
+    if chosen:
+        _rewrite([forward, backward], chosen, ctx)
+    return step
+
+
+def move_inference(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+    """Move activations in the graph of an inference; other graphs stay as they are."""
+    if ctx.phase is not Phase.INFERENCE or not ctx.plan.moved or not ctx.moves_activations:
+        return gm
+    chosen, refused = _movable([gm], ctx)
+    NOT_MOVED.set(gm, refused)
+    if chosen:
+        _rewrite([gm], chosen, ctx)
+    return gm
+
+
+def _movable(graphs: list[fx.GraphModule], ctx: Context) -> tuple[dict[str, int], dict[str, str]]:
+    """The parameters to move, with their dimensions; and the reasons of the others."""
+    read = {unshard_of(node).name for gm in graphs for node in unshards(gm.graph)}
+    chosen = {name: ctx.plan[name].dim for name in sorted(read & ctx.plan.moved)}
+    refused: dict[str, str] = {}
+    while chosen:
+        try:
+            _rewrite([copy_module(gm) for gm in graphs], chosen, ctx)
+            break
+        except Refused as error:
+            for name in error.names & chosen.keys():
+                refused[name] = error.reason
+                del chosen[name]
+    return chosen, refused
+
+
+def rewrite(graphs: list[fx.GraphModule], dims: Mapping[str, int], ctx: Context) -> None:
+    """Move activations to these parameters, in a forward and its backward or in one graph.
+
+    ``dims``: the sharded dimension of each parameter.
+
+    Raises:
+        Refused: naming the operator without a rule. The graphs are then half rewritten.
+    """
+    _rewrite(graphs, dims, ctx)
+
+
+def _rewrite(graphs: list[fx.GraphModule], dims: Mapping[str, int], ctx: Context) -> None:
+    saved_count = 0
+    if len(graphs) == 2:
+        given = graphs[1].graph.find_nodes(op="placeholder")
+        saved_count = sum(not node.name.startswith("tangents") for node in given)
+    first = Mover(graphs[0].graph, dims, ctx, {})
+    first.run()
+    saved = _return(first, saved_count)
+    remove_dead(graphs[0].graph)
+    if len(graphs) == 1:
+        return
+    backward = graphs[1].graph
+    inputs: dict[fx.Node, Placed] = {}
+    for node in backward.find_nodes(op="placeholder"):
+        placed = saved.get(SAVES.get(node, node.name))
+        if placed is not None:
+            with backward.inserting_before(node):
+                own = backward.placeholder(placed.node.name)
+            own.meta = {**node.meta, "val": placed.node.meta["val"]}
+            SAVES.set(own, placed.node.name)
+            inputs[node] = placed.of(own)
+    second = Mover(backward, dims, ctx, inputs)
+    second.run()
+    _return(second, 0)
+    for node in inputs:
+        backward.erase_node(node)
+    remove_dead(backward)
+    _sink_gradients(second)
+
+
+def _sink_gradients(mover: Mover) -> None:
+    """Move the gradients of weights that stay behind the next sum of the ranks' partial sums."""
+    order = positions(mover.graph)
+    last_moved: dict[fx.Node, fx.Node] = {}
+    for gradient in sorted(mover.gradients, key=order.__getitem__):
+        own = _needed_for(gradient)
+        later = [total for total in mover.totals if order[total] > order[gradient]]
+        if not later:
+            continue
+        anchor = min(later, key=order.__getitem__)
+        place = last_moved.get(anchor, anchor)
+        for node in sorted(own, key=order.__getitem__):
+            place.append(node)
+            place = node
+        last_moved[anchor] = place
+
+
+def _needed_for(gradient: fx.Node) -> dict[fx.Node, None]:
+    """A gradient, and the compute that only it needs."""
+    own: dict[fx.Node, None] = {gradient: None}
+    stack = [gradient]
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            waits = AFTER_WAIT.is_set(source) or source.target is WAIT
+            if source.op != "call_function" or source in own or waits:
+                continue
+            if all(user in own for user in source.users):
+                own[source] = None
+                stack.append(source)
+    return own
+
+
+def _return(mover: Mover, saved_count: int) -> dict[str, Placed]:
+    """Return the placed tensors of a graph that the backward needs; by the name of the original.
+
+    ``saved_count``: the number of the last outputs that are saved for the backward.
+
+    Raises:
+        Refused: another output is placed.
+    """
+    output = output_node(mover.graph)
+    returned = list(output.args[0])  # type: ignore[arg-type]
+    first = len(returned) - saved_count
+    saved: dict[str, Placed] = {}
+    for index, node in enumerate(returned):
+        placed = mover.placed.get(node) if isinstance(node, fx.Node) else None
+        if placed is None:
+            continue
+        if index < first:
+            raise Refused(f"the graph returns {node.name}, which it does not have whole", placed)
+        saved[node.name] = placed
+        returned[index] = placed.node
+    output.args = (tuple(returned),)
+    return saved

@@ -1,0 +1,649 @@
+"""Move rules: the placement of every tensor of a graph whose weights stay where they are.
+
+A tensor is one of these, with N ranks:
+
+==========  =====================================================================================
+local       this rank's own, as in the data-parallel graph (no placement)
+a weight    this rank's slice along ``features``
+tokens      the tokens of all ranks along ``tokens``, this rank's slice along ``features``
+a total     this rank's slice along ``features``, summed over the tokens of all ranks
+==========  =====================================================================================
+
+A product of local tokens with a weight's columns gathers the tokens first. A product that contracts
+the sliced dimension is a partial sum: the ranks add it up, and each gets its own tokens back, which
+are local. Partial sums that are added are added up once. Pointwise operators, sums over tokens and
+changes of layout keep the placement. Any other operator on a placed tensor is refused. So is one
+that reads a local tensor beside a placed one: its values are for this rank's tokens only. Random
+numbers are such tensors.
+
+An embedding looks up the ids of all tokens in its rows of the table: another partial sum. Its
+gradient is a total of the gathered gradients.
+
+A total takes the place of this rank's own sum, which is another value. So it may only become the
+gradient of a weight, by linear operators: the mean over ranks of linear functions of the own sums
+is the function of the total, divided by N.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.annotate.collectives import by_all_to_all
+from passes.graph.fx_utils import (
+    ALL_TO_ALL,
+    CAST,
+    REDUCE_SCATTER,
+    bytes_of,
+    call,
+    compact,
+    set_value,
+)
+from passes.graph.metadata import GRADIENT_OF, RECOMPUTED
+from passes.ops.markers import REDUCE_GRAD, UNSHARD, reduce_grad_of, unshard_of
+from passes.ops.p2p import EXCHANGE
+from passes.ops.packing import SUM_RANKS
+from passes.ops.slicing import slice_name
+from passes.ops.tables import PUT_ROWS, TAKE_ROWS, TOKENS_OF
+from passes.shard.lower_markers import after_wait, cast, flat, gather, reduce_rows
+from passes.split.split_rules import (
+    along_weight,
+    arguments_of,
+    operands_of,
+    permuted_dims,
+    same_dim,
+    size_along,
+)
+from passes.types.context import Context
+from passes.types.plan import Collective
+
+_aten = torch.ops.aten
+_PRODUCTS = {_aten.mm.default, _aten.addmm.default}
+_MASKED = _aten._unsafe_masked_index_put_accumulate.default
+_PUTS = {_MASKED, _aten.index_put.default}
+_VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
+_COPIES = {CAST, _aten.clone.default, _aten._to_copy.default}
+#: Metadata of a node that its placed form inherits.
+_KEPT = (RECOMPUTED.name, "nn_module_stack", "fwd_nn_module_stack", "stack_trace")
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """A tensor that is not local.
+
+    ``node``: in the rewritten graph. ``tokens``: the dimension of the tokens of all ranks; None:
+    it has none. ``features``: the dimension that this rank has a slice of. ``names``: the weights
+    that it comes from. ``is_total``: it is a sum over the tokens of all ranks.
+    """
+
+    node: fx.Node
+    tokens: int | None
+    features: int
+    names: frozenset[str]
+    is_total: bool = False
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether it has no values of tokens."""
+        return self.tokens is None and not self.is_total
+
+    def of(self, node: fx.Node) -> Placed:
+        """The same placement of another node."""
+        return dataclasses.replace(self, node=node)
+
+
+@dataclasses.dataclass(frozen=True)
+class PartialSum:
+    """A local tensor that the ranks have not added up yet.
+
+    ``part``: this rank's part, for the tokens of all ranks. ``sizes``: of the local tensor, as
+    arguments of a reshape. ``others``: local tensors to add.
+    """
+
+    part: fx.Node
+    sizes: tuple[Any, ...]
+    others: tuple[fx.Node, ...]
+    names: frozenset[str]
+
+
+class Refused(ValueError):
+    """An operator has no rule. The weights that lead to it cannot stay where they are.
+
+    ``needs``: weights, with their dimensions, that would have to stay too.
+    """
+
+    def __init__(self, reason: str, *placed: Placed, needs: Sequence[tuple[str, int]] = ()) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.names = frozenset(name for one in placed for name in one.names)
+        self.needs = tuple(needs)
+
+
+class Mover:
+    """The rewriting of one graph.
+
+    ``placed``: by node of the original graph, its placed form. ``partial``: its partial sum.
+    ``dims``: by parameter, the dimension that the ranks share. ``totals``: the sums of partial
+    sums, in graph order. ``gradients``: the gradients of weights that stay.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        dims: Mapping[str, int],
+        ctx: Context,
+        inputs: Mapping[fx.Node, Placed],
+    ) -> None:
+        self.graph, self.dims, self.ctx = graph, dims, ctx
+        self.ranks = ctx.world_size
+        self.placed: dict[fx.Node, Placed] = dict(inputs)
+        self.partial: dict[fx.Node, PartialSum] = {}
+        self.totals: list[fx.Node] = []
+        self.gradients: list[fx.Node] = []
+        self._gathered: dict[fx.Node, fx.Node] = {}
+        self._made: dict[fx.Node, fx.Node] = {}
+        self._purposes: dict[tuple[bool, str], int] = {}
+        self._meta: dict[str, Any] = {}
+
+    def run(self) -> None:
+        """Rewrite the graph, all but its output.
+
+        Raises:
+            Refused: for an operator without a rule.
+        """
+        for node in list(self.graph.nodes):
+            if node.op in ("call_function", "output"):
+                with self.graph.inserting_before(node):
+                    self._rewrite(node)
+        for node in reversed({**self.placed, **self.partial}):
+            if node.op == "call_function" and not node.users:
+                self.graph.erase_node(node)
+
+    def _rewrite(self, node: fx.Node) -> None:
+        """Place a node, or replace it by a local one; most nodes stay as they are."""
+        if self._is_added_up_later(node) or node.op == "output":
+            return
+        is_weight = node.target is UNSHARD and unshard_of(node).name in self.dims
+        is_gradient = node.target is REDUCE_GRAD and reduce_grad_of(node).name in self.dims
+        reads = any(one in self.placed for one in node.all_input_nodes)
+        if not (is_weight or is_gradient or reads):
+            return
+        self._meta = node.meta
+        found = self._found(node, is_weight)
+        if isinstance(found, Placed):
+            self.placed[node] = found
+        elif isinstance(found, PartialSum):
+            self.partial[node] = found
+        else:
+            node.replace_all_uses_with(found)
+            self.graph.erase_node(node)
+
+    def _is_added_up_later(self, node: fx.Node) -> bool:
+        """Take a node into a partial sum if it only adds to it; else add up those that it reads."""
+        own = [one for one in node.all_input_nodes if one in self.partial]
+        if not own:
+            return False
+        self._meta = node.meta
+        alone = all(len(one.users) == 1 for one in own)
+        found = self._added(node) if alone else None
+        if found is not None:
+            self.partial[node] = found
+            return True
+        for source in own:
+            source.replace_all_uses_with(self._added_up(self.partial[source], source))
+        return False
+
+    def _added(self, node: fx.Node) -> PartialSum | None:
+        """The partial sum of an addition, or of a change of shape; None: of another operator."""
+        value: Any = node.meta["val"] if node.op == "call_function" else None
+        if node.target in _VIEWS and node.args[0] in self.partial:
+            source: Any = node.args[0]
+            found = self.partial[source]
+            shape, sizes = list(value.shape), list(arguments_of(node)[1])
+            whole, last = _kind(source), source.meta["val"].shape[-1:]
+            turned = []
+            for one in found.others:
+                if _kind(one) == whole:
+                    turned.append(self._emit(_aten.reshape.default, (one, sizes)))
+                elif list(last) == list(one.meta["val"].shape) == shape[-1:]:  # a bias
+                    turned.append(one)
+                else:
+                    return None
+            part = self._emit(_aten.reshape.default, (found.part, self._of_all(sizes, shape)))
+            return PartialSum(part, tuple(sizes), tuple(turned), found.names)
+        if node.target is not _aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != 2:
+            return None
+        if any(one in self.placed or _kind(one) != _kind(node) for one in node.all_input_nodes):
+            return None
+        parts = [self.partial[one] for one in node.all_input_nodes if one in self.partial]
+        others = [one for one in node.all_input_nodes if one not in self.partial]
+        part = parts[0].part
+        for other in parts[1:]:
+            part = self._emit(_aten.add.Tensor, (part, other.part))
+        names = frozenset(name for one in parts for name in one.names)
+        others += [other for one in parts for other in one.others]
+        return PartialSum(part, parts[0].sizes, tuple(others), names)
+
+    def _of_all(self, sizes: Sequence[Any], shape: Sequence[Any]) -> list[Any]:
+        """The sizes of a reshape for the tokens of all ranks; ``shape``: the local result."""
+        first = shape[0] * self.ranks if isinstance(shape[0], int) else -1
+        return [first, *sizes[1:]]
+
+    def _embedded(self, node: fx.Node) -> PartialSum:
+        """Rows of the own part of a table for the ids of all tokens."""
+        table, ids, *_ = arguments_of(node)
+        found = self.placed.get(table)
+        if found is None or not found.is_weight or found.features != 0:
+            raise self._refused(node, f"{_named(node)} reads placed ids")
+        rows, total = found.node.meta["val"].shape[0], table.meta["val"].shape[0]
+        everything = self._all_tokens(self._flat(ids), node, found)
+        args = (found.node, everything, self.ctx.rank * rows, total)
+        sizes = (*self._sizes(ids), table.meta["val"].shape[1])
+        return PartialSum(self._emit(TAKE_ROWS, args), sizes, (), found.names)
+
+    def _flat(self, ids: fx.Node) -> fx.Node:
+        """Ids as tokens without further dimensions."""
+        if ids.meta["val"].dim() == 1:
+            return ids
+        return self._once(ids, lambda: self._emit(_aten.reshape.default, (ids, [-1])))
+
+    def _once(self, node: fx.Node, make: Callable[[], fx.Node]) -> fx.Node:
+        """A node that is made once of another one."""
+        if node not in self._made:
+            self._made[node] = make()
+        return self._made[node]
+
+    def _sizes(self, node: fx.Node) -> list[Any]:
+        """A node's sizes as arguments: numbers, and nodes of symbolic ones."""
+        return [
+            size if isinstance(size, int) else self._emit(torch.ops.aten.sym_size.int, (node, dim))
+            for dim, size in enumerate(node.meta["val"].shape)
+        ]
+
+    def _table_gradient(self, node: fx.Node) -> fx.Node:
+        """The gradient of a table's part, where local gradients are put into rows of zeros."""
+        marker = reduce_grad_of(node)
+        weight = Placed(node, None, 0, frozenset([marker.name]))
+        put = marker.gradient
+        adds = put.target is _MASKED or (len(put.args) > 3 and put.args[3] is True)
+        if put.target not in _PUTS or not adds or self.dims[marker.name] != 0:
+            raise Refused(f"the gradient of {marker.name} is no product with tokens", weight)
+        table, *masks, indices, values = arguments_of(put)[: 4 if put.target is _MASKED else 3]
+        if table.target is not _aten.full.default or table.args[1] != 0 or len(indices) != 1:
+            raise Refused(f"the gradient of {marker.name} is put into another table", weight)
+        self._meta = put.meta
+        for mask in masks:
+            value = values.meta["val"]
+            filled = {"dtype": value.dtype, "layout": torch.strided, "device": value.device}
+            zero = self._emit(_aten.full.default, ([], 0), {**filled, "pin_memory": False})
+            values = self._emit(_aten.where.self, (mask, values, zero))
+        ids = self._all_tokens(self._flat(indices[0]), node, weight)
+        sizes = [-1, *values.meta["val"].shape[indices[0].meta["val"].dim() :]]
+        tokens = self._emit(_aten.reshape.default, (values, sizes))
+        everything = self._all_tokens(tokens, node, weight)
+        rows = marker.shard.meta["val"].shape[0]
+        made = self._emit(PUT_ROWS, (ids, everything, self.ctx.rank * rows, rows))
+        return self._mean(made, node)
+
+    def _found(self, node: fx.Node, is_weight: bool) -> Placed | PartialSum | fx.Node:
+        if is_weight:
+            return self._weight(node)
+        if node.target is REDUCE_GRAD:
+            is_placed = reduce_grad_of(node).gradient in self.placed
+            return self._gradient(node) if is_placed else self._table_gradient(node)
+        if node.target in _PRODUCTS:
+            return self._product(node)
+        if node.target is _aten.embedding.default:
+            return self._embedded(node)
+        if node.target is _aten.permute.default:
+            return self._permuted(node)
+        if node.target in _VIEWS:
+            return self._viewed(node)
+        if node.target is _aten.sum.dim_IntList:
+            return self._summed(node)
+        if _is_pointwise(node):
+            return self._pointwise(node)
+        raise self._refused(node, f"{_named(node)} has no rule")
+
+    def _refused(
+        self, node: fx.Node, reason: str, needs: Sequence[tuple[str, int]] = ()
+    ) -> Refused:
+        own = [self.placed[one] for one in node.all_input_nodes if one in self.placed]
+        return Refused(reason, *own, needs=needs)
+
+    def _emit(self, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
+        if kwargs:
+            node = self.graph.call_function(target, args, dict(kwargs))
+            set_value(node)
+        else:
+            node = call(self.graph, target, args)
+        node.meta.update((key, self._meta[key]) for key in _KEPT if key in self._meta)
+        return node
+
+    def _weight(self, node: fx.Node) -> Placed:
+        """A weight: the own shard in the type in which it is read."""
+        marker = unshard_of(node)
+        shard = cast(self.graph, marker.shard, node.meta["val"].dtype)
+        return Placed(shard, None, self.dims[marker.name], frozenset([marker.name]))
+
+    def _gradient(self, node: fx.Node) -> fx.Node:
+        """The gradient of a weight's shard: summed over all tokens, it needs the mean only."""
+        marker = reduce_grad_of(node)
+        found = self.placed.get(marker.gradient)
+        dim = self.dims.get(marker.name)
+        if found is None or not found.is_total or found.features != dim:
+            raise self._refused(node, f"the gradient of {marker.name} is not the slice that stays")
+        return self._mean(found.node, node)
+
+    def _mean(self, total: fx.Node, node: fx.Node) -> fx.Node:
+        """The mean over ranks of a total, in place of a reduction."""
+        own = cast(self.graph, total, node.meta["val"].dtype)
+        mean = self._emit(_aten.mul.Tensor, (own, 1.0 / self.ranks))
+        if not mean.meta["val"].is_contiguous():
+            mean = compact(self.graph, mean)
+        GRADIENT_OF.set(mean, reduce_grad_of(node).name)
+        self.gradients.append(mean)
+        return mean
+
+    def _product(self, node: fx.Node) -> Placed | PartialSum:
+        """``mm`` and ``addmm``: see the cases below, with rows, columns and the inner dimension."""
+        *bias, one, other = operands_of(node)
+        left, right = self.placed.get(one), self.placed.get(other)
+        if node.kwargs:
+            raise self._refused(node, f"{_named(node)} has factors")
+        if left and right and (left.features, right.features) == (1, 0):
+            if left.tokens == 0 and right.is_weight:
+                if any(one in self.placed for one in bias):
+                    raise self._refused(node, "the bias of the second product is sliced")
+                part = self._emit(_aten.mm.default, (left.node, right.node))
+                sizes = (-1, node.meta["val"].shape[1])
+                return PartialSum(part, sizes, tuple(bias), right.names)
+        elif right and left is None and right.is_weight and right.features == 1:
+            return self._columns(node, one, right, bias)
+        elif left and right is None and (left.tokens, left.features) == (1, 0) and not bias:
+            tokens = self._all_tokens(other, node, left)
+            made = self._emit(node.target, (left.node, tokens))
+            return Placed(made, None, 0, left.names, is_total=True)
+        elif right and left is None and (right.tokens, right.features) == (0, 1) and not bias:
+            turned = self._all_tokens_turned(one, node, right)
+            made = self._emit(node.target, (turned, right.node))
+            return Placed(made, None, 1, right.names, is_total=True)
+        raise self._refused(node, f"{_named(node)} has no rule", self._missing(node))
+
+    def _missing(self, node: fx.Node) -> list[tuple[str, int]]:
+        """The weights that would have to stay for a product or a pointwise operator to be placed.
+
+        A weight that is contracted; the weight of the other operand of a gate.
+        """
+        found = []
+        placed = [one for one in node.all_input_nodes if one in self.placed]
+        is_product = node.target in _PRODUCTS
+        for one in operands_of(node)[-2:] if is_product else node.all_input_nodes:
+            if one in self.placed:
+                continue
+            if is_product:
+                dim = 0
+            else:
+                features = placed[0]
+                own = self.placed[features].features
+                dim = own - features.meta["val"].dim() + one.meta["val"].dim()
+            origin = along_weight(one, dim) if 0 <= dim < one.meta["val"].dim() else None
+            origin = origin or _through_pointwise(one, dim)
+            if origin is not None:
+                found.append(origin)
+        return found
+
+    def _columns(
+        self, node: fx.Node, tokens: fx.Node, weight: Placed, bias: Sequence[fx.Node]
+    ) -> Placed:
+        """Tokens times the columns of a weight that this rank has."""
+        names = weight.names
+        own = []
+        for one in bias:
+            placed = self.placed.get(one)
+            if placed is None or not placed.is_weight:
+                origin = along_weight(one, 0)
+                raise self._refused(
+                    node, "its bias does not stay with its weight", [origin] if origin else ()
+                )
+            own.append(placed.node)
+            names |= placed.names
+        everything = self._all_tokens(tokens, node, weight)
+        made = self._emit(node.target, (*own, everything, weight.node))
+        return Placed(made, 0, 1, names)
+
+    def _added_up(self, found: PartialSum, node: fx.Node) -> fx.Node:
+        """The own tokens of the sum of all ranks' parts, with the local tensors added."""
+        graph, ctx, part = self.graph, self.ctx, found.part
+        target = REDUCE_SCATTER
+        if ctx.uses_p2p:
+            target = EXCHANGE
+        elif _is_static(part) and by_all_to_all(bytes_of(part.meta["val"]), ctx.group_name, ctx):
+            target = ALL_TO_ALL
+        purpose = self._purpose(found.names, gathers=False)
+        rows = reduce_rows(
+            graph, target, flat(graph, part), self.ranks, ctx.group_name, purpose, SUM_RANKS
+        )
+        total = after_wait(call(graph, _aten.view.default, (rows, list(found.sizes))))
+        self.totals.append(total)
+        for one in found.others:
+            total = self._emit(_aten.add.Tensor, (total, one))
+        return total
+
+    def _all_tokens(self, tokens: fx.Node, node: fx.Node, weight: Placed) -> fx.Node:
+        """The tokens of all ranks along the first dimension of a matrix. Gathered once."""
+        found = self._gathered.get(tokens)
+        if found is not None:
+            return found
+        if not all(isinstance(size, int) for size in tokens.meta["val"].shape[1:]):
+            raise self._refused(node, "the size of a token is symbolic (dynamic=True)")
+        graph, ctx = self.graph, self.ctx
+        own = tokens if tokens.meta["val"].is_contiguous() else compact(graph, tokens)
+        purpose = self._purpose(weight.names, gathers=True)
+        wait, sent = gather(graph, [own], ctx.group_name, purpose, ctx)
+        inner = list(own.meta["val"].shape[1:])
+        if sent is None:
+            everything = after_wait(call(graph, _aten.view.default, (wait, [-1, *inner])))
+        else:
+            everything = after_wait(call(graph, TOKENS_OF, (wait, inner, sent)))
+        self._gathered[tokens] = everything
+        return everything
+
+    def _all_tokens_turned(self, turned: fx.Node, node: fx.Node, placed: Placed) -> fx.Node:
+        """The tokens of all ranks along the second dimension of a matrix."""
+        if turned.target is not _aten.permute.default or permuted_dims(turned) != [1, 0]:
+            raise self._refused(node, f"{_named(node)} reads tokens that are no transposed matrix")
+        (source, *_) = turned.all_input_nodes
+        everything = self._all_tokens(source, node, placed)
+        return self._emit(_aten.permute.default, (everything, [1, 0]))
+
+    def _purpose(self, names: frozenset[str], gathers: bool) -> Collective:
+        """The purpose of a collective of tokens. A weight with several has numbers."""
+        name = min(names)
+        number = self._purposes.get((gathers, name), 0)
+        self._purposes[gathers, name] = number + 1
+        return Collective((slice_name(name, number),), gathers=gathers, tokens=True)
+
+    def _permuted(self, node: fx.Node) -> Placed:
+        (source,) = node.all_input_nodes
+        found = self.placed[source]
+        dims = permuted_dims(node)
+        tokens = None if found.tokens is None else dims.index(found.tokens)
+        made = self._emit(node.target, (found.node, node.args[1]))
+        return dataclasses.replace(
+            found, node=made, tokens=tokens, features=dims.index(found.features)
+        )
+
+    def _viewed(self, node: fx.Node) -> Placed:
+        """A reshape that keeps the sliced dimension, with tokens outermost before and after."""
+        source: Any = node.args[0]
+        found = self.placed[source]
+        features = same_dim(source, node, found.features)
+        shape = list(node.meta["val"].shape)
+        sizes = list(arguments_of(node)[1])
+        if (
+            features is None
+            or found.tokens not in (None, 0)
+            or (found.tokens == 0 and features == 0)
+        ):
+            raise self._refused(node, f"{_named(node)} mixes tokens and features")
+        sizes[features] = shape[features] // self.ranks
+        if found.tokens == 0:
+            sizes = self._of_all(sizes, shape)
+        made = self._emit(_aten.reshape.default, (found.node, sizes))
+        return dataclasses.replace(found, node=made, features=features)
+
+    def _summed(self, node: fx.Node) -> Placed:
+        """A sum over tokens is complete. The sliced dimension must stay."""
+        source, dims, *rest = arguments_of(node)
+        found = self.placed[source]
+        rank = source.meta["val"].dim()
+        over = {dim % rank for dim in dims}
+        keeps = bool(rest and rest[0]) or bool(node.kwargs.get("keepdim"))
+        if not over or found.features in over:
+            raise self._refused(node, f"{_named(node)} adds up the dimension that is sliced")
+        tokens = None if found.tokens in over else found.tokens
+        made = self._emit(node.target, (found.node, *node.args[1:]), node.kwargs)
+
+        def kept(dim: int) -> int:
+            return dim if keeps else dim - sum(one < dim for one in over)
+
+        return Placed(
+            made,
+            None if tokens is None else kept(tokens),
+            kept(found.features),
+            found.names,
+            is_total=found.is_total or tokens != found.tokens,
+        )
+
+    def _numbers(self, node: fx.Node) -> dict[fx.Node, fx.Node]:
+        """The constants that a pointwise operator reads, of size one: they are equal everywhere.
+
+        Raises:
+            Refused: it reads another local tensor.
+        """
+        found = {}
+        for one in node.all_input_nodes:
+            if one in self.placed:
+                continue
+            if one.target not in _FILLED:
+                reason = f"{_named(node)} reads {_named(one)}, which is for this rank's tokens"
+                if _is_random(one):
+                    reason = f"{_named(node)} reads random numbers (dropout)"
+                raise self._refused(node, reason, self._missing(node))
+            found[one] = one
+            if one.target is _aten.full.default:
+                sizes = [1] * one.meta["val"].dim()
+                found[one] = self._emit(one.target, (sizes, *one.args[1:]), one.kwargs)
+        return found
+
+    def _pointwise(self, node: fx.Node) -> Placed:
+        """Placed operands of one placement, weights of the same slice, and constants."""
+        rank = node.meta["val"].dim()
+        own = {one: self.placed[one] for one in node.all_input_nodes if one in self.placed}
+        numbers = self._numbers(node)
+        totals = [placed.is_total for placed in own.values()]
+        if any(totals) and not (all(totals) and _is_linear(node, len(own))):
+            raise self._refused(node, f"{_named(node)} changes a sum over the tokens of all ranks")
+
+        def aligned(one: fx.Node, dim: int | None) -> int | None:
+            return None if dim is None else dim - one.meta["val"].dim() + rank
+
+        features = {aligned(one, placed.features) for one, placed in own.items()}
+        tokens = {aligned(one, placed.tokens) for one, placed in own.items()} - {None}
+        if len(features) != 1 or len(tokens) > 1:
+            raise self._refused(node, f"{_named(node)} reads tensors of several placements")
+        (feature,) = features
+        token = next(iter(tokens), None)
+        assert feature is not None
+        for one, placed in own.items() if token is not None else ():
+            assert token is not None
+            allowed = (
+                (None, 1) if placed.tokens is None else node.meta["val"].shape[token : token + 1]
+            )
+            if size_along(one, token, node) not in allowed:
+                raise self._refused(node, f"{_named(node)} reads a tensor along tokens")
+        args, kwargs = fx.node.map_arg(
+            (node.args, node.kwargs),
+            lambda one: own[one].node if one in own else numbers[one],
+        )
+        made = self._emit(node.target, args, kwargs)
+        names = frozenset(name for placed in own.values() for name in placed.names)
+        return Placed(made, token, feature, names, is_total=any(totals))
+
+
+def _is_static(node: fx.Node) -> bool:
+    return all(isinstance(size, int) for size in node.meta["val"].shape)
+
+
+def _kind(node: fx.Node) -> tuple[Any, ...]:
+    value = node.meta["val"]
+    return tuple(value.shape), value.dtype
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded in tags:
+        return False
+    return node.target in _COPIES or torch.Tag.pointwise in tags
+
+
+def _is_linear(node: fx.Node, operands: int) -> bool:
+    """Whether a pointwise operator is linear in its tensors, which are all ``operands``."""
+    if len(node.all_input_nodes) != operands:
+        return False
+    if node.target in _COPIES or node.target is _aten.neg.default:
+        return True
+    tensors = [one for one in node.args if isinstance(one, fx.Node)]
+    if node.target in (_aten.add.Tensor, _aten.sub.Tensor):
+        return len(tensors) == 2
+    if node.target is _aten.mul.Tensor:
+        return len(tensors) == 1
+    return node.target is _aten.div.Tensor and tensors == list(node.args[:1])
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Whether a tensor comes from random numbers, by pointwise operators and changes of layout."""
+    for _ in range(8):
+        tags = getattr(node.target, "tags", ())
+        if torch.Tag.nondeterministic_seeded in tags or "random" in str(node.target):
+            return True
+        if node.op != "call_function" or not node.all_input_nodes:
+            return False
+        node = node.all_input_nodes[0]
+    return False
+
+
+_FILLED = {_aten.full.default, _aten.scalar_tensor.default}
+
+
+def _through_pointwise(node: fx.Node, dim: int) -> tuple[str, int] | None:
+    """The weight that a dimension comes from, behind pointwise operators of one rank."""
+    rank = node.meta["val"].dim()
+    for _ in range(16):
+        origin = along_weight(node, dim)
+        if origin is not None:
+            return origin
+        if not _is_pointwise(node):
+            return None
+        wide = [one for one in node.all_input_nodes if _rank_of(one) == rank]
+        if not wide:
+            return None
+        node = wide[0]
+    return None
+
+
+def _rank_of(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.dim() if isinstance(value, torch.Tensor) else -1
+
+
+def _named(node: fx.Node) -> str:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target).removeprefix("aten.").removesuffix(".default")
+    return str(getattr(target, "__name__", target))

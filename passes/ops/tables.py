@@ -1,0 +1,69 @@
+"""Tables: operators on the tokens of all ranks, and of embeddings whose rows the ranks share.
+
+==============  ============================================================================
+``tokens_of``   a gathered flat tensor -> the tokens, each of the shape ``inner``
+``take_rows``   ids of all tokens -> their rows of this rank's part of the table, else zeros
+``put_rows``    ids and gradients of all tokens -> the gradient of this rank's part
+==============  ============================================================================
+
+``sent``: not read; it keeps the input of a P2P collective unchanged (``passes/ops/p2p.py``).
+``start``: the first row of this rank's part. ``total``: rows of the whole table.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_LIBRARY = torch.library.Library("osdp", "FRAGMENT")
+_LIBRARY.define("tokens_of(Tensor gathered, int[] inner, Tensor? sent=None) -> Tensor")
+_LIBRARY.define("take_rows(Tensor table, Tensor ids, int start, int total) -> Tensor")
+_LIBRARY.define("put_rows(Tensor ids, Tensor values, int start, int rows) -> Tensor")
+
+
+@torch.library.register_fake("osdp::tokens_of")
+def _tokens_of_shape(gathered: Tensor, inner: list[int], sent: Tensor | None = None) -> Tensor:
+    return gathered.new_empty([gathered.shape[0] // math.prod(inner), *inner])
+
+
+@torch.library.impl("osdp::tokens_of", "CompositeExplicitAutograd")
+def _tokens_of(gathered: Tensor, inner: list[int], sent: Tensor | None = None) -> Tensor:
+    return gathered.view(-1, *inner).clone()
+
+
+@torch.library.register_fake("osdp::take_rows")
+def _take_rows_shape(table: Tensor, ids: Tensor, start: int, total: int) -> Tensor:
+    return table.new_empty([*ids.shape, *table.shape[1:]])
+
+
+@torch.library.impl("osdp::take_rows", "CompositeExplicitAutograd")
+def _take_rows(table: Tensor, ids: Tensor, start: int, total: int) -> Tensor:
+    inside = (ids >= 0) & (ids < total)
+    if ids.device.type == "cpu" and not bool(inside.all()):
+        raise IndexError("index out of range in self")  # as aten.embedding says
+    torch._assert_async(inside.all())
+    own = (ids >= start) & (ids < start + table.shape[0])
+    rows: Tensor = torch.nn.functional.embedding(torch.where(own, ids - start, 0), table)
+    return rows.mul_(own.unsqueeze(-1))
+
+
+@torch.library.register_fake("osdp::put_rows")
+def _put_rows_shape(ids: Tensor, values: Tensor, start: int, rows: int) -> Tensor:
+    return values.new_empty([rows, *values.shape[ids.dim() :]])
+
+
+@torch.library.impl("osdp::put_rows", "CompositeExplicitAutograd")
+def _put_rows(ids: Tensor, values: Tensor, start: int, rows: int) -> Tensor:
+    own = ((ids >= start) & (ids < start + rows)).flatten()
+    width = values.shape[ids.dim() :]
+    made = values.new_zeros([rows, *width])
+    chosen = values.reshape(-1, *width)[own]
+    return made.index_add_(0, ids.flatten()[own] - start, chosen)
+
+
+TOKENS_OF = torch.ops.osdp.tokens_of.default
+TAKE_ROWS = torch.ops.osdp.take_rows.default
+PUT_ROWS = torch.ops.osdp.put_rows.default
+TABLES = frozenset({TOKENS_OF, TAKE_ROWS, PUT_ROWS})

@@ -1,0 +1,94 @@
+"""Move groups: found in the graph, in every layer, with the reasons of the others."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from passes.candidates.move_groups import find_move_groups
+from passes.pipeline import default_passes
+from passes.plan.planner import make_plan
+from passes.types.decision import Decision, Moves
+from tests.passes.captures import capture_step
+from tests.passes.split.test_split_operators import Gated
+
+
+class Layers(nn.Module):
+    """Layers of an MLP with a norm and a residual, and a head; x: [batch, 16]."""
+
+    def __init__(self, layers: int = 2, drop: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {"norm": nn.LayerNorm(16), "up": nn.Linear(16, 64), "down": nn.Linear(64, 16)}
+            )
+            for _ in range(layers)
+        )
+        self.drop = drop
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for one in self.layers:
+            hidden = F.dropout(F.gelu(one["up"](one["norm"](x))), self.drop, self.training)
+            x = x + one["down"](hidden)
+        y: Tensor = self.head(x)
+        return y
+
+
+def test_every_layer_has_its_group() -> None:
+    captured, ctx = capture_step(Layers(), torch.randn(8, 16), world_size=4)
+    found = find_move_groups(captured, ctx)
+    (group,) = found.groups
+    assert group.dims == {
+        f"layers.{layer}.{name}": dim
+        for layer in range(2)
+        for name, dim in (("up.weight", 0), ("up.bias", 0), ("down.weight", 1))
+    }
+    assert group.weight_bytes == 4 * (64 * 16 + 64 + 64 * 16)
+    # Gathered once in the forward and twice in the backward, summed once in each.
+    assert group.token_bytes == 5 * (4 * 4 * 8 * 16) * 3 // 4
+    assert set(found.refused) >= {"head.weight"}
+
+
+def test_a_gated_mlp_is_one_group() -> None:
+    captured, ctx = capture_step(Gated(), torch.randn(3, 5, 6), world_size=2)
+    (group,) = find_move_groups(captured, ctx).groups
+    assert group.dims == {"up.weight": 0, "gate.weight": 0, "down.weight": 1}
+
+
+def test_reasons() -> None:
+    captured, ctx = capture_step(Layers(drop=0.5), torch.randn(8, 16), world_size=2)
+    found = find_move_groups(captured, ctx)
+    assert not found.groups
+    assert "random numbers (dropout)" in found.refused["layers.1.up.weight"]
+    captured, ctx = capture_step(Layers(), torch.randn(8, 16), world_size=3)
+    found = find_move_groups(captured, ctx)
+    assert "3 ranks do not divide the 64" in found.refused["layers.0.up.weight"]
+
+
+def planned(batch: int, **changes):
+    captured, ctx = capture_step(Layers(), torch.randn(batch, 16), world_size=2, **changes)
+    return make_plan(captured, ctx, default_passes())
+
+
+def test_the_planner_moves_the_smaller_thing() -> None:
+    few, many = (planned(batch, tensor_parallel=True) for batch in (2, 256))
+    up = "layers.0.up.weight"
+    assert few[up].moves is Moves.ACTIVATIONS and "activations: saves" in few[up].reason
+    assert few[up].decision == Decision.SHARD_REGATHER
+    assert many[up].moves is Moves.WEIGHT
+    assert "the bytes of the weights" in many[up].reason
+    without = planned(2)
+    assert not without.moved and "activations" not in without[up].reason
+    assert few.prediction.step_seconds < 0.8 * without.prediction.step_seconds
+    assert few == planned(2, tensor_parallel=True)
+
+
+def test_named_groups_stay_whatever_the_search_finds() -> None:
+    plan = planned(256, tensor_parallel=("layers.1.down.weight",))
+    assert plan.moved == {
+        f"layers.{layer}.{name}"
+        for layer in range(2)
+        for name in ("up.weight", "up.bias", "down.weight")
+    }
