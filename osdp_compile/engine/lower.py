@@ -326,7 +326,7 @@ def _held_by_other_frames(
 def _warn_of_rows_at_once(forward: fx.GraphModule, read: frozenset[str], session: Session) -> None:
     """Warn of parameters whose operators cannot run in slices of rows: the shapes are dynamic."""
     inputs = forward.graph.find_nodes(op="placeholder")
-    if not any(isinstance(node.meta["val"], torch.SymInt) for node in inputs):
+    if not any(isinstance(node.meta.get("val"), torch.SymInt) for node in inputs):
         return
     by_rows = [p for p in session.plan.parameters if p.slices > 1 and p.along == OF_INPUT]
     names = [p.name for p in by_rows if p.name in read]
