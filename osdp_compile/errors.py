@@ -38,3 +38,20 @@ class RanksDiffer(OsdpError):
 
 class PlanMismatch(OsdpError):
     """The given plan is for another model or world size."""
+
+
+class OptionError(ValueError):
+    """An option's value is malformed; the message names the option and the allowed values.
+
+    Attributes:
+        option: its name.
+        reason: the reason alone. The command line puts the name of its own argument before it.
+    """
+
+    def __init__(self, option: str, reason: str, allowed: str = "") -> None:
+        stop = "" if not allowed else " " if reason.endswith(("?", ".")) else ". "
+        super().__init__(f"option {option!r}: {reason}{stop}{allowed}")
+        self.option, self.reason, self._allowed = option, reason, allowed
+
+    def __reduce__(self) -> tuple[type[OptionError], tuple[str, str, str]]:
+        return type(self), (self.option, self.reason, self._allowed)  # ranks send it to each other

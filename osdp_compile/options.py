@@ -15,6 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from osdp_compile import _torch
+from osdp_compile.errors import OptionError
 from osdp_compile.model.mixed_precision import Precision
 from osdp_compile.optim.state_sizes import known_optimizers
 from osdp_compile.runtime.meshes import check_mesh
@@ -235,10 +236,7 @@ class CheckedOptions:
                 values[field] = _READERS[name](value)
             except (ValueError, TypeError, OSError) as error:
                 said = f"{error.strerror}: {error.filename!r}" if _is_about_a_file(error) else error
-                stop = "" if str(said).endswith(("?", ".")) else "."
-                raise ValueError(
-                    f"option {name!r}: {said}{stop} Allowed: {_allowed(name)}"
-                ) from error
+                raise OptionError(name, str(said), f"Allowed: {_allowed(name)}") from error
         if "plan" in values and "slices" in values:
             raise ValueError(
                 "option 'slices': the plan in option 'plan' says what runs in slices; give one of "

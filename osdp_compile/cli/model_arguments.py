@@ -17,7 +17,7 @@ from rich.console import Console
 
 from osdp_compile import progress
 from osdp_compile.cli.arguments import SEQUENCE_LENGTH
-from osdp_compile.errors import OsdpError
+from osdp_compile.errors import OptionError, OsdpError
 from osdp_compile.integrations.hf_models import causal_lm
 from osdp_compile.options import CheckedOptions
 from osdp_compile.planning.traced_step import TracedStep, trace
@@ -125,15 +125,21 @@ def _maker(given: argparse.Namespace) -> _Maker:
     return _Maker(make, takes_batch, takes_length)
 
 
-def said_in_a_line(command: str, run: Callable[[Console], None]) -> int:
-    """Run a command with a console for its tables; the exit status. Errors are one line."""
+def exit_status(command: str, run: Callable[[Console], None]) -> int:
+    """Run a command with a console for its tables; the exit status.
+
+    An error is one line. An option of ``torch.compile`` has the name of the command's argument.
+    """
     console = Console(soft_wrap=True, highlight=False)
     if not console.is_terminal:  # ignore the default of 80 columns
         console.width = max(console.width, 120)
     try:
         run(console)
     except (OsdpError, ValueError, OSError, ImportError) as error:
-        Console(stderr=True).print(f"{command}: {error}", style="red", markup=False, soft_wrap=True)
+        said = str(error)
+        if isinstance(error, OptionError):
+            said = f"argument --{error.option.replace('_', '-')}: {error.reason}"
+        Console(stderr=True).print(f"{command}: {said}", style="red", markup=False, soft_wrap=True)
         return 1
     return 0
 

@@ -10,11 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from osdp_compile.cli.argument_types import prepare_file
-from osdp_compile.cli.model_arguments import (
-    given_model,
-    said_in_a_line,
-    working,
-)
+from osdp_compile.cli.model_arguments import exit_status, given_model, working
 from osdp_compile.figures import new_figure
 from osdp_compile.options import CheckedOptions
 from osdp_compile.planning.batch_search import Tried, best_batch
@@ -33,13 +29,13 @@ ALTERNATIVES = {
     "DDP: replicate all": Decision.REPLICATE,
     "ZeRO-2: shard all, keep": Decision.SHARD_KEEP,
     "FSDP: shard all, regather": Decision.SHARD_REGATHER,
-    "HSDP: the same within hosts": Decision.SHARD_HOST_REGATHER,
+    "HSDP: shard within hosts, regather": Decision.SHARD_HOST_REGATHER,
 }
 
 
 def run(given: argparse.Namespace) -> int:
     """Plan and print; the exit status."""
-    return said_in_a_line("osdp plan", lambda console: _run(given, console))
+    return exit_status("osdp plan", lambda console: _run(given, console))
 
 
 def _run(given: argparse.Namespace, console: Console) -> None:

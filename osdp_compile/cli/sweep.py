@@ -9,11 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from osdp_compile.cli.argument_types import prepare_file
-from osdp_compile.cli.model_arguments import (
-    given_model,
-    said_in_a_line,
-    working,
-)
+from osdp_compile.cli.model_arguments import exit_status, given_model, working
 from osdp_compile.planning.offline import mesh_sizes
 from osdp_compile.planning.sweep import Grid, sweep
 from osdp_compile.reports.sweep_plot import check_picture, draw_sweep
@@ -22,7 +18,7 @@ from osdp_compile.reports.sweep_table import EXPLAINED, points_table, write_csv
 
 def run(given: argparse.Namespace) -> int:
     """Plan and print; the exit status."""
-    return said_in_a_line("osdp sweep", lambda console: _run(given, console))
+    return exit_status("osdp sweep", lambda console: _run(given, console))
 
 
 def _run(given: argparse.Namespace, console: Console) -> None:

@@ -13,12 +13,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
 from osdp_compile.optim.adafactor import step_on_rows
+from osdp_compile.optim.step_hooks import before_steps
 
 #: Optimizers whose steps DTensors refuse, with an error that does not help the user.
 _NOT_ON_ROWS = ("LBFGS", "Rprop", "SparseAdam")
@@ -51,7 +51,7 @@ def replaced(old: nn.Parameter, name: str) -> None:
     """Record a parameter that sharding replaced, and check every optimizer from now on."""
     _replaced[old] = name
     if not _watching:
-        _watching.append(register_optimizer_step_pre_hook(torch.compiler.disable(_before_step)))
+        _watching.append(before_steps(_before_step))
         for operator in _ON_ROWS_AS_THEY_ARE:
             _torch.handle_dtensor_operator(getattr(torch.ops.aten, operator).default, _on_rows)
         _torch.handle_adafactor(step_on_rows)

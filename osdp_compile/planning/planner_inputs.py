@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from osdp_compile.errors import OptionError
 from osdp_compile.model.find_modules import find_roots, static_inputs
 from osdp_compile.model.mixed_precision import Precision
 from osdp_compile.model.shard_in_place import (
@@ -113,7 +114,7 @@ def slices_of(
     ``patterns``: the option ``slices``. The last matching pattern counts.
 
     Raises:
-        ValueError: naming a pattern that no parameter matches.
+        OptionError: naming a pattern that no parameter matches.
     """
     if patterns is None:
         return None
@@ -121,7 +122,7 @@ def slices_of(
     for pattern, given in patterns.items():
         names = fnmatch.filter([one.name for one in parameters], pattern)
         if not names:
-            raise ValueError(f"option 'slices': no parameter's name matches {pattern!r}")
+            raise OptionError("slices", f"no parameter's name matches {pattern!r}")
         found.update(dict.fromkeys(names, (given, 0) if isinstance(given, int) else given))
     return tuple((name, *given) for name, given in sorted(found.items()))
 
@@ -132,7 +133,7 @@ def stays_of(
     """The option ``tensor_parallel`` with the names of parameters in place of patterns.
 
     Raises:
-        ValueError: naming a pattern that no parameter matches.
+        OptionError: naming a pattern that no parameter matches.
     """
     if isinstance(patterns, bool):
         return patterns
@@ -140,7 +141,7 @@ def stays_of(
     for pattern in patterns:
         names = fnmatch.filter([one.name for one in parameters], pattern)
         if not names:
-            raise ValueError(f"option 'tensor_parallel': no parameter's name matches {pattern!r}")
+            raise OptionError("tensor_parallel", f"no parameter's name matches {pattern!r}")
         found.update(dict.fromkeys(names))
     return tuple(found)
 

@@ -15,16 +15,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from osdp_compile import _torch
 from osdp_compile.calibration.evidence import MeasuredGraph, MeasuredStep, middle_half
+from osdp_compile.optim.step_hooks import after_steps, before_steps
 from passes.simulate.skeleton import is_computing
 from passes.types.context import Phase
 
@@ -155,8 +151,8 @@ class StepTraces:
         """Run and trace a compiled forward. Its backward is traced when it runs."""
         if not self._hooks:
             self._hooks = [
-                register_optimizer_step_pre_hook(torch.compiler.disable(self._optimizer_begins)),
-                register_optimizer_step_post_hook(torch.compiler.disable(self._optimizer_ends)),
+                before_steps(self._optimizer_begins),
+                after_steps(self._optimizer_ends),
             ]
         self._left -= 1
         trace = self._open = _Trace(time.perf_counter(), CallTimes(), CallTimes())

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
 from osdp_compile.live_objects import living
 from osdp_compile.model.wrapped import check_not_in_fsdp
+from osdp_compile.optim.step_hooks import before_steps
 from osdp_compile.runtime.current_call import referred_to
 from osdp_compile.tracking.session import find
 from osdp_compile.tracking.unaveraged import check_averaged
@@ -41,12 +41,7 @@ def watch_optimizers(backend: Callable[..., Any]) -> None:
     """Check optimizers before their steps, for models that are compiled with a backend."""
     if not _watching:
         _watching.append(
-            register_optimizer_step_pre_hook(
-                # A compiled step would trace the check: Dynamo fails on it.
-                torch.compiler.disable(
-                    lambda optimizer, args, kwargs: check_covered(optimizer, backend)
-                )
-            )
+            before_steps(lambda optimizer, args, kwargs: check_covered(optimizer, backend))
         )
 
 

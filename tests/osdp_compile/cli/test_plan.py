@@ -163,7 +163,7 @@ def test_a_type_to_gather_in(here, capsys):
     assert run(*given) == 0
     assert Plan.load(here / "plan.json").prediction.step_seconds > in_bf16.prediction.step_seconds
     assert run(*given, "--param-dtype", "int8") == 1
-    assert "option 'param_dtype'" in capsys.readouterr().err
+    assert "argument --param-dtype" in capsys.readouterr().err
 
 
 def test_a_mesh_of_hosts(here, capsys):
@@ -205,7 +205,10 @@ def test_a_hugging_face_model_by_its_configuration(here, capsys):
         (["models_of_mine:one_batch", "--batch-size", "2"], "takes no batch size"),
         (["models_of_mine:one_batch", "--memory-limit", "1kB"], "least possible"),
         (["models_of_mine:any_batch", "--batch-sizes", "auto"], "needs a memory limit"),
-        (["models_of_mine:one_batch", "--optimizer", "adamv"], "optimizer"),
+        (["models_of_mine:one_batch", "--optimizer", "adamv"], "argument --optimizer: optimizer"),
+        (["models_of_mine:one_batch", "--param-dtype", "int8"], "argument --param-dtype: 'int8'"),
+        (["models_of_mine:one_batch", "--slices", "x=4"], "argument --slices: no parameter's name"),
+        (["models_of_mine:one_batch", "--slices", "0.*=0"], "argument --slices: '0.*': 0 is not a"),
     ],
 )
 def test_what_cannot_be_planned_is_said_in_a_line(here, capsys, arguments, said):
@@ -213,6 +216,13 @@ def test_what_cannot_be_planned_is_said_in_a_line(here, capsys, arguments, said)
     error = capsys.readouterr().err
     assert said in " ".join(error.split())
     assert "Traceback" not in error
+
+
+def test_an_unknown_profile_is_said_by_its_argument(here, capsys):
+    assert run("models_of_mine:one_batch", "--world-size", "4", hardware="h10") == 1
+    error = " ".join(capsys.readouterr().err.split())
+    assert error.startswith("osdp plan: argument --hardware: 'h10' is neither a preset nor a file")
+    assert "Allowed" not in error
 
 
 @pytest.mark.parametrize("ranks", [[], ["--world-size", "8", "--mesh", "host=2,gpu=4"]])
