@@ -100,6 +100,9 @@ def _wrap(trial: Trial, family: Family, way: str, options: dict[str, Any]) -> Wr
 
         def ddp(module: nn.Module) -> nn.Module:
             if way == "compiled":
+                # In parts, one graph for each of DDP's buckets, torch 2.13 gives some models zero
+                # gradients.
+                torch._dynamo.config.optimize_ddp = False
                 module.compile(dynamic=family.dynamic, backend="inductor")
             # As with FSDP2 and osdp, each rank has batch norm statistics of its own.
             return DistributedDataParallel(

@@ -69,7 +69,7 @@ def judge(family: Family, runs: Mapping[str, Record]) -> Verdict:
     roundings = {
         way: difference(ddp, runs[way])
         for way in ROUNDINGS
-        if way in runs and runs[way].outcome == "ran"
+        if way in runs and runs[way].outcome == "ran" and _starts_alike(family, ddp, runs[way])
     }
     if roundings:
         way = max(roundings, key=roundings.__getitem__)
@@ -130,12 +130,24 @@ def _stopped(family: Family, runs: Mapping[str, Record], way: str) -> Verdict:
     return Verdict(family, "fails", f"{way}: {line}{torch_too}")
 
 
-def difference(reference: Record, record: Record) -> float:
-    """The largest relative difference of losses and gradient norms, over ranks and steps."""
+def _starts_alike(family: Family, ddp: Record, record: Record) -> bool:
+    """Whether a run's first step is DDP's: rounding alone makes no larger difference there.
+
+    An infinite figure of a later step is no rounding either.
+    """
+    is_finite = math.isfinite(difference(ddp, record))
+    return is_finite and difference(ddp, record, steps=1) <= _tolerance(family)
+
+
+def difference(reference: Record, record: Record, steps: int | None = None) -> float:
+    """The largest relative difference of losses and gradient norms, over ranks and steps.
+
+    ``steps``: the number of steps that count; None: all.
+    """
     found = 0.0
     for expected, seen in zip(reference.ranks, record.ranks, strict=True):
         for what in ("losses", "norms"):
-            for one, other in zip(expected[what], seen[what], strict=True):
+            for one, other in zip(expected[what][:steps], seen[what][:steps], strict=True):
                 if not (math.isfinite(one) and math.isfinite(other)):
                     return math.inf
                 found = max(found, abs(one - other) / max(abs(one), SMALLEST))

@@ -108,6 +108,14 @@ def test_a_family_that_multiplies_rounding_is_held_to_how_far_ddp_is_from_itself
     assert verdict.kind == "works" and "Inductor's kernels is 1e-02 from DDP" in verdict.reason
 
 
+def test_a_run_with_another_first_step_says_nothing_of_rounding():
+    differs = {"osdp": record("osdp", norms=[1.0, 1.02])}
+    for norms in ([0.0, 0.0], [1.0, float("inf")]):
+        no_rounding = {**runs(**differs), "compiled": record("compiled", norms=norms)}
+        verdict = judge(FAMILY, no_rounding)
+        assert (verdict.kind, verdict.reason) == ("fails", "osdp: 2.0e-02 from DDP"), norms
+
+
 def test_only_an_expected_message_of_this_package_counts_as_refused():
     family = dataclasses.replace(FAMILY, refused="double backward")
     said = "osdp_compile.errors.OsdpError: no double backward: do this"
