@@ -31,6 +31,7 @@ from passes.overlap.reorder_collectives import reorder
 from passes.recompute.recompute_activations import recompute
 from passes.shard.dedupe_markers import dedupe
 from passes.shard.lower_markers import shard
+from passes.shard.narrow_reads import narrow
 from passes.shard.tag_recompute import tag
 from passes.simulate.lent import lend
 from passes.split.save_slices import save_slices
@@ -78,6 +79,7 @@ def default_passes() -> list[Pass]:
     """The default passes in execution order."""
     return [
         Pass("dedupe", dedupe, Stage.JOINT, leaves=("one marker each",)),
+        Pass("narrow", narrow, Stage.JOINT, needs=("one marker each",), leaves=("narrow reads",)),
         Pass("tag", tag, Stage.JOINT, needs=("one marker each",), leaves=("tags",)),
         Pass("recompute", recompute, Stage.STEP, needs=("one marker each",), leaves=("copies",)),
         Pass("move", move, Stage.STEP, needs=("copies",), leaves=("moved activations",)),

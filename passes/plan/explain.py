@@ -13,6 +13,9 @@ from passes.types.decision import Moves
 from passes.types.plan import Plan, shardable
 from passes.types.units import format_seconds
 
+#: dtypes as people call them.
+_SHORT = {"bfloat16": "bf16", "float16": "fp16"}
+
 
 def explained(
     plan: Plan,
@@ -30,6 +33,7 @@ def explained(
     its decision, of its slices, and of activations that move (``gains.py``).
     """
     collectives = _collectives(step)
+    dtypes = _dtypes_of_gathers(step)
     rows = []
     for row in plan.parameters:
         parts = []
@@ -42,8 +46,11 @@ def explained(
         parts += [f"slices: {slices}"] if slices else []
         moves = gains_of_moves.get(row.name)
         parts += [moves] if moves else []
+        seen = representatives.get(row.name, row.name)
+        dtype = dtypes.get(seen, row.dtype)
+        parts += [f"gathered in {_SHORT.get(dtype, dtype)}"] if dtype != row.dtype else []
         for what, kind in collectives.items():
-            if (seen := representatives.get(row.name, row.name)) in kind:
+            if seen in kind:
                 seconds, late = kind[seen]
                 hidden = "hidden" if late < 0.05 * seconds else f"{format_seconds(late)} exposed"
                 parts.append(f"{what} {format_seconds(seconds)}, {hidden}")
@@ -63,4 +70,16 @@ def _collectives(step: LoweredStep) -> dict[str, dict[str, tuple[float, float]]]
             for name in map(parameter_of, purpose.names):
                 before = kind.get(name, (0.0, 0.0))
                 kind[name] = (before[0] + seconds, before[1] + late)
+    return found
+
+
+def _dtypes_of_gathers(step: LoweredStep) -> dict[str, str]:
+    """By name of a parameter, the dtype in which it is gathered."""
+    found: dict[str, str] = {}
+    for simulation in step.simulations:
+        for node in simulation.exposed:
+            purpose = COLLECTIVE.of(node)
+            if purpose.gathers_weights:
+                dtype = str(node.meta["val"].dtype).removeprefix("torch.")
+                found.update(dict.fromkeys(map(parameter_of, purpose.names), dtype))
     return found

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import osdp_compile
 from osdp_compile import Plan
+from passes.pipeline import default_passes
 from tests.training import SLOW, adamw, mean_over_ranks, whole
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -175,3 +176,50 @@ def test_all_ranks_skip_a_step_in_which_one_overflows(two_ranks):
     for scales, changed in two_ranks.run(scaled):
         assert scales == [256.0, 128.0, 128.0]
         assert changed == [True, False, True]
+
+
+def with_autocast(rank, world_size, narrows):
+    """Losses and parameters under autocast; with the pass that casts before gathers, or without."""
+    torch._dynamo.reset()
+    model = made()
+    passes = [one for one in default_passes() if narrows or one.name != "narrow"]
+    plan = Plan.uniform(model.named_parameters(), "shard_keep", world_size=world_size)
+    options = {"plan": plan, "hardware": SLOW, "passes": passes}
+    compiled = torch.compile(model, backend="osdp", options=options)
+    with torch.autocast("cpu", BF16):
+        found = losses(compiled, adamw(model.parameters()), rank, range(3))
+    return found, [whole(one) for one in model.parameters()]
+
+
+def test_a_cast_before_the_gather_changes_no_bit_of_training(two_ranks):
+    for with_it, without_it in zip(
+        two_ranks.run(with_autocast, True), two_ranks.run(with_autocast, False), strict=True
+    ):
+        assert with_it[0] == without_it[0]
+        assert all(map(torch.equal, with_it[1], without_it[1]))
+
+
+def planned_with_autocast(rank, world_size):
+    torch._dynamo.reset()
+    model = made()
+    limit = 1 << 16
+    while osdp_compile.plan_of(model) is None:
+        options = {"memory_limit": limit, "hardware": SLOW}
+        compiled = torch.compile(model, backend="osdp", options=options)
+        try:
+            with torch.autocast("cpu", BF16):
+                losses(compiled, adamw(model.parameters()), rank, range(1))
+        except osdp_compile.InfeasibleLimit as error:
+            assert error.least_bytes > limit
+            limit = error.least_bytes * 11 // 10
+            torch._dynamo.reset()
+    return osdp_compile.plan_of(model)
+
+
+@pytest.mark.thorough
+def test_the_plan_says_what_autocast_gathers_in_bf16(two_ranks):
+    plan = two_ranks.run(planned_with_autocast)[0]
+    sharded = {row.name: row.reason for row in plan.parameters if row.decision.sharded}
+    said = {name for name, reason in sharded.items() if "gathered in bf16" in reason}
+    assert said and said <= {name for name in sharded if "norm" not in name}
+    assert "token.weight" not in said  # the embedding reads it in fp32

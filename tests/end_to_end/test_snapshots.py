@@ -128,7 +128,7 @@ def test_every_pass_on_the_way(osdp_graphs, world_size):
     after = [
         f"{graph}/{name}"
         for graph, names in {
-            "joint": ("dedupe", "tag"),
+            "joint": ("dedupe", "narrow", "tag"),
             "forward": ("shard", "bucket", "annotate", "reorder"),
             "backward": ("hoist", "shard", "bucket", "annotate", "reorder"),
         }.items()
