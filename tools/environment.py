@@ -75,8 +75,14 @@ def pip(folder: Path, *what: str) -> None:
 
 
 def _follow(folder: Path) -> None:
-    """Add the packages of this Python to an environment's path, after its own."""
-    paths = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+    """Add the packages of this Python to an environment's path, after its own.
+
+    Python reads no ``.pth`` file of an added folder, so the folders that this Python follows itself
+    are added too.
+    """
+    own = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+    others = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    paths = dict.fromkeys([*own, *others])
     done = subprocess.run(
         [python_of(folder), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
         capture_output=True,

@@ -112,6 +112,10 @@ def test_an_environment_keeps_a_torch_that_is_there_and_follows_the_one_beside_p
     assert said == f"uses torch {own} of {sys.prefix}"
     assert environment.torch_in(tmp_path / "new") == own
     assert environment.make(tmp_path / "new", None).startswith(f"keeps torch {own}")
+    # One that is made by that environment follows the same torch.
+    script, newer = ROOT / "tools" / "environment.py", tmp_path / "newer"
+    subprocess.run([environment.python_of(tmp_path / "new"), script, newer], check=True)
+    assert environment.torch_in(newer) == own
 
 
 def test_inductor_is_told_to_keep_the_order_by_settings_that_it_has():
