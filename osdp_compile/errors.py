@@ -48,10 +48,10 @@ class OptionError(ValueError):
         reason: the reason alone. The command line puts the name of its own argument before it.
     """
 
-    def __init__(self, option: str, reason: str, allowed: str = "") -> None:
-        stop = "" if not allowed else " " if reason.endswith(("?", ".")) else ". "
-        super().__init__(f"option {option!r}: {reason}{stop}{allowed}")
-        self.option, self.reason, self._allowed = option, reason, allowed
+    def __init__(self, message: str, option: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.option = option
+        self.reason = reason or message.removeprefix(f"option {option!r}: ")
 
     def __reduce__(self) -> tuple[type[OptionError], tuple[str, str, str]]:
-        return type(self), (self.option, self.reason, self._allowed)  # ranks send it to each other
+        return type(self), (str(self), self.option, self.reason)  # ranks send it to each other

@@ -236,7 +236,10 @@ class CheckedOptions:
                 values[field] = _READERS[name](value)
             except (ValueError, TypeError, OSError) as error:
                 said = f"{error.strerror}: {error.filename!r}" if _is_about_a_file(error) else error
-                raise OptionError(name, str(said), f"Allowed: {_allowed(name)}") from error
+                stop = "" if str(said).endswith(("?", ".")) else "."
+                raise OptionError(
+                    f"option {name!r}: {said}{stop} Allowed: {_allowed(name)}", name, str(said)
+                ) from error
         if "plan" in values and "slices" in values:
             raise ValueError(
                 "option 'slices': the plan in option 'plan' says what runs in slices; give one of "

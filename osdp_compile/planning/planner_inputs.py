@@ -122,7 +122,7 @@ def slices_of(
     for pattern, given in patterns.items():
         names = fnmatch.filter([one.name for one in parameters], pattern)
         if not names:
-            raise OptionError("slices", f"no parameter's name matches {pattern!r}")
+            raise OptionError(f"option 'slices': no parameter's name matches {pattern!r}", "slices")
         found.update(dict.fromkeys(names, (given, 0) if isinstance(given, int) else given))
     return tuple((name, *given) for name, given in sorted(found.items()))
 
@@ -141,7 +141,10 @@ def stays_of(
     for pattern in patterns:
         names = fnmatch.filter([one.name for one in parameters], pattern)
         if not names:
-            raise OptionError("tensor_parallel", f"no parameter's name matches {pattern!r}")
+            raise OptionError(
+                f"option 'tensor_parallel': no parameter's name matches {pattern!r}",
+                "tensor_parallel",
+            )
         found.update(dict.fromkeys(names))
     return tuple(found)
 
