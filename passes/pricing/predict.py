@@ -42,6 +42,11 @@ class LoweredStep:
     simulations: tuple[Simulation, Simulation]
     #: Bytes of the base in the forward and in the backward, and the bytes at the optimizer's step.
     base_bytes: tuple[int, int, int]
+    #: The base by kind, and the bytes that the forward returns to its caller.
+    base: Mapping[str, int]
+    returned_bytes: int
+    #: Of a folded step: the time of the layers left out, in the forward and in the backward.
+    unseen: tuple[Seconds, Seconds]
 
     def bytes_at(self, places: tuple[Mapping[str, int], Mapping[str, int]]) -> np.ndarray:
         """Bytes alive at each captured node while no collective overlaps compute, then at the
@@ -115,10 +120,11 @@ def _predict(
         lowered.append(gm)
         simulations.append(simulate(gm.graph, MEMORY.pop(gm)))
     forward, backward = simulations
-    unseen = Seconds(0.0, 0.0)
-    if folded is not None:
-        for gm, simulation in zip(lowered, simulations, strict=True):
-            unseen = unseen.plus(seconds_of(folded, plan, gm.graph, simulation))
+    ahead, behind = (
+        Seconds(0.0, 0.0) if folded is None else seconds_of(folded, plan, gm.graph, simulation)
+        for gm, simulation in zip(lowered, simulations, strict=True)
+    )
+    unseen = ahead.plus(behind)
     update_seconds = optimizer_seconds(ctx, plan)
     base = {**state, **base_kinds(ctx)}
     base = _sum(base, more_earlier_gradients(ctx, plan, backward.memory.kept_bytes))
@@ -156,6 +162,9 @@ def _predict(
         lowered[1],
         (forward, backward),
         (held_bytes, held_bytes + returned, sum(peaks[3].values())),
+        base,
+        returned,
+        (ahead, behind),
     )
 
 
