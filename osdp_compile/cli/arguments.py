@@ -125,6 +125,13 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         metavar="PNG",
         help="also print step time against memory, and draw this picture",
     )
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write the report as one page: the simulated step, its memory, the model by decision, "
+        "the plan, the comparison, and the frontier if it is asked for",
+    )
 
 
 def add_sweep(parser: argparse.ArgumentParser) -> None:

@@ -187,23 +187,14 @@ class TracedStep:
         ``limit_bytes``: the schedule gives up overlap for it; None: maximum overlap.
         """
         ctx = self.context(ranks, hardware, limit_bytes)
-        plan = Plan.uniform(
-            [(one.name, one) for one in self.parameters],
-            decision,
-            world_size=ctx.world_size,
-            bucket_bytes=bucket_bytes_for(ctx),
-            ranks_of_a_host=ctx.ranks_of_a_host,
-        ).replace(memory_limit_bytes=limit_bytes)
-        return self._completed(plan, ctx)
+        return self._completed(uniform_plan(decision, ctx), ctx)
 
     def priced(self, plan: Plan, ranks: Mapping[str, int], hardware: Hardware) -> Prediction:
         """The simulator's prediction of a plan on this hardware, for which it need not be made."""
         ctx = self.context(ranks, hardware, plan.memory_limit_bytes)
         return predicted(self._completed(plan, ctx))
 
-    def simulated(
-        self, plan: Plan, ranks: Mapping[str, int], hardware: Hardware
-    ) -> StepTimeline:
+    def simulated(self, plan: Plan, ranks: Mapping[str, int], hardware: Hardware) -> StepTimeline:
         """The simulated step of a plan that :meth:`plan` made for this hardware."""
         ctx = self.context(ranks, hardware, plan.memory_limit_bytes)
         step = self.step_for(ctx)
@@ -215,6 +206,18 @@ class TracedStep:
         # What a plan recomputes may differ from layer to layer.
         step = self.captured if plan.recompute else self.step_for(ctx)
         return complete(plan, step, ctx, self.passes)
+
+
+def uniform_plan(decision: Decision, ctx: Context) -> Plan:
+    """One decision for all parameters of a context, without a schedule and a prediction."""
+    plan = Plan.uniform(
+        [(one.name, one) for one in ctx.parameters],
+        decision,
+        world_size=ctx.world_size,
+        bucket_bytes=bucket_bytes_for(ctx),
+        ranks_of_a_host=ctx.ranks_of_a_host,
+    )
+    return plan.replace(memory_limit_bytes=ctx.limit_bytes)
 
 
 def predicted(plan: Plan) -> Prediction:
