@@ -115,6 +115,7 @@ class MemoryCurve:
     ``bytes_by_kind``: by kind, from the lowest in the picture; one figure for each time.
     ``moments``: two points stand for so many moments: their highest and their last.
     ``buffers``: the largest ones first. ``unlisted``: number of smaller ones.
+    ``peak_buffers``: those alive at the peak, which may last no time.
     """
 
     seconds: tuple[float, ...]
@@ -126,6 +127,7 @@ class MemoryCurve:
     moments: int
     buffers: tuple[Alive, ...]
     unlisted: int
+    peak_buffers: tuple[Alive, ...]
 
 
 @dataclasses.dataclass(frozen=True)

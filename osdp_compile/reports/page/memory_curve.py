@@ -46,19 +46,25 @@ def memory_curve(
         one for at, phase in zip(starts, step.phases, strict=True) for one in _buffers(at, phase)
     ]
     buffers.sort(key=lambda one: -one.size_bytes)
+    at_peak = float(seconds[peak])
     return MemoryCurve(
         seconds=(*seconds[kept].tolist(), step.step_seconds),
         bytes_by_kind={
             kind: (*own[kept].tolist(), int(own[-1]))
             for kind, own in zip(kinds, sizes, strict=True)
         },
-        peak_seconds=float(seconds[peak]),
+        peak_seconds=at_peak,
         peak_bytes=int(sizes[:, peak].sum()),
         limit_bytes=limit_bytes,
         measured_peak_bytes=measured_peak_bytes,
         moments=moments,
         buffers=tuple(buffers[:most_buffers]),
         unlisted=max(0, len(buffers) - most_buffers),
+        peak_buffers=tuple(
+            Alive(shortened(one.label), one.kind, one.size_bytes, at_peak, at_peak)
+            for one in step.peak.peak_buffers
+            if not one.is_part
+        )[:most_buffers],
     )
 
 

@@ -97,10 +97,10 @@
   // --- memory under the cursor ---
   const memory = data.memory;
   const kinds = Object.keys(memory.bytes_by_kind);
-  const times = model("times");
-  const perSecond = data.lanes.step_seconds > 0 ? model("spans").data.right : [];
-  const scale = Math.max(...perSecond) / Math.max(...spans.map((span) => span.end_seconds));
-  function alive(seconds) {
+  const scale = model("times").end / data.lanes.step_seconds; // the axis has its own unit
+  const totals = memory.seconds.map((_, index) =>
+    kinds.reduce((sum, kind) => sum + memory.bytes_by_kind[kind][index], 0));
+  function alive(seconds, isPeak) {
     let low = 0;
     let high = memory.seconds.length - 1;
     while (low < high) {
@@ -108,11 +108,10 @@
       if (memory.seconds[middle] <= seconds) low = middle;
       else high = middle - 1;
     }
+    if (isPeak) low = totals.indexOf(memory.peak_bytes);
     const rows = [];
-    let total = 0;
     for (const kind of [...kinds].reverse()) {
       const size = memory.bytes_by_kind[kind][low];
-      total += size;
       if (!size) continue;
       const dot = element("i");
       dot.style.background = data.colours.memory[kind];
@@ -120,10 +119,10 @@
       name.append(dot, kind);
       rows.push([bytes(size), name]);
     }
-    const here = memory.buffers.filter(
+    const here = isPeak ? memory.peak_buffers : memory.buffers.filter(
       (one) => one.start_seconds <= seconds && seconds < one.end_seconds);
     const parts = [
-      element("h4", `${bytes(total)} at ${time(seconds)}`),
+      element("h4", `${isPeak ? "the peak, " : ""}${bytes(totals[low])} at ${time(seconds)}`),
       table(rows),
     ];
     if (here.length) {
@@ -137,11 +136,13 @@
     const view = Bokeh.index.find_one(model(name));
     view.el.addEventListener("mousemove", (event) => {
       const left = event.clientX - view.el.getBoundingClientRect().left;
+      const peak = view.frame.x_scale.compute(memory.peak_seconds * scale);
+      if (Math.abs(left - peak) < 4) return alive(memory.peak_seconds, true);
       const x = view.frame.x_scale.invert(left);
-      alive(Math.min(Math.max(x / scale, 0), data.lanes.step_seconds));
+      return alive(Math.min(Math.max(x / scale, 0), data.lanes.step_seconds), false);
     });
   }
-  alive(memory.peak_seconds);
+  alive(memory.peak_seconds, true);
 
   // --- tables and the tree ---
   const plan = byId("plan");

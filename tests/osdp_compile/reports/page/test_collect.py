@@ -107,6 +107,8 @@ def test_the_memory_by_kind_adds_up_to_the_simulations_curve():
         kind: sizes[total.index(found.peak_bytes)] for kind, sizes in found.bytes_by_kind.items()
     }
     assert {kind: size for kind, size in at_peak.items() if size} == given.plan.prediction.peak
+    at_peak = sum(one.size_bytes for one in found.peak_buffers)
+    assert at_peak + given.timeline.peak.base_bytes == found.peak_bytes
     assert list(found.seconds) == sorted(found.seconds)
     assert found.seconds[-1] == given.timeline.step_seconds
 

@@ -14,9 +14,14 @@ from html.parser import HTMLParser
 
 import pytest
 
-from osdp_compile.reports.page.collect import collect
+from osdp_compile.reports.page.collect import Sources, collect
 from osdp_compile.reports.page.page import page_of, save_page
+from passes.simulate.chrome_trace import StepTimeline
+from passes.simulate.timeline import COMPUTE, Buffer, Event, LeftOut, Lived, Timeline
+from passes.types.decision import Decision
 from passes.types.decode import encoded
+from passes.types.plan import Plan
+from passes.types.units import format_bytes
 from tests.osdp_compile.reports.page.sources import EVIL, sources
 
 pytest.importorskip("bokeh", reason="pages are drawn with Bokeh")
@@ -74,14 +79,56 @@ def test_the_page_has_its_contents_as_json(page):
     assert set(data["figures"]) == {"step", "frontier"}
 
 
-@pytest.mark.thorough
-def test_a_page_of_many_alike_layers_is_small():
-    given = sources(layers=600)
-    assert any(phase.left_out for phase in given.timeline.phases)
-    contents = collect(given)
+def large_step() -> Sources:
+    """126 alike layers of nine parameters; 20,000 kernels and buffers, after a gap."""
+    count, each = 20_000, 1e-3
+    row = sources().plan["layers.0.weight"]
+    named = [
+        (f"model.layers.{n}.mlp.projection_{m}.weight", row)
+        for n in range(126)
+        for m in "abcdefghi"
+    ]
+    label = "mm in model.layers.{}.mlp.projection".format
+    phase = Timeline(
+        phase="forward",
+        step_seconds=count * each,
+        events=tuple(
+            Event(f"mm_{n}", label(n % 126), COMPUTE, n * each, (n + 1) * each)
+            for n in range(count)
+        ),
+        stalls=(),
+        memory=((0.0, 1000),),
+        base={"parameters": 1000},
+        peak_bytes=1000,
+        peak_seconds=0.0,
+        peak_at="mm_0",
+        peak_buffers=(),
+        places_seconds=tuple(n * each for n in range(count)),
+        lives=tuple(
+            Lived(Buffer(f"mm_{n}", label(n % 126), "activations", n + 1), n, min(n + 9, count - 1))
+            for n in range(count)
+        ),
+        left_out=LeftOut("left_out", "layers 3 to 122, 120 alike", "", 120, 4, 5, 0.005, 0.006),
+    )
+    plan = Plan.uniform(named, Decision.SHARD_REGATHER, world_size=1024)
+    return Sources("Large", "h100-sxm", plan, StepTimeline((phase,), 1024), None)
+
+
+def test_a_page_of_a_large_step_is_small_and_says_what_it_merges():
+    contents = collect(large_step())
     assert len(page_of(contents)) < MOST_BYTES
-    assert len(contents.rows) < 10
-    assert "are alike: one bar stands for all" in " ".join(contents.notes)
+    assert [(row.name, row.parameters) for row in contents.rows] == [
+        (f"model.layers.{{0..125}}.mlp.projection_{m}.weight", 126) for m in "abcdefghi"
+    ]
+    assert contents.memory.peak_bytes == 1000 + sum(range(19_991, 20_001))
+    notes = " ".join(contents.notes)
+    for words in (
+        "120 layers between them are alike: one bar stands for all",
+        "bars for 20,001 events: short neighbours of one kind are merged",
+        "the highest and the last value of each 34 moments",
+        "18,500 buffers smaller than",
+    ):
+        assert words in notes
 
 
 def test_without_bokeh_the_extra_is_named(monkeypatch, tmp_path):
@@ -206,6 +253,7 @@ def test_the_search_the_sort_and_the_cursor_work(opened):
     assert sizes == sorted(row.size_bytes for row in contents.rows)
 
     at_peak = element(opened, "#alive").text
+    assert at_peak.startswith(f"the peak, {format_bytes(contents.memory.peak_bytes)} at ")
     ActionChains(opened).move_to_element_with_offset(element(opened, "#step"), 200, 150).perform()
     assert element(opened, "#alive").text != at_peak
     assert "parameters" in element(opened, "#alive").text
