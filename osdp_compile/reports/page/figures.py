@@ -207,28 +207,40 @@ def _memory(memory: MemoryCurve, second: float, times: Range1d) -> figure:
         )
         last = kind
     for level, colour, name, dash, text in levels:
-        found.add_layout(
-            Span(
-                dimension="width",
-                location=level * byte,
-                line_color=colour,
-                line_dash=dash,
-                line_width=2,
-                name=name,
-            )
+        _draw_level(found, level * byte, colour, name, dash, text)
+    _mark_peak(found, memory, second, byte)
+    found.yaxis.axis_label = f"memory of one rank ({unit})"
+    return found
+
+
+def _draw_level(found: figure, height: float, colour: str, name: str, dash: str, text: str) -> None:
+    """A line over the whole time, with its text."""
+    found.add_layout(
+        Span(
+            dimension="width",
+            location=height,
+            line_color=colour,
+            line_dash=dash,
+            line_width=2,
+            name=name,
         )
-        found.text(
-            x=[0],
-            y=[level * byte],
-            text=[text],
-            text_color=colour,
-            text_font_size="12px",
-            x_offset=4,
-            y_offset=-3,
-        )
+    )
+    found.text(
+        x=[0],
+        y=[height],
+        text=[text],
+        text_color=colour,
+        text_font_size="12px",
+        x_offset=4,
+        y_offset=-3,
+    )
+
+
+def _mark_peak(found: figure, memory: MemoryCurve, second: float, byte: float) -> None:
+    """A stem and a text: the peak may last a short moment, or none."""
     at, height = memory.peak_seconds * second, memory.peak_bytes * byte
     peak = ColumnDataSource({"x": [at], "y": [height]}, name="peak")
-    found.segment(x0="x", y0=0, x1="x", y1="y", source=peak, line_color=_PEAK)  # a short moment
+    found.segment(x0="x", y0=0, x1="x", y1="y", source=peak, line_color=_PEAK)
     found.scatter("x", "y", source=peak, size=7, color=_PEAK)
     late = memory.peak_seconds > 0.6 * memory.seconds[-1]
     found.text(
@@ -242,5 +254,3 @@ def _memory(memory: MemoryCurve, second: float, times: Range1d) -> figure:
         x_offset=-8 if late else 8,
         y_offset=-2,
     )
-    found.yaxis.axis_label = f"memory of one rank ({unit})"
-    return found
