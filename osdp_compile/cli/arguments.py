@@ -112,19 +112,13 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         default="quick",
         help="thorough: search under lower limits too; minutes in place of seconds",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="save the plan as JSON")
     parser.add_argument(
         "--batch-sizes",
         type=_batch_sizes,
         metavar="1,2,4|auto",
         help="find the batch size of a rank with the highest throughput under the limit",
     )
-    parser.add_argument(
-        "--frontier",
-        type=Path,
-        metavar="PNG",
-        help="also print step time against memory, and draw this picture",
-    )
+    _add_files(parser)
 
 
 def add_sweep(parser: argparse.ArgumentParser) -> None:
@@ -214,6 +208,24 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--optimizer",
         default="adamw",
         help="name, or bytes of state for each element (default: adamw)",
+    )
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``osdp plan`` for what it writes."""
+    parser.add_argument("--out", type=Path, metavar="FILE", help="save the plan as JSON")
+    parser.add_argument(
+        "--frontier",
+        type=Path,
+        metavar="PNG",
+        help="also print step time against memory, and draw this picture",
+    )
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write the report as one page: the simulated step, its memory, the model by decision, "
+        "the plan, the comparison, and the frontier if it is asked for",
     )
 
 

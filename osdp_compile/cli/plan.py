@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -13,24 +13,19 @@ from osdp_compile.cli.argument_types import prepare_file
 from osdp_compile.cli.model_arguments import exit_status, given_model, working
 from osdp_compile.figures import new_figure
 from osdp_compile.options import CheckedOptions
+from osdp_compile.planning.alternatives import alternatives_for
 from osdp_compile.planning.batch_search import Tried, best_batch
 from osdp_compile.planning.frontier import Frontier, frontier
 from osdp_compile.planning.offline import mesh_sizes
 from osdp_compile.planning.planner_inputs import slices_of as slices_by_name
 from osdp_compile.planning.planner_inputs import stays_of
 from osdp_compile.planning.traced_step import TracedStep
+from osdp_compile.reports.page.collect import Sources
+from osdp_compile.reports.page.page import check_page, save_page
 from osdp_compile.reports.plan_table import plan_text
-from passes.types.decision import Decision
+from passes.types.hardware import Hardware
 from passes.types.plan import Plan
 from passes.types.units import format_bytes, format_seconds
-
-#: The plans for comparison, by their names; the last one needs a mesh of two dimensions.
-ALTERNATIVES = {
-    "DDP: replicate all": Decision.REPLICATE,
-    "ZeRO-2: shard all, keep": Decision.SHARD_KEEP,
-    "FSDP: shard all, regather": Decision.SHARD_REGATHER,
-    "HSDP: shard within hosts, regather": Decision.SHARD_HOST_REGATHER,
-}
 
 
 def run(given: argparse.Namespace) -> int:
@@ -51,12 +46,7 @@ def _run(given: argparse.Namespace, console: Console) -> None:
         raise ValueError("give --world-size, or --mesh, and not both")
     ranks = mesh_sizes(given.world_size, given.mesh)
     limit_bytes = given.memory_limit
-    # Report missing packages and unwritable files before planning.
-    if given.frontier is not None:
-        new_figure("--frontier", 1, 1)
-    for path in (given.out, given.frontier):
-        if path is not None and (failure := prepare_file(path)):
-            raise ValueError(failure)
+    _check_files(given)
     with working("osdp plan", "tracing") as say:
         if batches:
             tried = best_batch(
@@ -81,20 +71,57 @@ def _run(given: argparse.Namespace, console: Console) -> None:
     if given.out is not None:
         found.save(given.out)
         console.print(f"Saved. To use it: options={{'plan': '{given.out}'}}", markup=False)
+    _compare(given, step, found, ranks, hardware, console)
+
+
+def _check_files(given: argparse.Namespace) -> None:
+    """Report missing packages and unwritable files before planning."""
+    if given.frontier is not None:
+        new_figure("--frontier", 1, 1)
+    if given.html is not None:
+        check_page("--html")
+    for path in (given.out, given.frontier, given.html):
+        if path is not None and (failure := prepare_file(path)):
+            raise ValueError(failure)
+
+
+def _compare(
+    given: argparse.Namespace,
+    step: TracedStep,
+    found: Plan,
+    ranks: Mapping[str, int],
+    hardware: Hardware,
+    console: Console,
+) -> None:
+    """Compare with common plans and under other limits; write the page."""
+    limit_bytes = given.memory_limit
     with working("osdp plan", "pricing the alternatives"):
-        flat = step.context(ranks, hardware, None).mesh_dims is None
+        ctx = step.context(ranks, hardware, None)
         others = {
             name: step.uniform(decision, ranks, hardware)
-            for name, decision in ALTERNATIVES.items()
-            if not (flat and decision.within_host)
+            for name, decision in alternatives_for(ctx).items()
         }
     console.print(_comparison(found, others, limit_bytes))
+    points: Sequence[tuple[int, Plan]] = ()
     if given.frontier is not None:
         with working("osdp plan --frontier", "planning under other limits") as say:
             curve = frontier(step, ranks, hardware, say, search=given.search)
         console.print(_frontier_table(curve))
         curve.draw(given.frontier, others)
         console.print(f"Drawn in {given.frontier}", markup=False)
+        points = curve.points
+    if given.html is not None:
+        sources = Sources(
+            model=given.model or given.hf_config.resolve().name,
+            hardware=hardware.name,
+            plan=found,
+            timeline=step.simulated(found, ranks, hardware),
+            limit_bytes=limit_bytes,
+            others=others,
+            frontier=points,
+        )
+        save_page(sources, given.html, "--html")
+        console.print(f"Open {given.html} in a browser", markup=False)
 
 
 def _forced(given: argparse.Namespace) -> Callable[[TracedStep], TracedStep]:
@@ -114,7 +141,7 @@ def _forced(given: argparse.Namespace) -> Callable[[TracedStep], TracedStep]:
 
 
 def _comparison(found: Plan, others: dict[str, Plan], limit_bytes: int | None) -> Table:
-    """The plan beside the :data:`ALTERNATIVES`."""
+    """The plan beside common plans."""
     table = Table(title="compared with one decision for all parameters", title_justify="left")
     table.add_column("plan")
     for head in ("step", "exposed", "peak", "fits", "step / osdp's"):

@@ -41,6 +41,7 @@ from osdp_compile.model.shard_in_place import (
 from osdp_compile.optim.checks import check_works_on_rows
 from osdp_compile.optim.rebind import OptimizerIndex
 from osdp_compile.options import CheckedOptions
+from osdp_compile.planning.alternatives import SearchedStep
 from osdp_compile.planning.frames import captured_frames, unseen_bytes_of
 from osdp_compile.planning.plan_cache import KeptPlan, find, pass_lines, path_of, plans_folder
 from osdp_compile.planning.plan_cache import keep as keep_plan
@@ -270,7 +271,16 @@ def _session(step: _Step, options: CheckedOptions, to_train: bool = True) -> Ses
     renewed = step.lay_out(context, optimizers)
     held = held_between_steps(context, plan)
     context = context.replace(base_bytes=context.base_bytes + sum(held.values()))
-    session = Session(plan, step.mesh, context, options, passes, step.reading, step.frames)
+    session = Session(
+        plan,
+        step.mesh,
+        context,
+        options,
+        passes,
+        step.reading,
+        step.frames,
+        searched=decision.searched,
+    )
     names = [entry.name for entry in entries]
     remember(session, [root for _, root in step.roots], list(zip(names, renewed, strict=True)))
     _watch(session, renewed, others.watched_bytes + others.pending_bytes)
@@ -334,6 +344,7 @@ class _PlanDecision:
 
     ``context``: the context to plan with. Tracing and measuring complete it.
     ``step_key``: identifies the step in the profile (``Hardware.for_step``); rank 0's.
+    ``searched``: the step, on the rank that searched the plan.
     """
 
     def __init__(
@@ -352,6 +363,7 @@ class _PlanDecision:
         self.context = self._by_profile(context)
         self._captured: Captured | None = None  # on rank 0; with several frames on all ranks
         self._lines: list[str] | None = None  # the step as text, on rank 0; None: no plan is kept
+        self.searched: SearchedStep | None = None
 
     def _by_profile(self, context: Context) -> Context:
         """A context with the prices of the profile, corrected for this step."""
@@ -462,6 +474,7 @@ class _PlanDecision:
             except (NothingSaved, NothingMoves) as error:
                 raise PlanMismatch(f"the plan given in options does not fit: {error}") from None
         progress.stage("planning")
+        self.searched = SearchedStep(self._captured, self.context, tuple(self._passes))
         if options.memory_limit_bytes is None:
             made = self._plan_under(None)
         else:

@@ -37,6 +37,9 @@ from passes.overlap.bucket_collectives import bucket_bytes_for
 from passes.pipeline import Pass, default_passes, validate
 from passes.plan.monotone_search import MonotoneSearch
 from passes.plan.planner import Infeasible, complete, make_plan
+from passes.pricing.predict import predict
+from passes.pricing.step_timeline import step_timeline
+from passes.simulate.chrome_trace import StepTimeline
 from passes.types.context import Context, MeshDim, Parameter
 from passes.types.decision import Decision
 from passes.types.hardware import Hardware, generic
@@ -184,24 +187,37 @@ class TracedStep:
         ``limit_bytes``: the schedule gives up overlap for it; None: maximum overlap.
         """
         ctx = self.context(ranks, hardware, limit_bytes)
-        plan = Plan.uniform(
-            [(one.name, one) for one in self.parameters],
-            decision,
-            world_size=ctx.world_size,
-            bucket_bytes=bucket_bytes_for(ctx),
-            ranks_of_a_host=ctx.ranks_of_a_host,
-        ).replace(memory_limit_bytes=limit_bytes)
-        return self._completed(plan, ctx)
+        return self._completed(uniform_plan(decision, ctx), ctx)
 
     def priced(self, plan: Plan, ranks: Mapping[str, int], hardware: Hardware) -> Prediction:
         """The simulator's prediction of a plan on this hardware, for which it need not be made."""
         ctx = self.context(ranks, hardware, plan.memory_limit_bytes)
         return predicted(self._completed(plan, ctx))
 
+    def simulated(self, plan: Plan, ranks: Mapping[str, int], hardware: Hardware) -> StepTimeline:
+        """The simulated step of a plan that :meth:`plan` made for this hardware."""
+        ctx = self.context(ranks, hardware, plan.memory_limit_bytes)
+        step = self.step_for(ctx)
+        folded = step if isinstance(step, Folded) else None
+        lowered = predict(step, plan, ctx.replace(deciding=not plan.order), self.passes)
+        return step_timeline(lowered, plan, ctx, folded)
+
     def _completed(self, plan: Plan, ctx: Context) -> Plan:
         # What a plan recomputes may differ from layer to layer.
         step = self.captured if plan.recompute else self.step_for(ctx)
         return complete(plan, step, ctx, self.passes)
+
+
+def uniform_plan(decision: Decision, ctx: Context) -> Plan:
+    """One decision for all parameters of a context, without a schedule and a prediction."""
+    plan = Plan.uniform(
+        [(one.name, one) for one in ctx.parameters],
+        decision,
+        world_size=ctx.world_size,
+        bucket_bytes=bucket_bytes_for(ctx),
+        ranks_of_a_host=ctx.ranks_of_a_host,
+    )
+    return plan.replace(memory_limit_bytes=ctx.limit_bytes)
 
 
 def predicted(plan: Plan) -> Prediction:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import logging
 import math
 import re
@@ -37,28 +38,28 @@ def plan_table(plan: Plan) -> Table:
     table.add_column("decision")
     table.add_column("saves", justify="right")
     table.add_column("why", overflow="fold")
-    for rows in _grouped(plan.parameters):
+    for rows in grouped(plan.parameters):
         first = rows[0]
         saved = sum(row.saved_bytes for row in rows)
         table.add_row(
-            Text(_joined([row.name for row in rows])),  # Text: rich parses brackets in a str
+            Text(joined([row.name for row in rows])),  # Text: rich parses brackets in a str
             "x".join(map(str, first.shape)) or "scalar",
-            _decided(first),
+            decided(first),
             format_bytes(saved) if saved else "",
-            Text(_ranged([row.reason for row in rows])),
+            Text(ranged([row.reason for row in rows])),
         )
     return table
 
 
-def _decided(row: ParameterPlan) -> str:
+def decided(row: ParameterPlan) -> str:
     """The text of a decision, with its slices."""
     if row.moves is Moves.ACTIVATIONS:
         return f"tensor parallel, along {row.dim}"
-    decided = row.decision.text
+    text = row.decision.text
     if row.slices == 1:
-        return decided
+        return text
     kept = f", {row.kept_slices} of them kept" if row.kept_slices else ""
-    return f"{decided}, in {row.slices} slices{kept}"
+    return f"{text}, in {row.slices} slices{kept}"
 
 
 def prediction_lines(plan: Plan) -> list[str]:
@@ -81,7 +82,7 @@ def prediction_lines(plan: Plan) -> list[str]:
             f"recomputed in the backward: {len(plan.recompute)} tensors, saves "
             f"{format_bytes(said.recomputed_bytes)} of activations for "
             f"{format_seconds(said.recomputed_seconds)}: "
-            + ", ".join(map(_joined, _keys_grouped(plan.recompute)))
+            + ", ".join(map(joined, _keys_grouped(plan.recompute)))
         )
     stages = [
         one.stage
@@ -127,11 +128,19 @@ def log_plan(plan: Plan, log: logging.Logger) -> None:
     log.info("%s", plan_text(plan))
 
 
+def shortened(label: str, shown: int = 2) -> str:
+    """A label with the first names and the number of others: a bucket may have a hundred."""
+    names = label.split("+")
+    if len(names) <= shown + 1:
+        return label
+    return f"{'+'.join(names[:shown])} and {len(names) - shown} more"
+
+
 _NUMBER = re.compile(r"(?<=\.)\d+(?=[.:])")
 _Row = TypeVar("_Row", ParameterPlan, str)
 
 
-def _grouped(rows: Sequence[ParameterPlan]) -> Iterable[list[ParameterPlan]]:
+def grouped(rows: Sequence[ParameterPlan]) -> Iterable[list[ParameterPlan]]:
     """Groups of rows that differ only in a layer's number, in the order of their first rows."""
     groups: dict[tuple[object, ...], list[ParameterPlan]] = {}
     for row in rows:
@@ -178,7 +187,7 @@ def _kind(reason: str) -> str:
     return _SECONDS.sub("", reason)
 
 
-def _ranged(reasons: Sequence[str]) -> str:
+def ranged(reasons: Sequence[str]) -> str:
     """One text for reasons of one kind, each figure as a range: ``2.1 to 2.7 ms``."""
     columns = zip(*(_SECONDS.findall(reason) for reason in reasons), strict=True)
     parts = (_range(sorted(set(column), key=_seconds)) for column in columns)
@@ -199,7 +208,7 @@ def _range(figures: list[str]) -> str:
     return f"{least} to {most}"
 
 
-def _joined(names: Sequence[str]) -> str:
+def joined(names: Sequence[str]) -> str:
     if len(names) == 1:
         return names[0]
     numbers = [_NUMBER.findall(name) for name in names]
@@ -209,9 +218,15 @@ def _joined(names: Sequence[str]) -> str:
 
 
 def _span(numbers: list[int]) -> str:
-    """Numbers as ``{0..3}``, with gaps ``{0,2,5}``, or one number by itself."""
+    """Numbers as ``{0..3}``, with gaps ``{0,2,5..9}``, or one number by itself."""
     if len(numbers) == 1:
         return str(numbers[0])
-    if numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f"{{{numbers[0]}..{numbers[-1]}}}"
-    return "{" + ",".join(map(str, numbers)) + "}"
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    least = 2 if len(runs) == 1 else 3
+    parts = ([f"{run[0]}..{run[-1]}"] if len(run) >= least else map(str, run) for run in runs)
+    return "{" + ",".join(itertools.chain(*parts)) + "}"

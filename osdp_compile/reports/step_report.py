@@ -15,15 +15,20 @@ from torch.distributed.tensor import DTensor
 
 from osdp_compile.calibration.evidence import StepParts, typical
 from osdp_compile.errors import OsdpError
+from osdp_compile.planning.alternatives import SearchedStep
 from osdp_compile.reports.cpu_memory import leaves_out
 from osdp_compile.reports.memory_plot import draw_memory
-from osdp_compile.reports.plan_table import plain_text
+from osdp_compile.reports.page.collect import Sources
+from osdp_compile.reports.page.contents import Measured
+from osdp_compile.reports.page.page import check_page, save_page
+from osdp_compile.reports.plan_table import plain_text, shortened
 from osdp_compile.tracking.session import Session, base_parts, session_for
 from passes.annotate.training_state import more_earlier_gradients
 from passes.simulate.chrome_trace import StepTimeline, optimizer_timeline
 from passes.simulate.timeline import Buffer, Event, Timeline
 from passes.types.context import Phase
 from passes.types.learned import Learned
+from passes.types.plan import Plan
 from passes.types.units import each_of, format_bytes, format_limit, format_seconds
 
 #: Number of measured steps below which no step time is reported.
@@ -51,10 +56,16 @@ class Report:
         measured_parts: the typical step among those that were traced call by call
             (``osdp_compile/tracking/step_trace.py``); None before the first, and on CUDA.
         learned: the corrections of the hardware profile behind the prediction.
+        model: the name of the model's class. ``hardware``: the name of the profile.
+        searched: compares with other plans; None on ranks that did not search the plan, and where
+            the report was sent to another process.
         trained_graphs: number of graphs that a step runs in sequence; more than one comes from
             graph breaks. The timeline has the last compilation of each graph.
     """
 
+    model: str
+    hardware: str
+    plan: Plan
     world_size: int
     memory_limit_bytes: int | None
     timeline: StepTimeline
@@ -66,6 +77,10 @@ class Report:
     entered_late: bool = False
     measured_parts: StepParts | None = None
     learned: Learned = dataclasses.field(default_factory=Learned)
+    searched: SearchedStep | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "searched": None}  # it is of this process
 
     @property
     def predicted_step_seconds(self) -> float:
@@ -120,6 +135,28 @@ class Report:
             ImportError: without matplotlib, an extra of this package.
         """
         draw_memory(self.timeline, path, self.memory_limit_bytes, self.measured_peak_bytes)
+
+    def save_html(self, path: str | Path) -> None:
+        """Write the report as one HTML page, which needs no network.
+
+        The page compares with DDP, ZeRO-2 and FSDP on the rank that searched the plan.
+
+        Raises:
+            ImportError: without Bokeh, an extra of this package.
+        """
+        check_page("save_html")
+        sources = Sources(
+            model=self.model,
+            hardware=self.hardware,
+            plan=self.plan,
+            timeline=self.timeline,
+            limit_bytes=self.memory_limit_bytes,
+            others={} if self.searched is None else self.searched.alternatives(),
+            measured=[Measured(*cells) for cells in _compared(self)],
+            measured_notes=_notes(self),
+            measured_peak_bytes=self.measured_peak_bytes,
+        )
+        save_page(sources, path, "save_html")
 
     def __rich__(self) -> RenderableType:
         parts: list[RenderableType] = [_side_by_side(self), Text("\n".join(_notes(self)))]
@@ -176,6 +213,9 @@ def report(model: nn.Module, *, peak_bytes: int | None = None) -> Report:
     enough = observed.steps >= LEAST_STEPS
     traced = observed.traces.steps if observed.traces is not None else []
     return Report(
+        model=type(getattr(model, "_orig_mod", model)).__name__,
+        hardware=session.context.hardware.name,
+        plan=session.plan,
         world_size=session.plan.world_size,
         memory_limit_bytes=session.options.memory_limit_bytes,
         timeline=_step_timeline(session),
@@ -187,6 +227,7 @@ def report(model: nn.Module, *, peak_bytes: int | None = None) -> Report:
         entered_late=entered_late,
         measured_parts=typical(traced).parts() if traced else None,
         learned=session.context.hardware.in_force,
+        searched=session.searched,
     )
 
 
@@ -231,27 +272,33 @@ def _side_by_side(said: Report) -> Table:
     for column in ("predicted", "measured"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("predicted / measured", justify="right")
+    for cells in _compared(said):
+        table.add_row(*cells)
+    return table
+
+
+def _compared(said: Report) -> Iterator[tuple[str, str, str, str]]:
+    """Rows of the comparison: name, predicted, measured, and the quotient of both."""
     step, peak = said.measured_step_seconds, said.measured_peak_bytes
-    table.add_row(
+    yield (
         "step",
         format_seconds(said.predicted_step_seconds),
         format_seconds(step) if step is not None else "not measured yet",
         _ratio(said.predicted_step_seconds, step),
     )
     for part, predicted, measured in _parts(said):
-        table.add_row(
+        yield (
             f"  {part}",
             format_seconds(predicted),
             format_seconds(measured) if measured is not None else "",
             _ratio(predicted, measured),
         )
-    table.add_row(
+    yield (
         "peak memory",
         format_bytes(said.predicted_peak_bytes),
         format_bytes(peak) if peak is not None else "not measured",
         _ratio(said.predicted_peak_bytes, peak),
     )
-    return table
 
 
 def _parts(said: Report) -> Iterator[tuple[str, float, float | None]]:
@@ -288,7 +335,7 @@ def _exposed(said: Report) -> Table:
     table.add_column("why", overflow="fold")
     for phase, event in said.exposed[:SHOWN_EXPOSED]:
         table.add_row(
-            Text(_shortened(event.label)),
+            Text(shortened(event.label)),
             phase,
             format_seconds(event.exposed_seconds),
             format_seconds(event.seconds),
@@ -321,20 +368,12 @@ def _largest(said: Report) -> Table:
     table.add_column("origin", overflow="fold")
     for buffer in tensors[:SHOWN_BUFFERS]:
         size = format_bytes(buffer.size_bytes)
-        table.add_row(Text(buffer.name), buffer.kind, size, Text(_shortened(buffer.label)))
+        table.add_row(Text(buffer.name), buffer.kind, size, Text(shortened(buffer.label)))
     if len(tensors) > SHOWN_BUFFERS:
         rest = tensors[SHOWN_BUFFERS:]
         size = format_bytes(sum(buffer.size_bytes for buffer in rest))
         table.add_row(f"{len(rest)} more", "", size, "")
     return table
-
-
-def _shortened(label: str, shown: int = 2) -> str:
-    """A label with the first names and the number of others: a bucket may have a hundred."""
-    names = label.split("+")
-    if len(names) <= shown + 1:
-        return label
-    return f"{'+'.join(names[:shown])} and {len(names) - shown} more"
 
 
 def _notes(said: Report) -> list[str]:

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from osdp_compile.errors import OsdpError
 from osdp_compile.model.shard_in_place import Reading
 from osdp_compile.options import CheckedOptions
+from osdp_compile.planning.alternatives import SearchedStep
 from osdp_compile.tracking.memory_watch import Watch
 from osdp_compile.tracking.pending_model import waiting
 from osdp_compile.tracking.step_timer import Observed
@@ -35,6 +36,8 @@ class Session:
     ``frames``: the step is several graphs, separated by graph breaks.
     ``observed``: the compiled graphs and the step times.
     ``watch``: memory during the graphs that the plan does not count.
+    ``searched``: the step, on the rank that searched the plan; None: another rank did, or the plan
+    was given or kept.
     """
 
     plan: Plan
@@ -46,6 +49,7 @@ class Session:
     frames: bool = False
     observed: Observed = dataclasses.field(default_factory=Observed)
     watch: Watch = dataclasses.field(default_factory=Watch)
+    searched: SearchedStep | None = None
 
 
 def base_parts(session: Session) -> dict[str, int]:

@@ -42,6 +42,11 @@ class LoweredStep:
     simulations: tuple[Simulation, Simulation]
     #: Bytes of the base in the forward and in the backward, and the bytes at the optimizer's step.
     base_bytes: tuple[int, int, int]
+    #: The base by kind, and the bytes that the forward returns to its caller.
+    base: Mapping[str, int]
+    returned_bytes: int
+    #: Of a folded step: the time of the layers left out, in the forward and in the backward.
+    unseen: tuple[Seconds, Seconds]
 
     def bytes_at(self, places: tuple[Mapping[str, int], Mapping[str, int]]) -> np.ndarray:
         """Bytes alive at each captured node while no collective overlaps compute, then at the
@@ -115,10 +120,8 @@ def _predict(
         lowered.append(gm)
         simulations.append(simulate(gm.graph, MEMORY.pop(gm)))
     forward, backward = simulations
-    unseen = Seconds(0.0, 0.0)
-    if folded is not None:
-        for gm, simulation in zip(lowered, simulations, strict=True):
-            unseen = unseen.plus(seconds_of(folded, plan, gm.graph, simulation))
+    unseen = _unseen(folded, plan, lowered, simulations)
+    all_unseen = unseen[0].plus(unseen[1])
     update_seconds = optimizer_seconds(ctx, plan)
     base = {**state, **base_kinds(ctx)}
     base = _sum(base, more_earlier_gradients(ctx, plan, backward.memory.kept_bytes))
@@ -134,8 +137,8 @@ def _predict(
         },
     ]
     peak = {k: v for k, v in max(peaks, key=lambda kinds: sum(kinds.values())).items() if v}
-    step_seconds = forward.step_seconds + backward.step_seconds + unseen.step
-    compute_seconds = forward.compute_seconds + backward.compute_seconds + unseen.compute
+    step_seconds = forward.step_seconds + backward.step_seconds + all_unseen.step
+    compute_seconds = forward.compute_seconds + backward.compute_seconds + all_unseen.compute
     if folded is None:
         recomputed_bytes, recomputed_seconds = recomputed(lowered[1].graph.nodes)
     else:
@@ -156,7 +159,24 @@ def _predict(
         lowered[1],
         (forward, backward),
         (held_bytes, held_bytes + returned, sum(peaks[3].values())),
+        base,
+        returned,
+        unseen,
     )
+
+
+def _unseen(
+    folded: Folded | None,
+    plan: Plan,
+    lowered: Sequence[fx.GraphModule],
+    simulations: Sequence[Simulation],
+) -> tuple[Seconds, Seconds]:
+    """The time of the layers left out, in the forward and in the backward."""
+    ahead, behind = (
+        Seconds(0.0, 0.0) if folded is None else seconds_of(folded, plan, gm.graph, simulation)
+        for gm, simulation in zip(lowered, simulations, strict=True)
+    )
+    return ahead, behind
 
 
 def _between(ctx: Context, forward: Simulation) -> dict[str, int]:

@@ -39,6 +39,8 @@ from passes.ops.packing import UNPACK
 from passes.types.annotations import Memory
 
 KINDS = ("activations", "gathered", "gradients", "communication", "inputs", "workspace")
+#: Memory of a node beside its result: the backend's copy of a collective, a kernel's workspace.
+COPY, WORKSPACE = "copy", "workspace"
 
 
 class MemoryTrace(NamedTuple):
@@ -52,7 +54,7 @@ class MemoryTrace(NamedTuple):
     ``birth``, ``death``: by node, the first and the last place at which its memory is alive. A
     view (a node that owns no memory) has no death.
     ``at``: the place of the peak; the first one on a tie.
-    ``over``: the nodes whose buffers are reused at the peak.
+    ``reused``: by node, the place at which a result is written over its dying buffer.
     """
 
     order: list[int]
@@ -60,11 +62,25 @@ class MemoryTrace(NamedTuple):
     birth: list[int]
     death: dict[int, int]
     at: int
-    over: list[int]
+    reused: dict[int, int]
 
     @property
     def peak_bytes(self) -> int:
         return self.curve[self.at]
+
+
+class Life(NamedTuple):
+    """Memory of a node: from its first to its last place, both included.
+
+    ``part``: empty for the node's result; :data:`COPY` or :data:`WORKSPACE`.
+    """
+
+    node: fx.Node
+    part: str
+    kind: str
+    size_bytes: int
+    first: int
+    last: int
 
 
 class MemoryModel:
@@ -152,7 +168,7 @@ class MemoryModel:
         freed: list[list[int]] = [[] for _ in order]
         alive_bytes, most_bytes, at = 0, -1, 0
         curve: list[int] = []
-        over: list[int] = []
+        reused: dict[int, int] = {}
         for place, index in enumerate(order):
             comes, dies = born[place], dying[place]
             here = workspace[index] if staged is None else staged[place]
@@ -164,17 +180,18 @@ class MemoryModel:
                     replaced = self._written_over(comes, dies, runs)
                     for one in replaced:
                         alive_bytes -= size[one]
+                        reused[one] = place
             here += alive_bytes
             curve.append(here)
             if here > most_bytes:
-                most_bytes, at, over = here, place, replaced
+                most_bytes, at = here, place
             for one in dies or ():
                 if one not in replaced:
                     death[one] = ends[place]
                     freed[ends[place]].append(one)
             for one in freed[place]:
                 alive_bytes -= size[one]
-        return MemoryTrace(order, curve, birth, death, at, over)
+        return MemoryTrace(order, curve, birth, death, at, reused)
 
     def described(self, trace: MemoryTrace) -> Memory:
         """The memory at the peak by kind and by node, and the bytes alive at the end."""
@@ -182,7 +199,7 @@ class MemoryModel:
         alive = [
             index
             for index, last in trace.death.items()
-            if trace.birth[index] <= at <= last and size[index] and index not in trace.over
+            if trace.birth[index] <= at <= last and size[index] and trace.reused.get(index) != at
         ]
         peak = dict.fromkeys(KINDS, 0)
         returned = set(self._returned)
@@ -204,6 +221,33 @@ class MemoryModel:
             {kind: size_bytes for kind, size_bytes in peak.items() if size_bytes},
             kept_bytes,
         )
+
+    def lives(self, trace: MemoryTrace) -> list[Life]:
+        """All memory with its places. The bytes alive at a place add up to the curve."""
+        nodes, size = self._wiring.nodes, self._size
+        returned = set(self._returned)
+        found = [
+            Life(
+                nodes[index],
+                "",
+                kind_of(nodes[index], index in returned),
+                size[index],
+                trace.birth[index],
+                trace.reused.get(index, last + 1) - 1,
+            )
+            for index, last in trace.death.items()
+            if size[index]
+        ]
+        place = {index: where for where, index in enumerate(trace.order)}
+        copied = {start: place[wait] - 1 for start, wait in self._staged}
+        for index, size_bytes in enumerate(self._workspace):
+            if size_bytes:
+                first = place[index]
+                last = copied.get(index, first)
+                is_copy = index in copied
+                part, kind = (COPY, "communication") if is_copy else (WORKSPACE, WORKSPACE)
+                found.append(Life(nodes[index], part, kind, size_bytes, first, last))
+        return found
 
     def _by_place(
         self, birth: list[int], death: dict[int, int]
@@ -354,6 +398,12 @@ def memory_of(graph: fx.Graph) -> Memory:
     """The memory of an annotated graph in its own order. See the module's docstring."""
     model = MemoryModel(Dataflow(graph))
     return model.described(model.trace())
+
+
+def lives_of(graph: fx.Graph) -> list[Life]:
+    """All memory of an annotated graph in its own order, with its places."""
+    model = MemoryModel(Dataflow(graph))
+    return model.lives(model.trace())
 
 
 def returned_roots(graph: fx.Graph) -> set[fx.Node]:

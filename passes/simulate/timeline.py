@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from torch import fx
 
@@ -18,8 +19,9 @@ from passes.annotate.annotate_costs import cost_of
 from passes.graph.fx_utils import WAIT, group_of, is_collective
 from passes.graph.metadata import COLLECTIVE, GATHERED, INPUT, PARAMETER, SAVED
 from passes.graph.module_path import module_path
+from passes.ops.markers import LEFT_OUT
 from passes.simulate.exposure import reasons
-from passes.simulate.memory import kind_of, returned_roots
+from passes.simulate.memory import COPY, WORKSPACE, Life, lives_of
 from passes.simulate.simulator import Simulation
 
 COMPUTE = "compute"
@@ -85,6 +87,33 @@ class Buffer:
     is_part: bool = False
 
 
+class Lived(NamedTuple):
+    """A buffer of the graph's own, and its first and last place, both included."""
+
+    buffer: Buffer
+    first: int
+    last: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LeftOut:
+    """Equal layers that the graph lacks (``passes/capture/fold_layers.py``), and their time.
+
+    ``name``: of their event, and of the stall because of their collectives.
+    ``reason``: the cause of that stall, in words.
+    ``first``, ``last``: the places of the nodes that stand for them; they run after these.
+    """
+
+    name: str
+    label: str
+    reason: str
+    layers: int
+    first: int
+    last: int
+    start_seconds: float
+    end_seconds: float
+
+
 def part_buffers(parts: Mapping[str, int]) -> list[Buffer]:
     """One buffer for each part of the base. ``parts``: bytes by part."""
     return [Buffer(part, f"all {part}", part, size, is_part=True) for part, size in parts.items()]
@@ -102,6 +131,9 @@ class Timeline:
     ``peak_buffers``: the buffers alive at the peak, largest first, the parts of the base included.
     Their bytes add up to ``peak_bytes``.
     ``peak_at``: the name of the node that runs at the peak.
+    ``places_seconds``: by place in the graph, the time of the compute stream.
+    ``lives``: the graph's own buffers. At each place they and the base add up to the memory.
+    ``left_out``: layers that the graph lacks and the times include.
     """
 
     phase: str
@@ -114,6 +146,9 @@ class Timeline:
     peak_seconds: float
     peak_at: str
     peak_buffers: tuple[Buffer, ...]
+    places_seconds: tuple[float, ...] = ()
+    lives: tuple[Lived, ...] = ()
+    left_out: LeftOut | None = None
 
     @property
     def compute_seconds(self) -> float:
@@ -166,12 +201,14 @@ def timeline_of(
     base_bytes = sum(held.values())
     memory: list[tuple[float, int]] = []
     now = 0.0  # time of the compute stream, as in ``simulate``
-    peak_seconds = 0.0
+    peak_seconds, peak_place = 0.0, 0
     peak_node = simulation.memory.peak_node
     streams = _Streams(simulation)
+    places: list[float] = []
     for node, alive_bytes in zip(graph.nodes, simulation.memory.curve, strict=True):
         if node is peak_node:
-            peak_seconds = now
+            peak_seconds, peak_place = now, len(places)
+        places.append(now)
         # The simulator sees the inputs one by one, but all are alive from the start.
         arriving = node.op == node.next.op == "placeholder" and node is not peak_node
         if not arriving and (not memory or memory[-1][1] != base_bytes + alive_bytes):
@@ -181,6 +218,8 @@ def timeline_of(
     ends = (simulation.step_seconds, base_bytes + simulation.memory.kept_bytes)
     if memory[-1] != ends:
         memory.append(ends)
+    lives = tuple(_lived(life) for life in lives_of(graph))
+    alive = [life.buffer for life in lives if life.first <= peak_place <= life.last]
     return Timeline(
         phase=phase,
         step_seconds=simulation.step_seconds,
@@ -191,7 +230,9 @@ def timeline_of(
         peak_bytes=base_bytes + simulation.peak_bytes,
         peak_seconds=peak_seconds,
         peak_at=peak_node.name,
-        peak_buffers=largest_first([*part_buffers(held), *_alive(graph, simulation)]),
+        peak_buffers=largest_first([*part_buffers(held), *alive]),
+        places_seconds=tuple(places),
+        lives=lives,
     )
 
 
@@ -264,26 +305,13 @@ class _Streams:
         )
 
 
-def _alive(graph: fx.Graph, simulation: Simulation) -> list[Buffer]:
-    """The graph's own buffers at the peak. Their bytes add up to the simulation's peak."""
-    memory = simulation.memory
-    returned = returned_roots(graph)
-    buffers = [
-        Buffer(
-            node.name, label_of(node), kind_of(node, node in returned), cost_of(node).memory_bytes
-        )
-        for node in memory.alive
-    ]
-    for start in memory.in_flight:
-        copied_bytes = cost_of(start).workspace_bytes
-        label = f"the backend's copy: {label_of(start)}"
-        buffers.append(Buffer(f"{start.name} copy", label, "communication", copied_bytes))
-    runs = memory.peak_node
-    own_bytes = 0 if is_collective(runs) else cost_of(runs).workspace_bytes
-    if own_bytes:
-        label = f"workspace of {label_of(runs)}"
-        buffers.append(Buffer(f"{runs.name} workspace", label, "workspace", own_bytes))
-    return buffers
+def _lived(life: Life) -> Lived:
+    name, label = life.node.name, label_of(life.node)
+    if life.part == COPY:
+        name, label = f"{name} copy", f"the backend's copy: {label}"
+    elif life.part == WORKSPACE:
+        name, label = f"{name} workspace", f"workspace of {label}"
+    return Lived(Buffer(name, label, life.kind, life.size_bytes), life.first, life.last)
 
 
 def largest_first(buffers: Iterable[Buffer]) -> tuple[Buffer, ...]:
@@ -296,6 +324,8 @@ def label_of(node: fx.Node) -> str:
     purpose = COLLECTIVE.get(node)
     if purpose is not None and is_collective(node):
         return purpose.label
+    if node.target is LEFT_OUT:
+        return "the layers left out"
     module = module_path(node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack"))
     if node.op == "placeholder":
         if name := PARAMETER.get(node):

@@ -77,6 +77,17 @@ def test_the_plan_its_prediction_and_the_alternatives(here, capsys):
     assert " no " in ddp  # 8.4 MB of parameters and as much of gradients, 16.8 of state
 
 
+def test_the_page_is_written_with_the_plan_and_the_alternatives(here, capsys):
+    pytest.importorskip("bokeh")
+    given = ["models_of_mine:one_batch", "--world-size", "8", "--memory-limit", "16MB"]
+    assert run(*given, "--html", "report/plan.html") == 0
+    assert "Open report/plan.html in a browser" in capsys.readouterr().out
+    page = (here / "report" / "plan.html").read_text()
+    for words in ("models_of_mine:one_batch on 8 ranks", "up.weight", "DDP: replicate all"):
+        assert words in page
+    assert "FILE --html FILE</code> plans under other limits too" in page
+
+
 def test_what_runs_in_slices_is_said_by_hand(here, capsys):
     given = ["models_of_mine:one_batch", "--world-size", "8", "--memory-limit", "16MB"]
     assert run(*given, "--slices", "up.weight=4:1", "--out", "plan.json") == 0

@@ -13,7 +13,7 @@ from functorch.compile import make_boxed_func
 from torch import nn
 
 from examples.gpt import GPT, GPTConfig
-from osdp_compile import OsdpError, PeakMemory, Report, plan_of, report
+from osdp_compile import OsdpError, PeakMemory, Plan, Report, plan_of, report
 from osdp_compile.engine.backend import compile_graph
 from osdp_compile.options import CheckedOptions
 from osdp_compile.planning.planner_inputs import UNSEEN_BYTES
@@ -56,6 +56,7 @@ def trained(rank, world_size, steps, folder):
     last = report(compiled, peak_bytes=memory.peak_bytes)
     if rank == 0:
         last.save_trace(f"{folder}/trace.json")
+    last.save_html(f"{folder}/report{rank}.html")
     with PeakMemory() as late:  # the model is there already
         compiled.train()
         compiled(tokens(), tokens()).backward()
@@ -124,6 +125,10 @@ def test_what_two_ranks_train_is_reported(outcomes, folder):
     last.save_memory_picture(folder / "memory.png")
     written = (folder / "memory.png").read_bytes()
     assert written.startswith(PNG) and len(written) > 10_000
+    # The rank that searched the plan compares.
+    compared = [(folder / f"report{rank}.html").read_text() for rank in range(2)]
+    assert ["DDP: replicate all" in page for page in compared] == [True, False]
+    assert all("median of 3" in page and "measured peak" in page for page in compared)
 
 
 def backend(gm, inputs):
@@ -229,6 +234,9 @@ def made_by_hand(**changes) -> Report:
         "optimizer", 1.0, (), (), ((0.0, 8 * MIB), (1.0, 8 * MIB)), {}, 8 * MIB, 0.0, "step", ()
     )
     fields = {
+        "model": "Net",
+        "hardware": "slow",
+        "plan": Plan((), world_size=2),
         "world_size": 2,
         "memory_limit_bytes": 12 * MIB,
         "timeline": StepTimeline((forward, optimizer), 2),

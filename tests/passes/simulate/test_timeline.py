@@ -208,7 +208,7 @@ def test_a_timeline_holds_no_graph():
             return all(map(plain, value.values()))
         if isinstance(value, tuple):
             return all(map(plain, value))
-        return isinstance(value, str | int | float)
+        return value is None or isinstance(value, str | int | float)
 
     b = Priced()
     x = b.tensor("x", 3)
@@ -223,6 +223,11 @@ def test_it_adds_up_to_what_the_simulator_says(ops: list[Op], data: st.DataObjec
     graph = build(ops, returned)
     simulation = simulate(graph)
     found = timeline_of(graph, simulation, phase="forward", base={"parameters": 7, "inputs": 5})
+    alive = [0] * len(simulation.memory.curve)
+    for life in found.lives:
+        for place in range(life.first, life.last + 1):
+            alive[place] += life.buffer.size_bytes
+    assert alive == simulation.memory.curve and len(found.places_seconds) == len(alive)
     assert found.compute_seconds == simulation.compute_seconds
     assert found.exposed_seconds == simulation.exposed_seconds
     assert found.compute_seconds + found.exposed_seconds == found.step_seconds
