@@ -114,6 +114,10 @@ class Neighbourhood:
         found = [key for key in solved if key is not None]
         return sorted(found, key=lambda key: reference.judge(key).rank)[:1]
 
+    def program(self, key: Candidate) -> list[Candidate]:
+        """The dynamic program's plan for an evaluated candidate's structure, at its own prices."""
+        return self._proposal(self.prices.near(key), key)
+
     def _ordered(self, reference: Reference, moves: Moves) -> list[tuple[Change, Candidate]]:
         """Changes by the forecasts of their candidates."""
         judged = [

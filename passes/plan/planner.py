@@ -23,7 +23,8 @@ The search (``search.py``). Start from uniform plans; if none fits, also from pl
 Evaluate the neighbours (``neighbours.py``) of the best candidate x in the order of their promise at
 x's prices: the dynamic program's solutions, other decisions for a group or one parameter, bucket
 sizes, recompute sets and slices, the last two with the dynamic program's decisions for them too. Go
-to the first one that is better, with its prices. The objective is (bytes above L summed over all
+to the first one that is better, with its prices. If one is faster but above L, the dynamic
+program's solution at its own prices is next. The objective is (bytes above L summed over all
 places, T).
 
 The search stops if no neighbour is better, also from the best candidates with other slices and

@@ -161,7 +161,24 @@ class Search:
             evaluator.evaluate(key)
             if self._gains(key, best):
                 return key
+            fitting = self.fitting(key, best)
+            if fitting is not None:
+                return fitting
             self._useless.add(where)
+        return None
+
+    def fitting(self, key: Candidate, best: Candidate) -> Candidate | None:
+        """A better candidate than the best one, near a faster one that is above the limit; or None.
+
+        It has the decisions of the dynamic program at the faster one's own prices.
+        """
+        evaluator = self.evaluator
+        if evaluator.rank(best)[0] or evaluator.seconds(key) >= evaluator.seconds(best):
+            return None
+        for other in self.neighbours.program(key):
+            evaluator.evaluate(other)
+            if self._gains(other, best):
+                return other
         return None
 
     def _second_step(self, best: Candidate, tried: Iterable[Candidate]) -> Candidate | None:

@@ -161,6 +161,20 @@ def test_all_decisions_of_a_small_step_are_evaluated(monkeypatch: pytest.MonkeyP
     assert len({key.decisions for key in evaluator.seen}) == 3**3  # three weights, three each
 
 
+@pytest.mark.parametrize("model", ["even", "biased"])
+def test_near_a_faster_candidate_above_the_limit_there_is_one_that_fits(model: str):
+    step, ctx = captured(model, "slow")
+    evaluator = PlanEvaluator(step, ctx.replace(limit_bytes=limits(step, ctx, 5)[2]), PASSES)
+    evaluator.is_short = True
+    search = Search(evaluator)
+    faster, best = evaluator.uniform(0), evaluator.uniform(2)
+    assert evaluator.evaluated_rank(faster)[0] > evaluator.evaluated_rank(best)[0] == 0
+    assert evaluator.seconds(faster) < evaluator.seconds(best)
+    found = search.fitting(faster, best)
+    assert found is not None and evaluator.rank(found) < evaluator.rank(best)
+    assert search.fitting(best, faster) is None, "it is slower"
+
+
 _SEEN = """
 from passes.pricing.evaluator import PlanEvaluator
 from passes.plan.search import Search
