@@ -416,6 +416,8 @@ def seconds_of(folded: Folded, plan: Plan, lowered: fx.Graph, simulation: Simula
 def recomputes_regularly(folded: Folded, one: Plan, ctx: Context) -> bool:
     """Whether as many nodes are recomputed between two layers before the gap as after it.
 
+    And whether the layers are recomputed one after the other, the last one first. From the step's
+    input on, all layers are recomputed at once, and the step holds all of their tensors.
     Otherwise the layers at the ends do not represent the layers left out.
 
     ``one``: a plan; only its recomputation counts.
@@ -428,7 +430,12 @@ def recomputes_regularly(folded: Folded, one: Plan, ctx: Context) -> bool:
     until: dict[fx.Node, int] = dict(zip(backward.graph.nodes, copied, strict=True))
     anchors = _anchors(backward.graph)
     before, behind = folded.at_the_cut
-    return (
+    places: dict[int, int] = {}  # of the first copy of a layer's operators
+    for place, node in enumerate(backward.graph.nodes):
+        if RECOMPUTED.is_set(node):
+            places.setdefault(LAYER.get(node, 0), place)
+    at_once = behind in places and places.get(before, place) < places[behind]
+    return not at_once and (
         until[anchors[before - 1]] - until[anchors[before]]
         == until[anchors[behind]] - until[anchors[behind + 1]]
     )
