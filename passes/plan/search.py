@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from passes.candidates.candidate import Candidate
 from passes.plan.constants import CONSTANTS
 from passes.plan.neighbours import Change, Neighbourhood
-from passes.pricing.evaluator import FINER, PlanEvaluator
+from passes.pricing.evaluator import FINER, PlanEvaluator, above_target
 from passes.types.decision import DECISIONS
 
 
@@ -48,7 +48,8 @@ class Search:
         evaluator = self.evaluator
         keys = [evaluator.uniform(option) for option in range(len(DECISIONS))]
         best = min([*keys, *self._lean()], key=evaluator.peak_bytes)
-        best = self._between_sets(self._in_slices(best))
+        best = min(best, self._in_slices(self._emptiest(best)), key=evaluator.peak_bytes)
+        best = self._between_sets(best)
         while not self._is_enough(best) and evaluator.left > 0:
             lower = 1 - CONSTANTS.least_gain
             evaluator.target_bytes = round(lower * evaluator.peak_bytes(best))
@@ -58,6 +59,13 @@ class Search:
                 break
             best = reached
         return best
+
+    def _emptiest(self, best: Candidate) -> Candidate:
+        """The evaluated candidate about as low as the best one that holds least at other places."""
+        evaluator = self.evaluator
+        most_bytes = (1 + CONSTANTS.least_gain) * evaluator.peak_bytes(best)
+        found = [key for key in evaluator.seen if evaluator.peak_bytes(key) <= most_bytes]
+        return min(found, key=lambda key: above_target(evaluator.seen[key].bytes_at, 0))
 
     def start_again(self, key: Candidate) -> Candidate:
         """The best candidate that climbs from another start lead to, with a new budget."""
