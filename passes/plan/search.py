@@ -77,13 +77,13 @@ class Search:
         """The best candidate that climbs from here lead to.
 
         The first climbs follow the prices, the last ones look at all changes. A folded step, whose
-        evaluations take long, has the first ones only, and one more with slices.
+        evaluations take long, has the first ones only, and one more with slices if nothing fits.
         """
         folded = self.evaluator.folded is not None
         for self.neighbours.promising in (True,) if folded else (True, False):
             best = self._reached(best)
         self.neighbours.promising = True
-        sliced = self._in_slices(best)
+        sliced = self._in_slices(best) if self.evaluator.rank(best)[0] else best
         return best if sliced == best else min(best, self._reached(sliced), key=self.evaluator.rank)
 
     def _reached(self, best: Candidate) -> Candidate:
