@@ -14,7 +14,6 @@ from osdp_compile.planning import traced_step
 from osdp_compile.planning.few_layers import long_list
 from osdp_compile.planning.traced_step import TracedStep, predicted, trace
 from passes.graph.metadata import PARAMETER
-from passes.plan.planner import complete
 from passes.types.decision import Decision
 from passes.types.plan import Plan
 from tests.training import SLOW
@@ -113,19 +112,6 @@ def test_the_plans_are_equal(both, share, tmp_path):
     assert plan == full.plan(RANKS, SLOW, limit)
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
-
-
-@pytest.mark.thorough
-def test_slices_of_few_layers_are_in_the_whole_plan():
-    given = llama(12)
-    few, full = trace(*given), traced_in_full(*given)
-    least = few.least_bytes(RANKS, SLOW)
-    assert least == full.least_bytes(RANKS, SLOW)
-    plan = few.plan(RANKS, SLOW, least)
-    assert plan == full.plan(RANKS, SLOW, least)
-    assert plan["model.embed_tokens.weight"].slices > 1
-    ctx = full.context(RANKS, SLOW, least)
-    assert predicted(complete(plan, full.captured, ctx, full.passes)).peak_bytes <= 1.02 * least
 
 
 def refuse() -> None:
