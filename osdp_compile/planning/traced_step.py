@@ -203,8 +203,9 @@ class TracedStep:
         return step_timeline(lowered, plan, ctx, folded)
 
     def _completed(self, plan: Plan, ctx: Context) -> Plan:
-        # What a plan recomputes may differ from layer to layer.
-        step = self.captured if plan.recompute else self.step_for(ctx)
+        # Slices and recomputed tensors of a plan may differ from layer to layer.
+        sliced = any(row.slices > 1 for row in plan.parameters)
+        step = self.captured if plan.recompute or sliced else self.step_for(ctx)
         return complete(plan, step, ctx, self.passes)
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import networkx as nx
 from torch import fx
@@ -122,13 +122,21 @@ class SliceGroup:
         }
 
 
-def find_slice_groups(captured: Captured, ctx: Context) -> list[SliceGroup]:
-    """All slice groups, the largest first, without weights much smaller than the largest."""
+def find_slice_groups(
+    captured: Captured, ctx: Context, left_out: Collection[str] = ()
+) -> list[SliceGroup]:
+    """All slice groups, the largest first, without weights much smaller than the largest.
+
+    ``left_out``: parameters that a folded step leaves out. They are split as the others of their
+    layers are.
+    """
     largest = max((one.full_bytes for one in ctx.parameters if len(one.shape) > 1), default=0)
-    return _families(captured, ctx, round(_SMALL * largest))
+    return _families(captured, ctx, round(_SMALL * largest), left_out)
 
 
-def _families(captured: Captured, ctx: Context, least_bytes: int = 0) -> list[SliceGroup]:
+def _families(
+    captured: Captured, ctx: Context, least_bytes: int = 0, left_out: Collection[str] = ()
+) -> list[SliceGroup]:
     """Slice groups, the largest first, without those contained in a larger one.
 
     A single matrix is contained in a group that slices it. Several matrices are contained in a
@@ -139,7 +147,7 @@ def _families(captured: Captured, ctx: Context, least_bytes: int = 0) -> list[Sl
 
     ``least_bytes``: ignore weights smaller than this.
     """
-    found = sorted(_all(captured, ctx, least_bytes), key=lambda one: -one.layer_bytes)
+    found = sorted(_all(captured, ctx, least_bytes, left_out), key=lambda one: -one.layer_bytes)
     kept: list[SliceGroup] = []
     for one in found:
         within = any(one.is_in(other) for other in kept if not other.of_input)
@@ -149,12 +157,15 @@ def _families(captured: Captured, ctx: Context, least_bytes: int = 0) -> list[Sl
     return kept
 
 
-def _all(captured: Captured, ctx: Context, least_bytes: int) -> Iterator[SliceGroup]:
+def _all(
+    captured: Captured, ctx: Context, least_bytes: int, left_out: Collection[str]
+) -> Iterator[SliceGroup]:
     graph = captured.forward.graph
     readers = {unshard_of(node).name: node for node in unshards(graph)}
+    read = {*readers, *left_out}
     groups = [[ctx.parameters[index] for index in own] for own in alike(ctx.parameters)]
     for members in groups:
-        large = [one for one in members if len(one.shape) > 1 and one.name in readers]
+        large = [one for one in members if len(one.shape) > 1 and one.name in read]
         first = members[0]
         if len(large) < len(members) or not _sliceable(first.shape, ctx):
             continue

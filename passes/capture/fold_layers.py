@@ -53,7 +53,7 @@ from passes.graph.metadata import (
 )
 from passes.graph.step_module import step_module
 from passes.ops.markers import LEFT_OUT, UNSHARD
-from passes.ops.slicing import parameter_of
+from passes.ops.slicing import TAKE_SLICE, parameter_of
 from passes.recompute.recompute_activations import keys_of, recompute, recomputed
 from passes.simulate.simulator import Simulation
 from passes.types.context import Context, Parameter, Phase
@@ -83,9 +83,10 @@ class Folded:
     inner: range
     operators: tuple[tuple[str, ...], ...]
 
-    def decisions(self, layer: int, plan: Plan) -> tuple[Decision, ...]:
-        """The decisions of a layer's parameters."""
-        return tuple(plan.decision(name) for name in self.layers[layer])
+    def decisions(self, layer: int, plan: Plan) -> tuple[tuple[Decision, int, int, int], ...]:
+        """The decisions of a layer's parameters, with their slices."""
+        rows = (plan[name] for name in self.layers[layer])
+        return tuple((row.decision, row.slices, row.along, row.kept_slices) for row in rows)
 
     def is_like_before(self, layer: int, plan: Plan) -> bool:
         """Whether a layer left out has the decisions of the last layer before the gap.
@@ -109,6 +110,11 @@ class Folded:
     def alike(self) -> dict[str, tuple[str, ...]]:
         """By operator key, the keys of the corresponding operators of all layers."""
         return {key: own for own in zip(*self.operators, strict=True) for key in own}
+
+    @functools.cached_property
+    def left_out(self) -> frozenset[str]:
+        """The names of the parameters left out."""
+        return frozenset(name for layer in self.inner for name in self.layers[layer])
 
     @functools.cached_property
     def _gone(self) -> frozenset[str]:
@@ -194,12 +200,20 @@ def fold(captured: Captured, parameters: Sequence[Parameter]) -> Folded | None:
 
 def _saved_bytes(forward: fx.Graph, number: int) -> int:
     """Bytes that the forward saves of one layer; views of one tensor count once."""
-    roots = dict.fromkeys(map(root_of, output_node(forward).all_input_nodes))
+    roots = dict.fromkeys(map(_saved_root, output_node(forward).all_input_nodes))
     return sum(
         bytes_of(node.meta["val"])
         for node in roots
         if LAYER.get(node) == number and not STATIC.get(node) and node.target is not UNSHARD
     )
+
+
+def _saved_root(node: fx.Node) -> fx.Node:
+    """The tensor whose memory is saved; of a slice, the tensor that is saved in slices."""
+    root = root_of(node)
+    source = root.args[0] if root.target is TAKE_SLICE else root
+    assert isinstance(source, fx.Node)
+    return root_of(source)
 
 
 def stretched(folded: Folded, prefix: str, count: int) -> Folded | None:
@@ -402,6 +416,8 @@ def seconds_of(folded: Folded, plan: Plan, lowered: fx.Graph, simulation: Simula
 def recomputes_regularly(folded: Folded, one: Plan, ctx: Context) -> bool:
     """Whether as many nodes are recomputed between two layers before the gap as after it.
 
+    And whether the layers are recomputed one after the other, the last one first. From the step's
+    input on, all layers are recomputed at once, and the step holds all of their tensors.
     Otherwise the layers at the ends do not represent the layers left out.
 
     ``one``: a plan; only its recomputation counts.
@@ -414,10 +430,33 @@ def recomputes_regularly(folded: Folded, one: Plan, ctx: Context) -> bool:
     until: dict[fx.Node, int] = dict(zip(backward.graph.nodes, copied, strict=True))
     anchors = _anchors(backward.graph)
     before, behind = folded.at_the_cut
-    return (
+    places: dict[int, int] = {}  # of the first copy of a layer's operators
+    for place, node in enumerate(backward.graph.nodes):
+        if RECOMPUTED.is_set(node):
+            places.setdefault(LAYER.get(node, 0), place)
+    at_once = behind in places and places.get(before, place) < places[behind]
+    return not at_once and (
         until[anchors[before - 1]] - until[anchors[before]]
         == until[anchors[behind]] - until[anchors[behind + 1]]
     )
+
+
+def gathers_in_time(folded: Folded, graph: fx.Graph, phase: Phase) -> bool:
+    """Whether no layer at the gap has a gather ahead of the largest operator before the layer.
+
+    ``graph``: one of the two graphs, with the nodes of :func:`put_in`, in slices.
+    """
+    before, behind = folded.at_the_cut
+    pairs = [(before - 1, before), (behind, behind + 1)]
+    if phase is Phase.BACKWARD:
+        pairs = [(later, earlier) for earlier, later in pairs]
+    anchors: dict[int, int] = {}  # the first of each layer, by place
+    gathers: dict[int, int] = {}
+    for place, node in enumerate(graph.nodes):
+        own = _of_its_own(node)
+        if own is not None and (node.target is UNSHARD or ANCHOR.get(node)):
+            (gathers if node.target is UNSHARD else anchors).setdefault(own, place)
+    return all(gathers.get(later, len(graph.nodes)) > anchors[earlier] for earlier, later in pairs)
 
 
 def recomputed_of(folded: Folded, backward: fx.Graph) -> tuple[int, float]:

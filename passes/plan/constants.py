@@ -12,7 +12,7 @@ class Constants:
     ``weights``: prices of a second of communication for the dynamic program's first proposals.
     ``most_plans``, ``most_nodes``: evaluation budget: plans, and simulated nodes in all.
     ``least_plans``: evaluation budget of a graph of however many nodes.
-    ``folded_plans``: evaluation budget of a folded step.
+    ``folded_plans``: evaluation budget of a folded step; half as many more in slices.
     ``proposed``: number of the dynamic program's plans that one step of the climb evaluates.
     ``slower``: another structure is evaluated if its forecast is at most so many times the step.
     ``near``: the climb starts again from other structures that are at most so many times as slow.

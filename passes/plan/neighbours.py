@@ -235,6 +235,8 @@ class Neighbourhood:
 
     def _sliced(self, reference: Reference, best: Candidate, within: bool) -> Moves:
         """Slice groups in other numbers of slices, and with other numbers of kept slices."""
+        if self.evaluator.folded is not None:
+            return self._sliced_otherwise(best, within)
         found: Moves = {}
         ctx = self.evaluator.ctx
         for place, group in enumerate(self.evaluator.slice_groups):
@@ -253,6 +255,28 @@ class Neighbourhood:
             left = tuple(one for one in best.splits if one.name != split.name)
             found["whole", split.name] = best.replace(splits=left)
         return found
+
+    def _sliced_otherwise(self, best: Candidate, within: bool) -> Moves:
+        """The slice groups of a folded step that are in slices in other numbers of slices."""
+        ctx = self.evaluator.ctx
+        return {
+            ("slice", place, slices): best.slicing(group, slices, None, ctx)
+            for place, group in enumerate(self.evaluator.slice_groups if best.splits else ())
+            if best.slices_of(group, ctx)[0] > 1
+            for slices in (*reversed(SLICES), *(() if within else (1,)))
+        }
+
+    def at_peak(self, best: Candidate) -> Iterator[Candidate]:
+        """The slice groups of a folded step that have its peak, in slices.
+
+        Slices elsewhere lower no peak. Each evaluation takes long, so the others are left out.
+        """
+        evaluator = self.evaluator
+        for group in evaluator.slice_groups:
+            is_whole = best.slices_of(group, evaluator.ctx)[0] == 1
+            if is_whole and evaluator.is_at_peak(group, best) and evaluator.shows_slices(group):
+                start = self._without_rivals(best, group)
+                yield start.slicing(group, SLICES[-1], None, evaluator.ctx)
 
     def _without_rivals(self, best: Candidate, group: SliceGroup) -> Candidate:
         """A candidate in which other groups with a weight of this group are whole."""

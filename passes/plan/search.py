@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from passes.candidates.candidate import Candidate
 from passes.plan.constants import CONSTANTS
 from passes.plan.neighbours import Change, Neighbourhood
-from passes.pricing.evaluator import FINER, PlanEvaluator
+from passes.pricing.evaluator import FINER, PlanEvaluator, above_target
 from passes.types.decision import DECISIONS
 
 
@@ -47,7 +47,9 @@ class Search:
         """
         evaluator = self.evaluator
         keys = [evaluator.uniform(option) for option in range(len(DECISIONS))]
-        best = self._between_sets(min([*keys, *self._lean()], key=evaluator.peak_bytes))
+        best = min([*keys, *self._lean()], key=evaluator.peak_bytes)
+        best = min(best, self._in_slices(self._emptiest(best)), key=evaluator.peak_bytes)
+        best = self._between_sets(best)
         while not self._is_enough(best) and evaluator.left > 0:
             lower = 1 - CONSTANTS.least_gain
             evaluator.target_bytes = round(lower * evaluator.peak_bytes(best))
@@ -57,6 +59,13 @@ class Search:
                 break
             best = reached
         return best
+
+    def _emptiest(self, best: Candidate) -> Candidate:
+        """The evaluated candidate about as low as the best one that holds least at other places."""
+        evaluator = self.evaluator
+        most_bytes = (1 + CONSTANTS.least_gain) * evaluator.peak_bytes(best)
+        found = [key for key in evaluator.seen if evaluator.peak_bytes(key) <= most_bytes]
+        return min(found, key=lambda key: above_target(evaluator.seen[key].bytes_at, 0))
 
     def start_again(self, key: Candidate) -> Candidate:
         """The best candidate that climbs from another start lead to, with a new budget."""
@@ -68,14 +77,41 @@ class Search:
         """The best candidate that climbs from here lead to.
 
         The first climbs follow the prices, the last ones look at all changes. A folded step, whose
-        evaluations take long, has the first ones only.
+        evaluations take long, has the first ones only, and one more with slices if nothing fits.
         """
         folded = self.evaluator.folded is not None
         for self.neighbours.promising in (True,) if folded else (True, False):
-            best = self._climb(best)
-            if self.evaluator.rank(best)[0] == 0:
-                best = self._other_structures(best)
+            best = self._reached(best)
         self.neighbours.promising = True
+        sliced = self._in_slices(best) if self.evaluator.rank(best)[0] else best
+        return best if sliced == best else min(best, self._reached(sliced), key=self.evaluator.rank)
+
+    def _reached(self, best: Candidate) -> Candidate:
+        """The best candidate that one climb leads to, and those from other structures."""
+        best = self._climb(best)
+        if self.evaluator.rank(best)[0] == 0:
+            best = self._other_structures(best)
+        return best
+
+    def _in_slices(self, best: Candidate) -> Candidate:
+        """For a folded step: the candidate with the operators at its peak in slices.
+
+        Then those at the new peak, as long as the peak gets lower. Half of the evaluation budget is
+        for the climb from there.
+        """
+        evaluator = self.evaluator
+        if evaluator.folded is None or not evaluator.is_short or self._is_enough(best):
+            return best
+        found: Candidate | None = best
+        while found is not None:
+            best = found
+            most_bytes = (1 - CONSTANTS.least_gain) * evaluator.peak_bytes(best)
+            lower = (
+                k for k in self.neighbours.at_peak(best) if evaluator.peak_bytes(k) <= most_bytes
+            )
+            found = next(lower, None)
+            if found is not None:
+                evaluator.left = max(evaluator.left, CONSTANTS.folded_plans // 2)
         return best
 
     def _lean(self) -> list[Candidate]:

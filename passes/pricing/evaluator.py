@@ -16,7 +16,10 @@ from passes.candidates.move_groups import MoveGroup, MoveGroups, find_move_group
 from passes.candidates.recompute_sets import Recomputation, RecomputeSet
 from passes.candidates.slice_groups import SliceGroup, find_slice_groups, splits_by_hand
 from passes.capture.fold_layers import Folded, recomputes_regularly
+from passes.capture.folded_slices import stays_foldable
+from passes.graph.attribution import attribution
 from passes.graph.captured import Captured
+from passes.graph.dataflow import Dataflow
 from passes.graph.fx_utils import is_collective
 from passes.graph.metadata import PACKABLE
 from passes.overlap.bucket_collectives import bucket_bytes_for, packed
@@ -107,6 +110,8 @@ class PlanEvaluator:
         self._sizes: dict[Candidate, list[int]] = {}
         #: By candidate, the one with the same buckets that was lowered.
         self._owner: dict[Candidate, Candidate] = {}
+        #: By slice group, see ``shows_slices``.
+        self._shown: dict[tuple[frozenset[str], bool], bool] = {}
         #: By candidate, the collectives of the forward and the backward before packing.
         self._packable: dict[Candidate, list[list[Packable] | None]] = {}
 
@@ -306,12 +311,47 @@ class PlanEvaluator:
     def slice_groups(self) -> list[SliceGroup]:
         """The slice groups, the largest first.
 
-        None for a folded step, for joined frames (slices of operators in two frames cannot run one
-        after the other), and with user-forced slices.
+        None for joined frames (slices of operators in two frames cannot run one after the other),
+        and with user-forced slices.
         """
-        if self.folded is not None or self.graphs.is_joined or self.ctx.slices is not None:
+        if self.graphs.is_joined or self.ctx.slices is not None:
             return []
-        return find_slice_groups(self.graphs, self.ctx)
+        left_out = () if self.folded is None else self.folded.left_out
+        return find_slice_groups(self.graphs, self.ctx, left_out)
+
+    def shows_slices(self, group: SliceGroup) -> bool:
+        """Whether a folded step shows what a slice group's slices take."""
+        assert self.folded is not None
+        own = group.names, group.of_input
+        if own not in self._shown:
+            plan = self.plan_of(self.uniform(2).slicing(group, 2, None, self.ctx))
+            self._shown[own] = stays_foldable(self.folded, plan, self.ctx, self.passes)
+        return self._shown[own]
+
+    def is_at_peak(self, group: SliceGroup, key: Candidate) -> bool:
+        """Whether an evaluated candidate has its peak, without overlap, at a group's operators."""
+        bytes_at = self.seen[key].bytes_at
+        assert bytes_at is not None
+        place = int(np.argmax(bytes_at))
+        for phase, (serving, nodes) in enumerate(zip(self._serving, self.place_of, strict=True)):
+            for layer in group.layers:
+                own = [one for name, _, _ in layer.along for one in serving.get(name, ())]
+                if group.of_input and own:  # its rows, to the loss and back
+                    own.append(0 if phase else len(nodes) - 1)
+                if own and min(own) <= place <= max(own):
+                    return True
+            place -= len(nodes)
+        return False
+
+    @functools.cached_property
+    def _serving(self) -> list[dict[str, list[int]]]:
+        """By graph and parameter, the places of the captured nodes that serve it."""
+        found: list[dict[str, list[int]]] = [{}, {}]
+        for gm, serving in zip((self.graphs.forward, self.graphs.backward), found, strict=True):
+            for place, names in enumerate(attribution(Dataflow(gm.graph))):
+                for name in names:
+                    serving.setdefault(name, []).append(place)
+        return found
 
     @functools.cached_property
     def move_groups(self) -> MoveGroups:

@@ -33,8 +33,8 @@ import torch
 from torch import fx
 
 from passes.graph.fx_utils import call, copy_module, output_node, remove_dead, set_value
-from passes.graph.metadata import GATHERED, GRADIENT_OF, RECOMPUTED
-from passes.ops.markers import REDUCE_GRAD, UNSHARD, unshard_of
+from passes.graph.metadata import ANCHOR, GATHERED, GRADIENT_OF, LAYER, RECOMPUTED
+from passes.ops.markers import LEFT_OUT, REDUCE_GRAD, UNSHARD, unshard_of
 from passes.ops.packing import TRIM_ROWS
 from passes.ops.slicing import (
     JOIN_SLICES,
@@ -63,7 +63,7 @@ from passes.types.plan import OF_INPUT, Plan
 _aten = torch.ops.aten
 #: Metadata keys that a node's slices inherit. Inductor would take other keys of the whole node for
 #: the inputs of the slice's operator.
-_KEPT = (RECOMPUTED.name, "nn_module_stack", "stack_trace")
+_KEPT = (RECOMPUTED.name, LAYER.name, ANCHOR.name, "nn_module_stack", "stack_trace")
 
 
 def split(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -381,6 +381,8 @@ class Splitter:
 
         for node in self.graph.nodes:
             inputs = node.all_input_nodes
+            if node.target is LEFT_OUT:  # between the same layers as before
+                flush()
             if node in self.index:
                 # An early slice of this operator may read a later slice of another operator.
                 later = (

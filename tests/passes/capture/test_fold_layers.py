@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from passes.candidates.recompute_sets import RecomputeSet
-from passes.capture.fold_layers import Folded, fold
+from passes.capture.fold_layers import Folded, fold, recomputes_regularly
 from passes.graph.captured import Captured
 from passes.overlap.bucket_collectives import bucket_bytes_for
 from passes.pipeline import default_passes
 from passes.plan.planner import Infeasible, make_plan
 from passes.pricing.evaluator import PlanEvaluator
 from passes.pricing.predict import LoweredStep, predict
+from passes.recompute.recompute_activations import PartitionBoundary, keys_of
 from passes.types.context import Context
 from passes.types.decision import Decision
 from passes.types.hardware import Hardware, LinkRate
@@ -174,6 +175,17 @@ def test_a_folded_step_that_recomputes_is_like_the_whole(mix, number):
     assert few.prediction.recomputed_seconds == pytest.approx(
         whole.prediction.recomputed_seconds, rel=0.01
     )
+
+
+def test_layers_that_are_recomputed_at_once_are_not_regular():
+    step, ctx = captured()
+    cut = PartitionBoundary(step.forward.graph, step.backward.graph)
+    keys = keys_of(step.forward.graph)
+    everything = tuple(keys[n] for n in sorted(cut.saved) if n in keys and cut.chain(n) is not None)
+    plan = decided(("shard_regather", "shard_regather"), ctx).replace(recompute=everything)
+    whole, few = both(plan, ctx.replace(limit_bytes=0))
+    assert few.prediction.peak_bytes < 0.9 * whole.prediction.peak_bytes
+    assert not recomputes_regularly(folded(), plan, ctx)
 
 
 def test_a_limit_that_only_recomputing_keeps_is_kept_by_the_whole_step():
