@@ -10,11 +10,11 @@ a total     this rank's slice along ``features``, summed over the tokens of all 
 ==========  =====================================================================================
 
 A product of local tokens with a weight's columns gathers the tokens first. A product that contracts
-the sliced dimension is a partial sum: the ranks add it up, and each gets its own tokens back, which
-are local. Partial sums that are added are added up once. Pointwise operators, sums over tokens and
-changes of layout keep the placement. Any other operator on a placed tensor is refused. So is one
-that reads a local tensor beside a placed one: its values are for this rank's tokens only. Random
-numbers are such tensors.
+the sliced dimension is a partial sum, and so is a sum over it: the ranks add it up, and each gets
+its own tokens back, which are local. Partial sums that are added are added up once. Pointwise
+operators, sums over tokens and changes of layout keep the placement. The largest features, and a
+lookup of one feature a token: ``passes/move/reductions.py``. A local tensor that is read beside a
+placed one is spread (``passes/move/spread.py``). Any other operator on a placed tensor is refused.
 
 An embedding looks up the ids of all tokens in its rows of the table: another partial sum. Its
 gradient is a total of the gathered gradients.
@@ -36,7 +36,6 @@ from torch import fx
 from passes.annotate.collectives import by_all_to_all
 from passes.graph.fx_utils import (
     ALL_TO_ALL,
-    CAST,
     REDUCE_SCATTER,
     bytes_of,
     call,
@@ -44,6 +43,8 @@ from passes.graph.fx_utils import (
     set_value,
 )
 from passes.graph.metadata import GRADIENT_OF, RECOMPUTED
+from passes.move.reductions import looked_up, maximum
+from passes.move.spread import COPIES, Frame, constants_of, is_filled, is_pointwise, spread
 from passes.ops.markers import REDUCE_GRAD, UNSHARD, reduce_grad_of, unshard_of
 from passes.ops.p2p import EXCHANGE
 from passes.ops.packing import SUM_RANKS
@@ -66,7 +67,6 @@ _PRODUCTS = {_aten.mm.default, _aten.addmm.default}
 _MASKED = _aten._unsafe_masked_index_put_accumulate.default
 _PUTS = {_MASKED, _aten.index_put.default}
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
-_COPIES = {CAST, _aten.clone.default, _aten._to_copy.default}
 #: Metadata of a node that its placed form inherits.
 _KEPT = (RECOMPUTED.name, "nn_module_stack", "fwd_nn_module_stack", "stack_trace")
 
@@ -116,10 +116,15 @@ class Refused(ValueError):
     ``needs``: weights, with their dimensions, that would have to stay too.
     """
 
-    def __init__(self, reason: str, *placed: Placed, needs: Sequence[tuple[str, int]] = ()) -> None:
+    def __init__(
+        self,
+        reason: str,
+        names: frozenset[str] = frozenset(),
+        needs: Sequence[tuple[str, int]] = (),
+    ) -> None:
         super().__init__(reason)
         self.reason = reason
-        self.names = frozenset(name for one in placed for name in one.names)
+        self.names = names
         self.needs = tuple(needs)
 
 
@@ -146,6 +151,8 @@ class Mover:
         self.gradients: list[fx.Node] = []
         self._gathered: dict[fx.Node, fx.Node] = {}
         self._made: dict[fx.Node, fx.Node] = {}
+        self.spreads: dict[tuple[Any, ...], fx.Node | None] = {}
+        self.constants = constants_of(graph)
         self._purposes: dict[tuple[bool, str], int] = {}
         self._meta: dict[str, Any] = {}
 
@@ -208,12 +215,12 @@ class Mover:
             turned = []
             for one in found.others:
                 if _kind(one) == whole:
-                    turned.append(self._emit(_aten.reshape.default, (one, sizes)))
+                    turned.append(self.emit(_aten.reshape.default, (one, sizes)))
                 elif list(last) == list(one.meta["val"].shape) == shape[-1:]:  # a bias
                     turned.append(one)
                 else:
                     return None
-            part = self._emit(_aten.reshape.default, (found.part, self._of_all(sizes, shape)))
+            part = self.emit(_aten.reshape.default, (found.part, self._of_all(sizes, shape)))
             return PartialSum(part, tuple(sizes), tuple(turned), found.names)
         if node.target is not _aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != 2:
             return None
@@ -223,7 +230,7 @@ class Mover:
         others = [one for one in node.all_input_nodes if one not in self.partial]
         part = parts[0].part
         for other in parts[1:]:
-            part = self._emit(_aten.add.Tensor, (part, other.part))
+            part = self.emit(_aten.add.Tensor, (part, other.part))
         names = frozenset(name for one in parts for name in one.names)
         others += [other for one in parts for other in one.others]
         return PartialSum(part, parts[0].sizes, tuple(others), names)
@@ -238,18 +245,18 @@ class Mover:
         table, ids, *_ = arguments_of(node)
         found = self.placed.get(table)
         if found is None or not found.is_weight or found.features != 0:
-            raise self._refused(node, f"{_named(node)} reads placed ids")
+            raise self._refused(node, f"{_named(node)} reads a table that is not sliced by words")
         rows, total = found.node.meta["val"].shape[0], table.meta["val"].shape[0]
-        everything = self._all_tokens(self._flat(ids), node, found)
+        everything = self.all_tokens(self._flat(ids), node, found.names)
         args = (found.node, everything, self.ctx.rank * rows, total)
-        sizes = (*self._sizes(ids), table.meta["val"].shape[1])
-        return PartialSum(self._emit(TAKE_ROWS, args), sizes, (), found.names)
+        sizes = (*self.sizes_of(ids), table.meta["val"].shape[1])
+        return PartialSum(self.emit(TAKE_ROWS, args), sizes, (), found.names)
 
     def _flat(self, ids: fx.Node) -> fx.Node:
         """Ids as tokens without further dimensions."""
         if ids.meta["val"].dim() == 1:
             return ids
-        return self._once(ids, lambda: self._emit(_aten.reshape.default, (ids, [-1])))
+        return self._once(ids, lambda: self.emit(_aten.reshape.default, (ids, [-1])))
 
     def _once(self, node: fx.Node, make: Callable[[], fx.Node]) -> fx.Node:
         """A node that is made once of another one."""
@@ -257,10 +264,10 @@ class Mover:
             self._made[node] = make()
         return self._made[node]
 
-    def _sizes(self, node: fx.Node) -> list[Any]:
+    def sizes_of(self, node: fx.Node) -> list[Any]:
         """A node's sizes as arguments: numbers, and nodes of symbolic ones."""
         return [
-            size if isinstance(size, int) else self._emit(torch.ops.aten.sym_size.int, (node, dim))
+            size if isinstance(size, int) else self.emit(torch.ops.aten.sym_size.int, (node, dim))
             for dim, size in enumerate(node.meta["val"].shape)
         ]
 
@@ -268,26 +275,44 @@ class Mover:
         """The gradient of a table's part, where local gradients are put into rows of zeros."""
         marker = reduce_grad_of(node)
         weight = Placed(node, None, 0, frozenset([marker.name]))
-        put = marker.gradient
+        if self.dims[marker.name] != 0:
+            reason = f"the gradient of {marker.name} is no product with tokens"
+            raise Refused(reason, weight.names)
+        return self._mean(self._put_total(marker.gradient, node, weight), node)
+
+    def _put_total(self, put: fx.Node, node: fx.Node, weight: Placed) -> fx.Node:
+        """This rank's rows of a table of zeros into which the local gradients of all are put."""
+        if put.target in COPIES:
+            source: Any = put.args[0]
+            made = self._put_total(source, node, weight)
+            return self.emit(put.target, (made, *put.args[1:]), put.kwargs)
         adds = put.target is _MASKED or (len(put.args) > 3 and put.args[3] is True)
-        if put.target not in _PUTS or not adds or self.dims[marker.name] != 0:
-            raise Refused(f"the gradient of {marker.name} is no product with tokens", weight)
+        if put.target not in _PUTS or not adds or put.meta["val"].dim() != 2:
+            name = min(weight.names)
+            raise Refused(f"the gradient of {name} is no product with tokens", weight.names)
         table, *masks, indices, values = arguments_of(put)[: 4 if put.target is _MASKED else 3]
         if table.target is not _aten.full.default or table.args[1] != 0 or len(indices) != 1:
-            raise Refused(f"the gradient of {marker.name} is put into another table", weight)
+            name = min(weight.names)
+            raise Refused(f"the gradient of {name} is put into another table", weight.names)
         self._meta = put.meta
         for mask in masks:
             value = values.meta["val"]
             filled = {"dtype": value.dtype, "layout": torch.strided, "device": value.device}
-            zero = self._emit(_aten.full.default, ([], 0), {**filled, "pin_memory": False})
-            values = self._emit(_aten.where.self, (mask, values, zero))
-        ids = self._all_tokens(self._flat(indices[0]), node, weight)
+            zero = self.emit(_aten.full.default, ([], 0), {**filled, "pin_memory": False})
+            values = self.emit(_aten.where.self, (mask, values, zero))
+        ids = self.all_tokens(self._flat(indices[0]), node, weight.names)
         sizes = [-1, *values.meta["val"].shape[indices[0].meta["val"].dim() :]]
-        tokens = self._emit(_aten.reshape.default, (values, sizes))
-        everything = self._all_tokens(tokens, node, weight)
-        rows = marker.shard.meta["val"].shape[0]
-        made = self._emit(PUT_ROWS, (ids, everything, self.ctx.rank * rows, rows))
-        return self._mean(made, node)
+        tokens = self.emit(_aten.reshape.default, (values, sizes))
+        everything = self.all_tokens(tokens, node, weight.names)
+        rows = put.meta["val"].shape[0] // self.ranks
+        return self.emit(PUT_ROWS, (ids, everything, self.ctx.rank * rows, rows))
+
+    def own_sizes(self, node: fx.Node) -> list[Any]:
+        """A node's sizes as arguments of a reshape, with tokens outermost."""
+        sizes = node.meta["val"].shape[1:]
+        if not all(isinstance(size, int) for size in sizes):
+            raise self._refused(node, f"{_named(node)} has symbolic sizes (dynamic=True)")
+        return [-1, *sizes]
 
     def _found(self, node: fx.Node, is_weight: bool) -> Placed | PartialSum | fx.Node:
         if is_weight:
@@ -295,27 +320,21 @@ class Mover:
         if node.target is REDUCE_GRAD:
             is_placed = reduce_grad_of(node).gradient in self.placed
             return self._gradient(node) if is_placed else self._table_gradient(node)
-        if node.target in _PRODUCTS:
-            return self._product(node)
-        if node.target is _aten.embedding.default:
-            return self._embedded(node)
-        if node.target is _aten.permute.default:
-            return self._permuted(node)
-        if node.target in _VIEWS:
-            return self._viewed(node)
-        if node.target is _aten.sum.dim_IntList:
-            return self._summed(node)
-        if _is_pointwise(node):
-            return self._pointwise(node)
-        raise self._refused(node, f"{_named(node)} has no rule")
+        rule = _RULES.get(node.target)
+        if rule is None and is_pointwise(node):
+            rule = Mover._pointwise
+        found = None if rule is None else rule(self, node)
+        if found is None:
+            raise self._refused(node, f"{_named(node)} has no rule")
+        return found
 
     def _refused(
         self, node: fx.Node, reason: str, needs: Sequence[tuple[str, int]] = ()
     ) -> Refused:
         own = [self.placed[one] for one in node.all_input_nodes if one in self.placed]
-        return Refused(reason, *own, needs=needs)
+        return Refused(reason, frozenset().union(*(one.names for one in own)), needs)
 
-    def _emit(self, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
+    def emit(self, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
         if kwargs:
             node = self.graph.call_function(target, args, dict(kwargs))
             set_value(node)
@@ -342,7 +361,7 @@ class Mover:
     def _mean(self, total: fx.Node, node: fx.Node) -> fx.Node:
         """The mean over ranks of a total, in place of a reduction."""
         own = cast(self.graph, total, node.meta["val"].dtype)
-        mean = self._emit(_aten.mul.Tensor, (own, 1.0 / self.ranks))
+        mean = self.emit(_aten.mul.Tensor, (own, 1.0 / self.ranks))
         if not mean.meta["val"].is_contiguous():
             mean = compact(self.graph, mean)
         GRADIENT_OF.set(mean, reduce_grad_of(node).name)
@@ -359,18 +378,18 @@ class Mover:
             if left.tokens == 0 and right.is_weight:
                 if any(one in self.placed for one in bias):
                     raise self._refused(node, "the bias of the second product is sliced")
-                part = self._emit(_aten.mm.default, (left.node, right.node))
+                part = self.emit(_aten.mm.default, (left.node, right.node))
                 sizes = (-1, node.meta["val"].shape[1])
                 return PartialSum(part, sizes, tuple(bias), right.names)
         elif right and left is None and right.is_weight and right.features == 1:
             return self._columns(node, one, right, bias)
         elif left and right is None and (left.tokens, left.features) == (1, 0) and not bias:
-            tokens = self._all_tokens(other, node, left)
-            made = self._emit(node.target, (left.node, tokens))
+            tokens = self.all_tokens(other, node, left.names)
+            made = self.emit(node.target, (left.node, tokens))
             return Placed(made, None, 0, left.names, is_total=True)
         elif right and left is None and (right.tokens, right.features) == (0, 1) and not bias:
             turned = self._all_tokens_turned(one, node, right)
-            made = self._emit(node.target, (turned, right.node))
+            made = self.emit(node.target, (turned, right.node))
             return Placed(made, None, 1, right.names, is_total=True)
         raise self._refused(node, f"{_named(node)} has no rule", self._missing(node))
 
@@ -412,30 +431,48 @@ class Mover:
                 )
             own.append(placed.node)
             names |= placed.names
-        everything = self._all_tokens(tokens, node, weight)
-        made = self._emit(node.target, (*own, everything, weight.node))
+        everything = self.all_tokens(tokens, node, weight.names)
+        made = self.emit(node.target, (*own, everything, weight.node))
         return Placed(made, 0, 1, names)
 
     def _added_up(self, found: PartialSum, node: fx.Node) -> fx.Node:
         """The own tokens of the sum of all ranks' parts, with the local tensors added."""
-        graph, ctx, part = self.graph, self.ctx, found.part
+        total = self.combined(found.part, found.sizes, found.names, SUM_RANKS)
+        self.totals.append(total)
+        for one in found.others:
+            total = self.emit(_aten.add.Tensor, (total, one))
+        return total
+
+    def combined(
+        self, part: fx.Node, sizes: Sequence[Any], names: frozenset[str], combine: Any
+    ) -> fx.Node:
+        """The own tokens of all ranks' parts, which an operator of ``packing`` combines."""
+        graph, ctx = self.graph, self.ctx
         target = REDUCE_SCATTER
         if ctx.uses_p2p:
             target = EXCHANGE
-        elif _is_static(part) and by_all_to_all(bytes_of(part.meta["val"]), ctx.group_name, ctx):
+        elif combine is not SUM_RANKS or by_all_to_all(
+            bytes_of(part.meta["val"]), ctx.group_name, ctx
+        ):
             target = ALL_TO_ALL
-        purpose = self._purpose(found.names, gathers=False)
+        if target is ALL_TO_ALL and not _is_static(part):
+            if combine is not SUM_RANKS:
+                raise Refused(
+                    "its largest features are of any number of tokens (dynamic=True)", names
+                )
+            target = REDUCE_SCATTER
+        purpose = self._purpose(names, gathers=False)
+        own = part if part.meta["val"].is_contiguous() else compact(graph, part)
         rows = reduce_rows(
-            graph, target, flat(graph, part), self.ranks, ctx.group_name, purpose, SUM_RANKS
+            graph, target, flat(graph, own), self.ranks, ctx.group_name, purpose, combine
         )
-        total = after_wait(call(graph, _aten.view.default, (rows, list(found.sizes))))
-        self.totals.append(total)
-        for one in found.others:
-            total = self._emit(_aten.add.Tensor, (total, one))
-        return total
+        return after_wait(call(graph, _aten.view.default, (rows, list(sizes))))
 
-    def _all_tokens(self, tokens: fx.Node, node: fx.Node, weight: Placed) -> fx.Node:
-        """The tokens of all ranks along the first dimension of a matrix. Gathered once."""
+    def all_tokens(self, tokens: fx.Node, node: fx.Node, names: frozenset[str]) -> fx.Node:
+        """The tokens of all ranks along the first dimension. Gathered once.
+
+        ``node``: the operator that reads them, for these weights.
+        """
         found = self._gathered.get(tokens)
         if found is not None:
             return found
@@ -443,7 +480,7 @@ class Mover:
             raise self._refused(node, "the size of a token is symbolic (dynamic=True)")
         graph, ctx = self.graph, self.ctx
         own = tokens if tokens.meta["val"].is_contiguous() else compact(graph, tokens)
-        purpose = self._purpose(weight.names, gathers=True)
+        purpose = self._purpose(names, gathers=True)
         wait, sent = gather(graph, [own], ctx.group_name, purpose, ctx)
         inner = list(own.meta["val"].shape[1:])
         if sent is None:
@@ -458,8 +495,8 @@ class Mover:
         if turned.target is not _aten.permute.default or permuted_dims(turned) != [1, 0]:
             raise self._refused(node, f"{_named(node)} reads tokens that are no transposed matrix")
         (source, *_) = turned.all_input_nodes
-        everything = self._all_tokens(source, node, placed)
-        return self._emit(_aten.permute.default, (everything, [1, 0]))
+        everything = self.all_tokens(source, node, placed.names)
+        return self.emit(_aten.permute.default, (everything, [1, 0]))
 
     def _purpose(self, names: frozenset[str], gathers: bool) -> Collective:
         """The purpose of a collective of tokens. A weight with several has numbers."""
@@ -473,7 +510,7 @@ class Mover:
         found = self.placed[source]
         dims = permuted_dims(node)
         tokens = None if found.tokens is None else dims.index(found.tokens)
-        made = self._emit(node.target, (found.node, node.args[1]))
+        made = self.emit(node.target, (found.node, node.args[1]))
         return dataclasses.replace(
             found, node=made, tokens=tokens, features=dims.index(found.features)
         )
@@ -494,20 +531,42 @@ class Mover:
         sizes[features] = shape[features] // self.ranks
         if found.tokens == 0:
             sizes = self._of_all(sizes, shape)
-        made = self._emit(_aten.reshape.default, (found.node, sizes))
+        made = self.emit(_aten.reshape.default, (found.node, sizes))
         return dataclasses.replace(found, node=made, features=features)
 
-    def _summed(self, node: fx.Node) -> Placed:
-        """A sum over tokens is complete. The sliced dimension must stay."""
+    def _sliced(self, node: fx.Node) -> Placed:
+        """A slice along a dimension without tokens and features, or zeros around such a slice."""
+        *sources, dim = arguments_of(node)[: 2 if node.target is _aten.slice.Tensor else 3]
+        source = sources[-1]
+        found, rank = self.placed.get(source), node.meta["val"].dim()
+        zeros = sources[0] if len(sources) == 2 else None
+        is_whole = zeros is None or (zeros.target is _aten.full.default and is_filled(zeros))
+        if found is None or not is_whole or dim % rank in (found.tokens, found.features):
+            raise self._refused(node, f"{_named(node)} has no rule for this dimension")
+        if zeros is None:
+            return found.of(self.emit(node.target, (found.node, *node.args[1:])))
+        if not _is_static(node):
+            raise self._refused(node, f"{_named(node)} has symbolic sizes (dynamic=True)")
+        sizes = list(node.meta["val"].shape)
+        sizes[found.features] //= self.ranks
+        if found.tokens is not None:
+            sizes[found.tokens] *= self.ranks
+        whole = self.emit(zeros.target, (sizes, *zeros.args[1:]), zeros.kwargs)
+        return found.of(self.emit(node.target, (whole, found.node, *node.args[2:])))
+
+    def _summed(self, node: fx.Node) -> Placed | PartialSum:
+        """A sum over tokens is complete. A sum over features is a partial sum."""
         source, dims, *rest = arguments_of(node)
         found = self.placed[source]
         rank = source.meta["val"].dim()
         over = {dim % rank for dim in dims}
         keeps = bool(rest and rest[0]) or bool(node.kwargs.get("keepdim"))
-        if not over or found.features in over:
-            raise self._refused(node, f"{_named(node)} adds up the dimension that is sliced")
         tokens = None if found.tokens in over else found.tokens
-        made = self._emit(node.target, (found.node, *node.args[1:]), node.kwargs)
+        if not over or (found.features in over and tokens != 0):
+            raise self._refused(node, f"{_named(node)} adds up the dimension that is sliced")
+        made = self.emit(node.target, (found.node, *node.args[1:]), node.kwargs)
+        if found.features in over:
+            return PartialSum(made, tuple(self.own_sizes(node)), (), found.names)
 
         def kept(dim: int) -> int:
             return dim if keeps else dim - sum(one < dim for one in over)
@@ -520,35 +579,31 @@ class Mover:
             is_total=found.is_total or tokens != found.tokens,
         )
 
-    def _numbers(self, node: fx.Node) -> dict[fx.Node, fx.Node]:
-        """The constants that a pointwise operator reads, of size one: they are equal everywhere.
+    def _spread(self, node: fx.Node, frame: Frame) -> dict[fx.Node, fx.Node]:
+        """The local tensors that a pointwise operator reads, in the placement of its result.
 
         Raises:
-            Refused: it reads another local tensor.
+            Refused: this rank cannot compute one.
         """
         found = {}
         for one in node.all_input_nodes:
             if one in self.placed:
                 continue
-            if one.target not in _FILLED:
+            made = spread(self, one, frame)
+            if made is None:
                 reason = f"{_named(node)} reads {_named(one)}, which is for this rank's tokens"
                 if _is_random(one):
                     reason = f"{_named(node)} reads random numbers (dropout)"
                 raise self._refused(node, reason, self._missing(node))
-            found[one] = one
-            if one.target is _aten.full.default:
-                sizes = [1] * one.meta["val"].dim()
-                found[one] = self._emit(one.target, (sizes, *one.args[1:]), one.kwargs)
+            found[one] = made
         return found
 
     def _pointwise(self, node: fx.Node) -> Placed:
-        """Placed operands of one placement, weights of the same slice, and constants."""
+        """Placed operands of one placement, weights of the same slice, and spread local tensors."""
         rank = node.meta["val"].dim()
         own = {one: self.placed[one] for one in node.all_input_nodes if one in self.placed}
-        numbers = self._numbers(node)
-        totals = [placed.is_total for placed in own.values()]
-        if any(totals) and not (all(totals) and _is_linear(node, len(own))):
-            raise self._refused(node, f"{_named(node)} changes a sum over the tokens of all ranks")
+        if any(placed.is_total for placed in own.values()):
+            return self._pointwise_total(node, own)
 
         def aligned(one: fx.Node, dim: int | None) -> int | None:
             return None if dim is None else dim - one.meta["val"].dim() + rank
@@ -567,13 +622,42 @@ class Mover:
             )
             if size_along(one, token, node) not in allowed:
                 raise self._refused(node, f"{_named(node)} reads a tensor along tokens")
+        names = frozenset(name for placed in own.values() for name in placed.names)
+        others = self._spread(node, Frame(node, token, feature, names))
         args, kwargs = fx.node.map_arg(
             (node.args, node.kwargs),
-            lambda one: own[one].node if one in own else numbers[one],
+            lambda one: own[one].node if one in own else others[one],
         )
-        made = self._emit(node.target, args, kwargs)
+        return Placed(self.emit(node.target, args, kwargs), token, feature, names)
+
+    def _pointwise_total(self, node: fx.Node, own: dict[fx.Node, Placed]) -> Placed:
+        """A linear operator on totals; the gradient of a table's rows becomes one."""
+        first = next(iter(own.values()))
+        nodes = {one: placed.node for one, placed in own.items()}
+        for one in node.all_input_nodes:
+            if one not in own and first.features == 0 and node.target is _aten.add.Tensor:
+                nodes[one] = self._put_total(one, node, first)
+        is_one = {(one.is_total, one.features) for one in own.values()} == {(True, first.features)}
+        if not is_one or not _is_linear(node, len(nodes)):
+            raise self._refused(node, f"{_named(node)} changes a sum over the tokens of all ranks")
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), nodes.__getitem__)
         names = frozenset(name for placed in own.values() for name in placed.names)
-        return Placed(made, token, feature, names, is_total=any(totals))
+        made = self.emit(node.target, args, kwargs)
+        return Placed(made, None, first.features, names, is_total=True)
+
+
+#: By operator, the placement of its result; None: these arguments have no rule.
+_RULES: dict[Any, Callable[[Mover, fx.Node], Placed | PartialSum | fx.Node | None]] = {
+    **dict.fromkeys(_PRODUCTS, Mover._product),
+    **dict.fromkeys(_VIEWS, Mover._viewed),
+    _aten.embedding.default: Mover._embedded,
+    _aten.permute.default: Mover._permuted,
+    _aten.sum.dim_IntList: Mover._summed,
+    _aten.slice.Tensor: Mover._sliced,
+    _aten.slice_scatter.default: Mover._sliced,
+    _aten.amax.default: maximum,
+    _aten.gather.default: looked_up,
+}
 
 
 def _is_static(node: fx.Node) -> bool:
@@ -585,18 +669,11 @@ def _kind(node: fx.Node) -> tuple[Any, ...]:
     return tuple(value.shape), value.dtype
 
 
-def _is_pointwise(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded in tags:
-        return False
-    return node.target in _COPIES or torch.Tag.pointwise in tags
-
-
 def _is_linear(node: fx.Node, operands: int) -> bool:
     """Whether a pointwise operator is linear in its tensors, which are all ``operands``."""
     if len(node.all_input_nodes) != operands:
         return False
-    if node.target in _COPIES or node.target is _aten.neg.default:
+    if node.target in COPIES or node.target is _aten.neg.default:
         return True
     tensors = [one for one in node.args if isinstance(one, fx.Node)]
     if node.target in (_aten.add.Tensor, _aten.sub.Tensor):
@@ -618,9 +695,6 @@ def _is_random(node: fx.Node) -> bool:
     return False
 
 
-_FILLED = {_aten.full.default, _aten.scalar_tensor.default}
-
-
 def _through_pointwise(node: fx.Node, dim: int) -> tuple[str, int] | None:
     """The weight that a dimension comes from, behind pointwise operators of one rank."""
     rank = node.meta["val"].dim()
@@ -628,7 +702,7 @@ def _through_pointwise(node: fx.Node, dim: int) -> tuple[str, int] | None:
         origin = along_weight(node, dim)
         if origin is not None:
             return origin
-        if not _is_pointwise(node):
+        if not is_pointwise(node):
             return None
         wide = [one for one in node.all_input_nodes if _rank_of(one) == rank]
         if not wide:

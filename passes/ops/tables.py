@@ -1,13 +1,14 @@
 """Tables: operators on the tokens of all ranks, and of embeddings whose rows the ranks share.
 
-==============  ============================================================================
-``tokens_of``   a gathered flat tensor -> the tokens, each of the shape ``inner``
-``take_rows``   ids of all tokens -> their rows of this rank's part of the table, else zeros
-``put_rows``    ids and gradients of all tokens -> the gradient of this rank's part
-==============  ============================================================================
+================  ==========================================================================
+``tokens_of``     a gathered flat tensor -> the tokens, each of the shape ``inner``
+``take_rows``     ids of all tokens -> their rows of this rank's part of the table, else zeros
+``put_rows``      ids and gradients of all tokens -> the gradient of this rank's part
+``take_columns``  this rank's columns of a table, an id a row -> the row's element, else zero
+================  ==========================================================================
 
 ``sent``: not read; it keeps the input of a P2P collective unchanged (``passes/ops/p2p.py``).
-``start``: the first row of this rank's part. ``total``: rows of the whole table.
+``start``: the first row or column of this rank's part. ``total``: those of the whole table.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 _LIBRARY = torch.library.Library("osdp", "FRAGMENT")
 _LIBRARY.define("tokens_of(Tensor gathered, int[] inner, Tensor? sent=None) -> Tensor")
 _LIBRARY.define("take_rows(Tensor table, Tensor ids, int start, int total) -> Tensor")
+_LIBRARY.define("take_columns(Tensor table, Tensor ids, int start, int total) -> Tensor")
 _LIBRARY.define("put_rows(Tensor ids, Tensor values, int start, int rows) -> Tensor")
 
 
@@ -40,13 +42,29 @@ def _take_rows_shape(table: Tensor, ids: Tensor, start: int, total: int) -> Tens
 
 @torch.library.impl("osdp::take_rows", "CompositeExplicitAutograd")
 def _take_rows(table: Tensor, ids: Tensor, start: int, total: int) -> Tensor:
+    _check_ids(ids, total)
+    own = (ids >= start) & (ids < start + table.shape[0])
+    rows: Tensor = torch.nn.functional.embedding(torch.where(own, ids - start, 0), table)
+    return rows.mul_(own.unsqueeze(-1))
+
+
+def _check_ids(ids: Tensor, total: int) -> None:
     inside = (ids >= 0) & (ids < total)
     if ids.device.type == "cpu" and not bool(inside.all()):
         raise IndexError("index out of range in self")  # as aten.embedding says
     torch._assert_async(inside.all())
-    own = (ids >= start) & (ids < start + table.shape[0])
-    rows: Tensor = torch.nn.functional.embedding(torch.where(own, ids - start, 0), table)
-    return rows.mul_(own.unsqueeze(-1))
+
+
+@torch.library.register_fake("osdp::take_columns")
+def _take_columns_shape(table: Tensor, ids: Tensor, start: int, total: int) -> Tensor:
+    return table.new_empty(ids.shape)
+
+
+@torch.library.impl("osdp::take_columns", "CompositeExplicitAutograd")
+def _take_columns(table: Tensor, ids: Tensor, start: int, total: int) -> Tensor:
+    _check_ids(ids, total)
+    own = (ids >= start) & (ids < start + table.shape[1])
+    return table.gather(1, torch.where(own, ids - start, 0)).masked_fill_(~own, 0)
 
 
 @torch.library.register_fake("osdp::put_rows")
@@ -65,5 +83,6 @@ def _put_rows(ids: Tensor, values: Tensor, start: int, rows: int) -> Tensor:
 
 TOKENS_OF = torch.ops.osdp.tokens_of.default
 TAKE_ROWS = torch.ops.osdp.take_rows.default
+TAKE_COLUMNS = torch.ops.osdp.take_columns.default
 PUT_ROWS = torch.ops.osdp.put_rows.default
-TABLES = frozenset({TOKENS_OF, TAKE_ROWS, PUT_ROWS})
+TABLES = frozenset({TOKENS_OF, TAKE_ROWS, TAKE_COLUMNS, PUT_ROWS})

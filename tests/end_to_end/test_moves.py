@@ -454,6 +454,65 @@ def test_the_table_of_an_embedding_stays(two_ranks):
         assert moved == {"words.weight"} and placed == "(Shard(dim=0),)"
 
 
+class Language(nn.Module):
+    """An embedding, a norm, a head by vocabulary, and the loss; ids: [rows, length]."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.words = nn.Embedding(64, 8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 64, bias=not tied)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.head(self.norm(self.words(ids)))
+        # Each rank ignores another number of tokens.
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), ignore_index=3)
+
+
+def its_loss(model: nn.Module, given: Tensor) -> Tensor:
+    loss: Tensor = model(given)
+    return loss
+
+
+def _ids(step, micro, rank):
+    """In step 4 the ranks have other batches."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    return torch.randint(0, 64, (3 + (rank if step == 4 else 0), 5), generator=generator)
+
+
+def _language(rank, world_size, tied, named):
+    """Distances from one process: parameters, losses, norms; the weights that stay; placements."""
+    torch.manual_seed(0)
+    model = Language(tied).double()
+    recipe = Recipe(
+        step=its_loss, optimizer=adamw, steps=10, batch=_ids, backwards=2, max_norm=0.05
+    )
+    reference = Reference(copy.deepcopy(model), recipe, world_size)
+    options = {"hardware": SLOW, "tensor_parallel": [named], "debug": True}
+    ours, wanted = train_osdp(model, options, recipe, rank), reference.train(rank)
+    apart = max(
+        (one - wanted.parameters[name]).abs().max().item() for name, one in ours.parameters.items()
+    )
+    losses = max(abs(a - b) for a, b in zip(ours.losses, wanted.losses, strict=True))
+    norms = max(abs(a / b - 1) for a, b in zip(ours.norms, wanted.norms, strict=True))
+    placed = {str(p.placements) for p in model.parameters() if p.dim() == 2 and p.shape[0] == 64}
+    return apart, losses, norms, plan_in_force(model).moved, placed
+
+
+@pytest.mark.parametrize("ranks", ["two_ranks", "four_ranks"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_with_its_loss_trains_like_one_process(request, ranks, tied):
+    named = "words.weight" if tied else "head.weight"
+    for apart, losses, norms, moved, placed in request.getfixturevalue(ranks).run(
+        _language, tied, named
+    ):
+        assert apart < 1e-11 and losses < 1e-11 and norms < 1e-9
+        assert moved == ({"words.weight"} if tied else {"head.weight", "head.bias"})
+        assert "(Shard(dim=0),)" in placed
+
+
 def _dynamic(rank, world_size, make, differ):
     """Distance from one process; the number of compiled graphs that move activations; warnings."""
     torch.manual_seed(0)
@@ -462,13 +521,14 @@ def _dynamic(rank, world_size, make, differ):
     def some(step, micro, number):
         generator = torch.Generator().manual_seed(1000 * step + number)
         rows = 4 + 2 * step + (2 * number if differ and step >= 3 else 0)
-        if make is Words:
+        if make in (Words, Language):
             return torch.randint(0, 64, (rows, 5), generator=generator)
         return torch.randn(rows, 8, generator=generator, dtype=torch.float64)
 
     recipe = Recipe(step=mean_square, optimizer=adamw, steps=6, batch=some)
     reference = Reference(copy.deepcopy(model), recipe, world_size)
-    dims = {"words.weight": 0} if make is Words else GATED if make is Gated else MLP
+    by_words = make in (Words, Language)
+    dims = {"words.weight": 0} if by_words else GATED if make is Gated else MLP
     plan = Plan.uniform(model.named_parameters(), "shard_regather", world_size=world_size)
     options = {"hardware": SLOW, "plan": plan.tensor_parallel(dims), "debug": True}
     with mock.patch("osdp_compile.engine.lower.log.warning") as warned:
@@ -484,7 +544,7 @@ def _dynamic(rank, world_size, make, differ):
     )
 
 
-@pytest.mark.parametrize("make", [Mlp, Gated, Words])
+@pytest.mark.parametrize("make", [Mlp, Gated, Words, Language])
 def test_one_graph_for_all_sizes_moves_activations(two_ranks, make):
     for apart, travel, differ in two_ranks.run(_dynamic, make, False):
         assert apart < 1e-11
