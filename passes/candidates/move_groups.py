@@ -35,8 +35,8 @@ from passes.split.split_rules import read_along
 from passes.types.context import Context
 
 _EMBEDDING = torch.ops.aten.embedding.default
-#: The most weights and biases of a layer in one group: a gated MLP with biases has five.
-_MOST_TOGETHER = 6
+#: The most weights and biases of a layer in one group: attention with biases has seven.
+_MOST_TOGETHER = 8
 
 
 @dataclasses.dataclass(frozen=True)

@@ -107,7 +107,7 @@ def _rewrite(graphs: list[fx.GraphModule], dims: Mapping[str, int], ctx: Context
     first = Mover(graphs[0].graph, dims, ctx, {})
     first.run()
     saved = _return(first, saved_count)
-    _remove_unused(graphs[0].graph)
+    _remove_unused(first)
     if len(graphs) == 1:
         return
     backward = graphs[1].graph
@@ -125,18 +125,18 @@ def _rewrite(graphs: list[fx.GraphModule], dims: Mapping[str, int], ctx: Context
     _return(second, 0)
     for node in inputs:
         backward.erase_node(node)
-    _remove_unused(backward)
+    _remove_unused(second)
     _sink_gradients(second)
 
 
-def _remove_unused(graph: fx.Graph) -> None:
-    """Erase unused nodes: pure ones, and messages of tokens."""
-    for node in reversed(graph.nodes):
+def _remove_unused(mover: Mover) -> None:
+    """Erase unused nodes: pure ones, originals of placed ones, and messages of tokens."""
+    for node in reversed(mover.graph.nodes):
         start: Any = node.args[0] if node.target is WAIT else node
         purpose = COLLECTIVE.get(start)
-        is_message = purpose is not None and purpose.tokens
-        if not node.users and (is_message or not node.is_impure()):
-            graph.erase_node(node)
+        is_erased = node in mover.placed or (purpose is not None and purpose.tokens)
+        if not node.users and (is_erased or not node.is_impure()):
+            mover.graph.erase_node(node)
 
 
 def _sink_gradients(mover: Mover) -> None:

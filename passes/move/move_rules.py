@@ -27,6 +27,7 @@ is the function of the total, divided by N.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -43,8 +44,20 @@ from passes.graph.fx_utils import (
     set_value,
 )
 from passes.graph.metadata import GRADIENT_OF, RECOMPUTED
+from passes.move.heads import ATTENTIONS, attended, origin
+from passes.move.layouts import (
+    VIEWS,
+    element_of,
+    expanded,
+    joined,
+    permuted,
+    split,
+    squeezed,
+    unsqueezed,
+    viewed,
+)
 from passes.move.reductions import looked_up, maximum
-from passes.move.spread import COPIES, Frame, constants_of, is_filled, is_pointwise, spread
+from passes.move.spread import COPIES, Frame, constants_of, is_filled, is_pointwise, named, spread
 from passes.ops.markers import REDUCE_GRAD, UNSHARD, reduce_grad_of, unshard_of
 from passes.ops.p2p import EXCHANGE
 from passes.ops.packing import SUM_RANKS
@@ -52,11 +65,9 @@ from passes.ops.slicing import slice_name
 from passes.ops.tables import PUT_ROWS, TAKE_ROWS, TOKENS_OF
 from passes.shard.lower_markers import after_wait, cast, flat, gather, reduce_rows
 from passes.split.split_rules import (
-    along_weight,
     arguments_of,
     operands_of,
     permuted_dims,
-    same_dim,
     size_along,
 )
 from passes.types.context import Context
@@ -66,7 +77,6 @@ _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default}
 _MASKED = _aten._unsafe_masked_index_put_accumulate.default
 _PUTS = {_MASKED, _aten.index_put.default}
-_VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
 #: Metadata of a node that its placed form inherits.
 _KEPT = (RECOMPUTED.name, "nn_module_stack", "fwd_nn_module_stack", "stack_trace")
 
@@ -207,7 +217,7 @@ class Mover:
     def _added(self, node: fx.Node) -> PartialSum | None:
         """The partial sum of an addition, or of a change of shape; None: of another operator."""
         value: Any = node.meta["val"] if node.op == "call_function" else None
-        if node.target in _VIEWS and node.args[0] in self.partial:
+        if node.target in VIEWS and node.args[0] in self.partial:
             source: Any = node.args[0]
             found = self.partial[source]
             shape, sizes = list(value.shape), list(arguments_of(node)[1])
@@ -220,7 +230,7 @@ class Mover:
                     turned.append(one)
                 else:
                     return None
-            part = self.emit(_aten.reshape.default, (found.part, self._of_all(sizes, shape)))
+            part = self.emit(_aten.reshape.default, (found.part, self.of_all(sizes, shape)))
             return PartialSum(part, tuple(sizes), tuple(turned), found.names)
         if node.target is not _aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != 2:
             return None
@@ -235,7 +245,7 @@ class Mover:
         others += [other for one in parts for other in one.others]
         return PartialSum(part, parts[0].sizes, tuple(others), names)
 
-    def _of_all(self, sizes: Sequence[Any], shape: Sequence[Any]) -> list[Any]:
+    def of_all(self, sizes: Sequence[Any], shape: Sequence[Any]) -> list[Any]:
         """The sizes of a reshape for the tokens of all ranks; ``shape``: the local result."""
         first = shape[0] * self.ranks if isinstance(shape[0], int) else -1
         return [first, *sizes[1:]]
@@ -245,7 +255,7 @@ class Mover:
         table, ids, *_ = arguments_of(node)
         found = self.placed.get(table)
         if found is None or not found.is_weight or found.features != 0:
-            raise self._refused(node, f"{_named(node)} reads a table that is not sliced by words")
+            raise self.refused(node, f"{named(node)} reads a table that is not sliced by words")
         rows, total = found.node.meta["val"].shape[0], table.meta["val"].shape[0]
         everything = self.all_tokens(self._flat(ids), node, found.names)
         args = (found.node, everything, self.ctx.rank * rows, total)
@@ -311,7 +321,7 @@ class Mover:
         """A node's sizes as arguments of a reshape, with tokens outermost."""
         sizes = node.meta["val"].shape[1:]
         if not all(isinstance(size, int) for size in sizes):
-            raise self._refused(node, f"{_named(node)} has symbolic sizes (dynamic=True)")
+            raise self.refused(node, f"{named(node)} has symbolic sizes (dynamic=True)")
         return [-1, *sizes]
 
     def _found(self, node: fx.Node, is_weight: bool) -> Placed | PartialSum | fx.Node:
@@ -325,12 +335,10 @@ class Mover:
             rule = Mover._pointwise
         found = None if rule is None else rule(self, node)
         if found is None:
-            raise self._refused(node, f"{_named(node)} has no rule")
+            raise self.refused(node, f"{named(node)} has no rule")
         return found
 
-    def _refused(
-        self, node: fx.Node, reason: str, needs: Sequence[tuple[str, int]] = ()
-    ) -> Refused:
+    def refused(self, node: fx.Node, reason: str, needs: Sequence[tuple[str, int]] = ()) -> Refused:
         own = [self.placed[one] for one in node.all_input_nodes if one in self.placed]
         return Refused(reason, frozenset().union(*(one.names for one in own)), needs)
 
@@ -355,7 +363,7 @@ class Mover:
         found = self.placed.get(marker.gradient)
         dim = self.dims.get(marker.name)
         if found is None or not found.is_total or found.features != dim:
-            raise self._refused(node, f"the gradient of {marker.name} is not the slice that stays")
+            raise self.refused(node, f"the gradient of {marker.name} is not the slice that stays")
         return self._mean(found.node, node)
 
     def _mean(self, total: fx.Node, node: fx.Node) -> fx.Node:
@@ -373,11 +381,11 @@ class Mover:
         *bias, one, other = operands_of(node)
         left, right = self.placed.get(one), self.placed.get(other)
         if node.kwargs:
-            raise self._refused(node, f"{_named(node)} has factors")
+            raise self.refused(node, f"{named(node)} has factors")
         if left and right and (left.features, right.features) == (1, 0):
             if left.tokens == 0 and right.is_weight:
                 if any(one in self.placed for one in bias):
-                    raise self._refused(node, "the bias of the second product is sliced")
+                    raise self.refused(node, "the bias of the second product is sliced")
                 part = self.emit(_aten.mm.default, (left.node, right.node))
                 sizes = (-1, node.meta["val"].shape[1])
                 return PartialSum(part, sizes, tuple(bias), right.names)
@@ -391,7 +399,7 @@ class Mover:
             turned = self._all_tokens_turned(one, node, right)
             made = self.emit(node.target, (turned, right.node))
             return Placed(made, None, 1, right.names, is_total=True)
-        raise self._refused(node, f"{_named(node)} has no rule", self._missing(node))
+        raise self.refused(node, f"{named(node)} has no rule", self._missing(node))
 
     def _missing(self, node: fx.Node) -> list[tuple[str, int]]:
         """The weights that would have to stay for a product or a pointwise operator to be placed.
@@ -410,10 +418,9 @@ class Mover:
                 features = placed[0]
                 own = self.placed[features].features
                 dim = own - features.meta["val"].dim() + one.meta["val"].dim()
-            origin = along_weight(one, dim) if 0 <= dim < one.meta["val"].dim() else None
-            origin = origin or _through_pointwise(one, dim)
-            if origin is not None:
-                found.append(origin)
+            found_at = origin(one, dim) if 0 <= dim < one.meta["val"].dim() else None
+            if found_at is not None:
+                found.append(found_at)
         return found
 
     def _columns(
@@ -425,9 +432,9 @@ class Mover:
         for one in bias:
             placed = self.placed.get(one)
             if placed is None or not placed.is_weight:
-                origin = along_weight(one, 0)
-                raise self._refused(
-                    node, "its bias does not stay with its weight", [origin] if origin else ()
+                found = origin(one, 0)
+                raise self.refused(
+                    node, "its bias does not stay with its weight", [found] if found else ()
                 )
             own.append(placed.node)
             names |= placed.names
@@ -477,7 +484,7 @@ class Mover:
         if found is not None:
             return found
         if not all(isinstance(size, int) for size in tokens.meta["val"].shape[1:]):
-            raise self._refused(node, "the size of a token is symbolic (dynamic=True)")
+            raise self.refused(node, "the size of a token is symbolic (dynamic=True)")
         graph, ctx = self.graph, self.ctx
         own = tokens if tokens.meta["val"].is_contiguous() else compact(graph, tokens)
         purpose = self._purpose(names, gathers=True)
@@ -493,7 +500,7 @@ class Mover:
     def _all_tokens_turned(self, turned: fx.Node, node: fx.Node, placed: Placed) -> fx.Node:
         """The tokens of all ranks along the second dimension of a matrix."""
         if turned.target is not _aten.permute.default or permuted_dims(turned) != [1, 0]:
-            raise self._refused(node, f"{_named(node)} reads tokens that are no transposed matrix")
+            raise self.refused(node, f"{named(node)} reads tokens that are no transposed matrix")
         (source, *_) = turned.all_input_nodes
         everything = self.all_tokens(source, node, placed.names)
         return self.emit(_aten.permute.default, (everything, [1, 0]))
@@ -505,35 +512,6 @@ class Mover:
         self._purposes[gathers, name] = number + 1
         return Collective((slice_name(name, number),), gathers=gathers, tokens=True)
 
-    def _permuted(self, node: fx.Node) -> Placed:
-        (source,) = node.all_input_nodes
-        found = self.placed[source]
-        dims = permuted_dims(node)
-        tokens = None if found.tokens is None else dims.index(found.tokens)
-        made = self.emit(node.target, (found.node, node.args[1]))
-        return dataclasses.replace(
-            found, node=made, tokens=tokens, features=dims.index(found.features)
-        )
-
-    def _viewed(self, node: fx.Node) -> Placed:
-        """A reshape that keeps the sliced dimension, with tokens outermost before and after."""
-        source: Any = node.args[0]
-        found = self.placed[source]
-        features = same_dim(source, node, found.features)
-        shape = list(node.meta["val"].shape)
-        sizes = list(arguments_of(node)[1])
-        if (
-            features is None
-            or found.tokens not in (None, 0)
-            or (found.tokens == 0 and features == 0)
-        ):
-            raise self._refused(node, f"{_named(node)} mixes tokens and features")
-        sizes[features] = shape[features] // self.ranks
-        if found.tokens == 0:
-            sizes = self._of_all(sizes, shape)
-        made = self.emit(_aten.reshape.default, (found.node, sizes))
-        return dataclasses.replace(found, node=made, features=features)
-
     def _sliced(self, node: fx.Node) -> Placed:
         """A slice along a dimension without tokens and features, or zeros around such a slice."""
         *sources, dim = arguments_of(node)[: 2 if node.target is _aten.slice.Tensor else 3]
@@ -542,11 +520,11 @@ class Mover:
         zeros = sources[0] if len(sources) == 2 else None
         is_whole = zeros is None or (zeros.target is _aten.full.default and is_filled(zeros))
         if found is None or not is_whole or dim % rank in (found.tokens, found.features):
-            raise self._refused(node, f"{_named(node)} has no rule for this dimension")
+            raise self.refused(node, f"{named(node)} has no rule for this dimension")
         if zeros is None:
             return found.of(self.emit(node.target, (found.node, *node.args[1:])))
         if not _is_static(node):
-            raise self._refused(node, f"{_named(node)} has symbolic sizes (dynamic=True)")
+            raise self.refused(node, f"{named(node)} has symbolic sizes (dynamic=True)")
         sizes = list(node.meta["val"].shape)
         sizes[found.features] //= self.ranks
         if found.tokens is not None:
@@ -563,7 +541,7 @@ class Mover:
         keeps = bool(rest and rest[0]) or bool(node.kwargs.get("keepdim"))
         tokens = None if found.tokens in over else found.tokens
         if not over or (found.features in over and tokens != 0):
-            raise self._refused(node, f"{_named(node)} adds up the dimension that is sliced")
+            raise self.refused(node, f"{named(node)} adds up the dimension that is sliced")
         made = self.emit(node.target, (found.node, *node.args[1:]), node.kwargs)
         if found.features in over:
             return PartialSum(made, tuple(self.own_sizes(node)), (), found.names)
@@ -591,10 +569,10 @@ class Mover:
                 continue
             made = spread(self, one, frame)
             if made is None:
-                reason = f"{_named(node)} reads {_named(one)}, which is for this rank's tokens"
+                reason = f"{named(node)} reads {named(one)}, which is for this rank's tokens"
                 if _is_random(one):
-                    reason = f"{_named(node)} reads random numbers (dropout)"
-                raise self._refused(node, reason, self._missing(node))
+                    reason = f"{named(node)} reads random numbers (dropout)"
+                raise self.refused(node, reason, self._missing(node))
             found[one] = made
         return found
 
@@ -611,7 +589,7 @@ class Mover:
         features = {aligned(one, placed.features) for one, placed in own.items()}
         tokens = {aligned(one, placed.tokens) for one, placed in own.items()} - {None}
         if len(features) != 1 or len(tokens) > 1:
-            raise self._refused(node, f"{_named(node)} reads tensors of several placements")
+            raise self.refused(node, f"{named(node)} reads tensors of several placements")
         (feature,) = features
         token = next(iter(tokens), None)
         assert feature is not None
@@ -621,9 +599,10 @@ class Mover:
                 (None, 1) if placed.tokens is None else node.meta["val"].shape[token : token + 1]
             )
             if size_along(one, token, node) not in allowed:
-                raise self._refused(node, f"{_named(node)} reads a tensor along tokens")
+                raise self.refused(node, f"{named(node)} reads a tensor along tokens")
         names = frozenset(name for placed in own.values() for name in placed.names)
-        others = self._spread(node, Frame(node, token, feature, names))
+        sizes = tuple(node.meta["val"].shape)
+        others = self._spread(node, Frame(node, sizes, token, feature, names))
         args, kwargs = fx.node.map_arg(
             (node.args, node.kwargs),
             lambda one: own[one].node if one in own else others[one],
@@ -639,7 +618,7 @@ class Mover:
                 nodes[one] = self._put_total(one, node, first)
         is_one = {(one.is_total, one.features) for one in own.values()} == {(True, first.features)}
         if not is_one or not _is_linear(node, len(nodes)):
-            raise self._refused(node, f"{_named(node)} changes a sum over the tokens of all ranks")
+            raise self.refused(node, f"{named(node)} changes a sum over the tokens of all ranks")
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), nodes.__getitem__)
         names = frozenset(name for placed in own.values() for name in placed.names)
         made = self.emit(node.target, args, kwargs)
@@ -649,9 +628,16 @@ class Mover:
 #: By operator, the placement of its result; None: these arguments have no rule.
 _RULES: dict[Any, Callable[[Mover, fx.Node], Placed | PartialSum | fx.Node | None]] = {
     **dict.fromkeys(_PRODUCTS, Mover._product),
-    **dict.fromkeys(_VIEWS, Mover._viewed),
+    **dict.fromkeys(VIEWS, viewed),
+    **dict.fromkeys(ATTENTIONS, attended),
+    _aten.split.Tensor: split,
+    operator.getitem: element_of,
     _aten.embedding.default: Mover._embedded,
-    _aten.permute.default: Mover._permuted,
+    _aten.permute.default: permuted,
+    _aten.unsqueeze.default: unsqueezed,
+    _aten.squeeze.dim: squeezed,
+    _aten.expand.default: expanded,
+    _aten.cat.default: joined,
     _aten.sum.dim_IntList: Mover._summed,
     _aten.slice.Tensor: Mover._sliced,
     _aten.slice_scatter.default: Mover._sliced,
@@ -693,31 +679,3 @@ def _is_random(node: fx.Node) -> bool:
             return False
         node = node.all_input_nodes[0]
     return False
-
-
-def _through_pointwise(node: fx.Node, dim: int) -> tuple[str, int] | None:
-    """The weight that a dimension comes from, behind pointwise operators of one rank."""
-    rank = node.meta["val"].dim()
-    for _ in range(16):
-        origin = along_weight(node, dim)
-        if origin is not None:
-            return origin
-        if not is_pointwise(node):
-            return None
-        wide = [one for one in node.all_input_nodes if _rank_of(one) == rank]
-        if not wide:
-            return None
-        node = wide[0]
-    return None
-
-
-def _rank_of(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return value.dim() if isinstance(value, torch.Tensor) else -1
-
-
-def _named(node: fx.Node) -> str:
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target).removeprefix("aten.").removesuffix(".default")
-    return str(getattr(target, "__name__", target))

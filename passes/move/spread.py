@@ -1,13 +1,15 @@
 """Spread: a local tensor in the placement of an operator that reads it beside a placed tensor.
 
-=====================================================  ==========================================
-a constant: of ``full`` or ``iota``, equal on ranks    as it is; its slice along ``features``
-one value for each token, broadcast along features     the values of all ranks' tokens, gathered
-pointwise operators and broadcasts of such tensors     computed again from their spread inputs
-=====================================================  ==========================================
+======================================  ========================================================
+constants: of ``full`` or ``iota``      as they are; their slice along ``features``
+one value for each token                the values of all ranks' tokens, gathered
+one value for all tokens of a rank      the values of all ranks, gathered
+pointwise operators and broadcasts      computed again from their spread inputs, where a tensor has
+                                        values along ``features`` or its inputs are fewer bytes
+======================================  ========================================================
 
-Everything else has values that a rank cannot know: a random mask with features, the mean of this
-rank's tokens. The result may be smaller than the operator's other operand: it broadcasts.
+Everything else has values that a rank cannot know, as a random mask with features. The result may
+be smaller than the operator's other operand: it broadcasts.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
-from passes.graph.fx_utils import CAST, always_equal
+from passes.graph.fx_utils import CAST, always_equal, bytes_of
 
 if TYPE_CHECKING:
     from passes.move.move_rules import Mover
@@ -31,12 +33,13 @@ COPIES = {CAST, _aten.clone.default, _aten._to_copy.default}
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """An operator's result: its dimensions of tokens and features.
+    """An operator's result: its local sizes, and its dimensions of tokens and features.
 
     ``node``: the operator. ``names``: the weights that it comes from.
     """
 
     node: fx.Node
+    sizes: tuple[int | torch.SymInt, ...]
     tokens: int | None
     features: int
     names: frozenset[str]
@@ -44,7 +47,7 @@ class Frame:
 
 def spread(mover: Mover, node: fx.Node, frame: Frame) -> fx.Node | None:
     """A local tensor as its part of a frame; None: this rank cannot compute it."""
-    key = node, frame.tokens, frame.features, frame.node.meta["val"].dim()
+    key = node, frame.tokens, frame.features, len(frame.sizes)
     if key not in mover.spreads:
         mover.spreads[key] = _spread(mover, node, frame)
     return mover.spreads[key]
@@ -54,7 +57,7 @@ def _spread(mover: Mover, node: fx.Node, frame: Frame) -> fx.Node | None:
     value = node.meta.get("val")
     if node in mover.placed or not isinstance(value, torch.Tensor):
         return None
-    sizes, whole = value.shape, frame.node.meta["val"].shape
+    sizes, whole = value.shape, frame.sizes
     behind = len(whole) - len(sizes)
     feature = frame.features - behind
     token = -1 if frame.tokens is None else frame.tokens - behind
@@ -64,9 +67,23 @@ def _spread(mover: Mover, node: fx.Node, frame: Frame) -> fx.Node | None:
         return _filled(mover, node)
     if node in mover.constants and not has_tokens:
         return _slice(mover, node, feature) if has_features else node
-    if not has_features:
-        is_outer = token == 0 and always_equal(sizes[0], whole[behind])
-        return mover.all_tokens(node, frame.node, frame.names) if is_outer else None
+    if has_features or (has_tokens and _is_larger_than_inputs(mover, node)):
+        found = _again(mover, node, frame)
+        if found is not None or has_features:
+            return found
+    if token == 0 and always_equal(sizes[0], whole[behind]):
+        return mover.all_tokens(node, frame.node, frame.names)
+    return None if has_tokens else _of_each_rank(mover, node, frame)
+
+
+def _is_larger_than_inputs(mover: Mover, node: fx.Node) -> bool:
+    """Whether it is fewer bytes to gather an operator's inputs, as of a mask from its rows."""
+    inputs = [one for one in node.all_input_nodes if one not in mover.constants]
+    return sum(bytes_of(one.meta.get("val")) for one in inputs) < bytes_of(node.meta["val"])
+
+
+def _again(mover: Mover, node: fx.Node, frame: Frame) -> fx.Node | None:
+    """A pointwise operator or a broadcast, from its spread inputs; None: it is none of these."""
     if node.target is _aten.expand.default:
         source = node.args[0]
         assert isinstance(source, fx.Node)
@@ -78,6 +95,23 @@ def _spread(mover: Mover, node: fx.Node, frame: Frame) -> fx.Node | None:
         return None
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), inputs.__getitem__)
     return mover.emit(node.target, args, kwargs)
+
+
+def _of_each_rank(mover: Mover, node: fx.Node, frame: Frame) -> fx.Node | None:
+    """The same values for all tokens of a rank, as of positions; None: its sizes are symbolic.
+
+    They are gathered once for each rank, and repeated for its tokens.
+    """
+    tokens = frame.sizes[0]
+    sizes = node.meta["val"].shape
+    whole = [*[1] * (len(frame.sizes) - len(sizes)), *sizes]
+    if frame.tokens != 0 or not all(isinstance(size, int) for size in (tokens, *whole)):
+        return None
+    emit = mover.emit
+    own = node if list(sizes) == whole else emit(_aten.reshape.default, (node, whole))
+    ranks = emit(_aten.unsqueeze.default, (mover.all_tokens(own, frame.node, frame.names), 1))
+    repeated = emit(_aten.expand.default, (ranks, [-1, tokens, *[-1] * (len(whole) - 1)]))
+    return emit(_aten.reshape.default, (repeated, [-1, *whole[1:]]))
 
 
 def constants_of(graph: fx.Graph) -> set[fx.Node]:
@@ -125,3 +159,11 @@ def _slice(mover: Mover, node: fx.Node, dim: int) -> fx.Node:
     size = node.meta["val"].shape[dim] // mover.ranks
     start = mover.ctx.rank * size
     return mover.emit(_aten.slice.Tensor, (node, dim, start, start + size))
+
+
+def named(node: fx.Node) -> str:
+    """An operator's name in reasons."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target).removeprefix("aten.").removesuffix(".default")
+    return str(getattr(target, "__name__", target))
