@@ -34,7 +34,7 @@ from passes.ops.markers import REDUCE_GRAD, reduce_grad_of, unshard_of, unshards
 from passes.split.split_rules import read_along
 from passes.types.context import Context
 
-_EMBEDDING = torch.ops.aten.embedding.default
+_TABLES = {torch.ops.aten.embedding.default, torch.ops.aten._embedding_bag.default}
 #: The most weights and biases of a layer in one group: attention with biases has seven.
 _MOST_TOGETHER = 8
 
@@ -77,7 +77,7 @@ def find_move_groups(captured: Captured, ctx: Context) -> MoveGroups:
         is_matrix = len(ctx.parameter(first).shape) == 2 and all(one in readers for one in names)
         if any(group.dims.get(first) == 0 for group in found) or not is_matrix:
             continue
-        is_table = any(user.target is _EMBEDDING for user in readers[first].users)
+        is_table = any(user.target in _TABLES for user in readers[first].users)
         if read_along(readers[first]) != 0 and not is_table:
             continue
         try:

@@ -38,12 +38,15 @@ from passes.annotate.collectives import by_all_to_all
 from passes.graph.fx_utils import (
     ALL_TO_ALL,
     REDUCE_SCATTER,
+    always_equal,
     bytes_of,
     call,
     compact,
+    output_node,
     set_value,
 )
 from passes.graph.metadata import GRADIENT_OF, RECOMPUTED
+from passes.move.bags import BAGS, PUT_IN_BAGS, bagged, put_in_bags
 from passes.move.heads import ATTENTIONS, attended, origin
 from passes.move.layouts import (
     VIEWS,
@@ -163,6 +166,7 @@ class Mover:
         self._made: dict[fx.Node, fx.Node] = {}
         self.spreads: dict[tuple[Any, ...], fx.Node | None] = {}
         self.constants = constants_of(graph)
+        self.output = output_node(graph)
         self._purposes: dict[tuple[bool, str], int] = {}
         self._meta: dict[str, Any] = {}
 
@@ -290,12 +294,36 @@ class Mover:
             raise Refused(reason, weight.names)
         return self._mean(self._put_total(marker.gradient, node, weight), node)
 
+    def _element(self, node: fx.Node) -> Placed | PartialSum | fx.Node:
+        """A tensor of several: of one placement, or bags. Nothing reads the others of bags."""
+        source, index = arguments_of(node)
+        if source.target is not BAGS:
+            return element_of(self, node)
+        if index == 0:
+            found = self.placed[source]
+            return PartialSum(found.node, tuple(self.own_sizes(node)), (), found.names)
+        value, zeros = node.meta["val"], {"layout": torch.strided, "pin_memory": False}
+        for like in source.all_input_nodes[1:]:
+            sizes, is_alike = like.meta["val"].shape, like.meta["val"].dtype == value.dtype
+            is_alike = is_alike and len(sizes) == value.dim()
+            if is_alike and all(map(always_equal, sizes, value.shape)):
+                return self.emit(_aten.mul.Tensor, (like, 0))
+        if not _is_static(node):
+            raise self.refused(node, f"{named(source)} has symbolic sizes (dynamic=True)")
+        kind = {"dtype": value.dtype, "device": value.device}
+        return self.emit(_aten.full.default, (list(value.shape), 0), {**kind, **zeros})
+
     def _put_total(self, put: fx.Node, node: fx.Node, weight: Placed) -> fx.Node:
         """This rank's rows of a table of zeros into which the local gradients of all are put."""
         if put.target in COPIES:
             source: Any = put.args[0]
             made = self._put_total(source, node, weight)
             return self.emit(put.target, (made, *put.args[1:]), put.kwargs)
+        if put.target is PUT_IN_BAGS:
+            found = put_in_bags(self, put, node, weight.names)
+            if found is None:
+                raise Refused("its bags are no sums or means", weight.names)
+            return found
         adds = put.target is _MASKED or (len(put.args) > 3 and put.args[3] is True)
         if put.target not in _PUTS or not adds or put.meta["val"].dim() != 2:
             name = min(weight.names)
@@ -485,6 +513,10 @@ class Mover:
             return found
         if not all(isinstance(size, int) for size in tokens.meta["val"].shape[1:]):
             raise self.refused(node, "the size of a token is symbolic (dynamic=True)")
+        if tokens in self.constants:
+            times = [self.ranks, *[1] * (tokens.meta["val"].dim() - 1)]
+            self._gathered[tokens] = self.emit(_aten.repeat.default, (tokens, times))
+            return self._gathered[tokens]
         graph, ctx = self.graph, self.ctx
         own = tokens if tokens.meta["val"].is_contiguous() else compact(graph, tokens)
         purpose = self._purpose(names, gathers=True)
@@ -631,7 +663,8 @@ _RULES: dict[Any, Callable[[Mover, fx.Node], Placed | PartialSum | fx.Node | Non
     **dict.fromkeys(VIEWS, viewed),
     **dict.fromkeys(ATTENTIONS, attended),
     _aten.split.Tensor: split,
-    operator.getitem: element_of,
+    operator.getitem: Mover._element,
+    BAGS: bagged,
     _aten.embedding.default: Mover._embedded,
     _aten.permute.default: permuted,
     _aten.unsqueeze.default: unsqueezed,

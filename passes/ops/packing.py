@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from passes.ops.slicing import SLICING, TAKE_PART, TAKE_SLICE, TRIM_SLICE
-from passes.ops.tables import TABLES, TAKE_COLUMNS, TAKE_ROWS
+from passes.ops.tables import TABLES, TAKE_BAGS, TAKE_COLUMNS, TAKE_ROWS
 
 _LIBRARY = torch.library.Library("osdp", "FRAGMENT")
 _LIBRARY.define("pack(Tensor[] tensors) -> Tensor")
@@ -263,5 +263,15 @@ PACKING = (
 )
 #: Operators that read only as many bytes of their first argument as they write.
 PICKING = frozenset(
-    {UNPACK, FIRST_OF, TRIM_ROWS, TAKE_SLICE, TAKE_PART, TRIM_SLICE, TAKE_ROWS, TAKE_COLUMNS}
+    {
+        UNPACK,
+        FIRST_OF,
+        TRIM_ROWS,
+        TAKE_SLICE,
+        TAKE_PART,
+        TRIM_SLICE,
+        TAKE_ROWS,
+        TAKE_COLUMNS,
+        TAKE_BAGS,
+    }
 )

@@ -427,10 +427,22 @@ class Words(nn.Module):
         return self.mix(torch.tanh(self.words(tokens)))
 
 
-def _words(rank, world_size):
+class Bags(nn.Module):
+    """Means of bags of words, and a linear; tokens: [rows, length]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.EmbeddingBag(64, 8, mode="mean")
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.mix(torch.tanh(self.words(tokens)))
+
+
+def _words(rank, world_size, make):
     """Distance from one process; the placement of the table."""
     torch.manual_seed(0)
-    model = Words().double()
+    model = make().double()
 
     def tokens(step, micro, rank):
         generator = torch.Generator().manual_seed(100 * step + rank)
@@ -447,9 +459,10 @@ def _words(rank, world_size):
     return apart, plan_in_force(model).moved, str(model.words.weight.placements)
 
 
-def test_the_table_of_an_embedding_stays(two_ranks):
+@pytest.mark.parametrize("make", [Words, Bags])
+def test_the_table_of_an_embedding_stays(two_ranks, make):
     """In one step the ranks have other batches: the table travels."""
-    for apart, moved, placed in two_ranks.run(_words):
+    for apart, moved, placed in two_ranks.run(_words, make):
         assert apart < 1e-11
         assert moved == {"words.weight"} and placed == "(Shard(dim=0),)"
 
