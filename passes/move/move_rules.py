@@ -7,6 +7,7 @@ local       this rank's own, as in the data-parallel graph (no placement)
 a weight    this rank's slice along ``features``
 tokens      the tokens of all ranks along ``tokens``, this rank's slice along ``features``
 a total     this rank's slice along ``features``, summed over the tokens of all ranks
+a share     this rank's part of a sum over the tokens of all ranks and over ``features``
 ==========  =====================================================================================
 
 A product of local tokens with a weight's columns gathers the tokens first. A product that contracts
@@ -21,7 +22,8 @@ gradient is a total of the gathered gradients.
 
 A total takes the place of this rank's own sum, which is another value. So it may only become the
 gradient of a weight, by linear operators: the mean over ranks of linear functions of the own sums
-is the function of the total, divided by N.
+is the function of the total, divided by N. A share takes the place of the own sum too: the sum over
+ranks of both is equal. So it may only become the gradient of a weight that the ranks reduce.
 """
 
 from __future__ import annotations
@@ -90,7 +92,8 @@ class Placed:
 
     ``node``: in the rewritten graph. ``tokens``: the dimension of the tokens of all ranks; None:
     it has none. ``features``: the dimension that this rank has a slice of. ``names``: the weights
-    that it comes from. ``is_total``: it is a sum over the tokens of all ranks.
+    that it comes from. ``is_total``: it is a sum over the tokens of all ranks. ``is_share``: it is
+    a part of one over tokens and features; it has neither.
     """
 
     node: fx.Node
@@ -98,6 +101,7 @@ class Placed:
     features: int
     names: frozenset[str]
     is_total: bool = False
+    is_share: bool = False
 
     @property
     def is_weight(self) -> bool:
@@ -166,6 +170,7 @@ class Mover:
         self._made: dict[fx.Node, fx.Node] = {}
         self.spreads: dict[tuple[Any, ...], fx.Node | None] = {}
         self.constants = constants_of(graph)
+        self.equal = constants_of(graph, {UNSHARD})
         self.output = output_node(graph)
         self._purposes: dict[tuple[bool, str], int] = {}
         self._meta: dict[str, Any] = {}
@@ -195,6 +200,8 @@ class Mover:
             return
         self._meta = node.meta
         found = self._found(node, is_weight)
+        if found is node:
+            return
         if isinstance(found, Placed):
             self.placed[node] = found
         elif isinstance(found, PartialSum):
@@ -355,6 +362,8 @@ class Mover:
     def _found(self, node: fx.Node, is_weight: bool) -> Placed | PartialSum | fx.Node:
         if is_weight:
             return self._weight(node)
+        if any(one in self.placed and self.placed[one].is_share for one in node.all_input_nodes):
+            return self._shared(node)
         if node.target is REDUCE_GRAD:
             is_placed = reduce_grad_of(node).gradient in self.placed
             return self._gradient(node) if is_placed else self._table_gradient(node)
@@ -365,6 +374,23 @@ class Mover:
         if found is None:
             raise self.refused(node, f"{named(node)} has no rule")
         return found
+
+    def _shared(self, node: fx.Node) -> Placed | fx.Node:
+        """A linear operator on shares and local gradients; a gradient's marker stays."""
+        placed = {one: self.placed[one] for one in node.all_input_nodes if one in self.placed}
+        if node.target is REDUCE_GRAD and reduce_grad_of(node).name not in self.dims:
+            for one, found in placed.items():
+                node.replace_input_with(one, found.node)
+            return node
+        is_linear = node.target in VIEWS or _is_linear(node, len(node.all_input_nodes))
+        if not is_linear or not all(found.is_share for found in placed.values()):
+            reason = f"{named(node)} changes a sum over the tokens and features of all ranks"
+            raise self.refused(node, reason)
+        args, kwargs = fx.node.map_arg(
+            (node.args, node.kwargs), lambda one: placed[one].node if one in placed else one
+        )
+        names = frozenset(name for found in placed.values() for name in found.names)
+        return Placed(self.emit(node.target, args, kwargs), None, -1, names, is_share=True)
 
     def refused(self, node: fx.Node, reason: str, needs: Sequence[tuple[str, int]] = ()) -> Refused:
         own = [self.placed[one] for one in node.all_input_nodes if one in self.placed]
@@ -565,16 +591,25 @@ class Mover:
         return found.of(self.emit(node.target, (whole, found.node, *node.args[2:])))
 
     def _summed(self, node: fx.Node) -> Placed | PartialSum:
-        """A sum over tokens is complete. A sum over features is a partial sum."""
+        """A sum over tokens is a total. One over features is a partial sum, over both a share."""
         source, dims, *rest = arguments_of(node)
         found = self.placed[source]
         rank = source.meta["val"].dim()
         over = {dim % rank for dim in dims}
         keeps = bool(rest and rest[0]) or bool(node.kwargs.get("keepdim"))
         tokens = None if found.tokens in over else found.tokens
-        if not over or (found.features in over and tokens != 0):
+        is_mean = node.target is _aten.mean.dim
+        if (
+            not over
+            or found.is_weight
+            or (found.tokens not in (None, 0) and found.features in over)
+        ):
             raise self.refused(node, f"{named(node)} adds up the dimension that is sliced")
+        if is_mean and over & {found.tokens, found.features}:
+            raise self.refused(node, f"{named(node)} is over tokens or over the sliced dimension")
         made = self.emit(node.target, (found.node, *node.args[1:]), node.kwargs)
+        if found.features in over and tokens is None:
+            return Placed(made, None, -1, found.names, is_share=True)
         if found.features in over:
             return PartialSum(made, tuple(self.own_sizes(node)), (), found.names)
 
@@ -672,6 +707,7 @@ _RULES: dict[Any, Callable[[Mover, fx.Node], Placed | PartialSum | fx.Node | Non
     _aten.expand.default: expanded,
     _aten.cat.default: joined,
     _aten.sum.dim_IntList: Mover._summed,
+    _aten.mean.dim: Mover._summed,
     _aten.slice.Tensor: Mover._sliced,
     _aten.slice_scatter.default: Mover._sliced,
     _aten.amax.default: maximum,

@@ -2,6 +2,7 @@
 
 ======================================  ========================================================
 constants: of ``full`` or ``iota``      as they are; their slice along ``features``
+weights without ``features``            as they are: they are gathered, and equal on all ranks
 one value for each token                the values of all ranks' tokens, gathered
 one value for all tokens of a rank      the values of all ranks, gathered
 pointwise operators and broadcasts      computed again from their spread inputs, where a tensor has
@@ -15,7 +16,8 @@ be smaller than the operator's other operand: it broadcasts.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -67,6 +69,8 @@ def _spread(mover: Mover, node: fx.Node, frame: Frame) -> fx.Node | None:
         return _filled(mover, node)
     if node in mover.constants and not has_tokens:
         return _slice(mover, node, feature) if has_features else node
+    if node in mover.equal and not has_features and not has_tokens:
+        return node
     if has_features or (has_tokens and _is_larger_than_inputs(mover, node)):
         found = _again(mover, node, frame)
         if found is not None or has_features:
@@ -114,14 +118,18 @@ def _of_each_rank(mover: Mover, node: fx.Node, frame: Frame) -> fx.Node | None:
     return emit(_aten.reshape.default, (repeated, [-1, *whole[1:]]))
 
 
-def constants_of(graph: fx.Graph) -> set[fx.Node]:
-    """The tensors that are equal on all ranks: they come from ``full`` and ``iota`` alone."""
+def constants_of(graph: fx.Graph, also: Collection[Any] = ()) -> set[fx.Node]:
+    """The tensors that come from ``full`` and ``iota`` alone, which are equal on all ranks.
+
+    ``also``: other operators whose results are.
+    """
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op != "call_function" or torch.Tag.nondeterministic_seeded in _tags(node):
             continue
         inputs = node.all_input_nodes
         is_first = not inputs and (node.target in _FULL or node.target is _IOTA)
+        is_first = is_first or node.target in also
         if is_first or (inputs and all(one in found for one in inputs)):
             found.add(node)
     return found

@@ -587,32 +587,34 @@ def test_attention_by_heads_trains_like_one_process(request, ranks, keys, bias):
         assert placed == "(Shard(dim=1),)"
 
 
-class LlamaLoss(nn.Module):
-    """A small Llama of Hugging Face, which returns its loss alone."""
+class WithLoss(nn.Module):
+    """A small model of Hugging Face, which returns its loss alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
         transformers = pytest.importorskip("transformers")
-        config = transformers.LlamaConfig(
+        config = getattr(transformers, f"{kind}Config")(
             vocab_size=64,
             hidden_size=32,
             intermediate_size=48,
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
+            head_dim=8,
             use_cache=False,
+            tie_word_embeddings=kind == "Qwen3",
         )
-        self.model = transformers.LlamaForCausalLM(config)
+        self.model = getattr(transformers, f"{kind}ForCausalLM")(config)
 
     def forward(self, ids: Tensor) -> Tensor:
         loss: Tensor = self.model(input_ids=ids, labels=ids).loss
         return loss
 
 
-def _llama(rank, world_size):
-    """Distance from one process in float32; the weights that stay, and those that do not."""
+def _of_hugging_face(rank, world_size, kind):
+    """Distance from one process in float32; the modules whose weights move."""
     torch.manual_seed(0)
-    model = LlamaLoss()
+    model = WithLoss(kind)
 
     def ids(step, micro, number):
         generator = torch.Generator().manual_seed(100 * step + number)
@@ -620,7 +622,7 @@ def _llama(rank, world_size):
 
     recipe = Recipe(step=its_loss, optimizer=adamw, steps=5, batch=ids, max_norm=1.0)
     reference = Reference(copy.deepcopy(model), recipe, world_size)
-    named = ["*embed_tokens*", "*q_proj*", "*up_proj*", "*lm_head*"]
+    named = ["*embed_tokens*", "*q_proj*", "*up_proj*"] + ["*lm_head*"] * (kind == "Llama")
     options = {"hardware": SLOW, "tensor_parallel": named, "debug": True}
     ours, wanted = train_osdp(model, options, recipe, rank), reference.train(rank)
     apart = max(
@@ -631,11 +633,16 @@ def _llama(rank, world_size):
 
 
 @pytest.mark.thorough
-def test_a_llama_of_hugging_face_moves_in_all_its_groups(two_ranks):
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+def test_a_model_of_hugging_face_moves_in_all_its_groups(two_ranks, kind):
     pytest.importorskip("transformers")
-    for apart, rest in two_ranks.run(_llama):
+    for apart, rest in two_ranks.run(_of_hugging_face, kind):
         assert apart < 1e-5
-        assert rest == {"input_layernorm", "post_attention_layernorm", "norm"}
+        assert rest - {"q_norm", "k_norm"} == {
+            "input_layernorm",
+            "post_attention_layernorm",
+            "norm",
+        }
 
 
 def _dynamic(rank, world_size, make, differ):

@@ -18,7 +18,7 @@ NAMES = ("q", "k", "v", "o")
 class Attention(nn.Module):
     """Projections, attention and a residual; x: [batch, length, 12].
 
-    ``keys``: heads of keys and values. ``mask``: kind of the mask.
+    ``keys``: heads of keys and values. ``mask``: kind of the mask. ``norms``: of queries and keys.
     """
 
     def __init__(
@@ -28,8 +28,10 @@ class Attention(nn.Module):
         turns: bool = False,
         mask: str = "causal",
         drop: float = 0.0,
+        norms: bool = False,
     ) -> None:
         super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(SIZE) for _ in range(2 * norms))
         self.q, self.k, self.v = (
             nn.Linear(WIDTH, heads * SIZE, bias=bias) for heads in (HEADS, keys, keys)
         )
@@ -41,6 +43,8 @@ class Attention(nn.Module):
         q, k, v = (
             one(x).view(batch, length, -1, SIZE).transpose(1, 2) for one in (self.q, self.k, self.v)
         )
+        if self.norms:
+            q, k = (norm(one) for norm, one in zip(self.norms, (q, k), strict=True))
         if self.turns:
             speeds = x.detach().abs().amax((0, 1))[: SIZE // 2]
             q, k = turned(q, speeds), turned(k, speeds)
@@ -71,6 +75,7 @@ CASES = {
     "grouped": (Attention(keys=2), 2),
     "rotary": (Attention(keys=2, bias=True, turns=True), 2),
     "mask": (Attention(mask="tokens"), 2),
+    "norms": (Attention(keys=2, norms=True), 2),
 }
 
 
