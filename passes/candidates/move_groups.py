@@ -6,8 +6,10 @@ A group begins with a weight whose rows are features of its product's result (a 
 (``passes/move/move_activations.py``) says which other weights would have to stay too: the bias of
 the product, a gate beside it, the weight that contracts the features. The group is complete when
 the trial needs no more, in the forward and in the backward. Examples: the two linears of an MLP,
-with the first one's bias; the three of a gated MLP. The table of an embedding is a group by itself.
-No weight is in two groups: the first one counts.
+with the first one's bias; the three of a gated MLP; a head with its bias. The table of an embedding
+is a group by itself, also where it is the head.
+No weight is in two groups: of groups that share one, the one counts that sends fewer bytes for its
+weights.
 
 Layers whose names differ only in a number have the same groups.
 """
@@ -32,9 +34,9 @@ from passes.ops.markers import REDUCE_GRAD, reduce_grad_of, unshard_of, unshards
 from passes.split.split_rules import read_along
 from passes.types.context import Context
 
-_EMBEDDING = torch.ops.aten.embedding.default
-#: The most weights and biases of a layer in one group: a gated MLP with biases has five.
-_MOST_TOGETHER = 6
+_TABLES = {torch.ops.aten.embedding.default, torch.ops.aten._embedding_bag.default}
+#: The most weights and biases of a layer in one group: attention with biases has seven.
+_MOST_TOGETHER = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,26 +68,35 @@ class MoveGroups:
 
 def find_move_groups(captured: Captured, ctx: Context) -> MoveGroups:
     """All move groups of a step, in the order of the parameters."""
-    groups: list[MoveGroup] = []
+    found: list[MoveGroup] = []
     refused: dict[str, str] = {}
     readers = {unshard_of(node).name: node for node in unshards(captured.forward.graph)}
     together = [[ctx.parameters[index].name for index in own] for own in alike(ctx.parameters)]
     for names in together:
         first = names[0]
         is_matrix = len(ctx.parameter(first).shape) == 2 and all(one in readers for one in names)
-        if any(first in group.dims for group in groups) or not is_matrix:
+        if any(group.dims.get(first) == 0 for group in found) or not is_matrix:
             continue
-        is_table = all(user.target is _EMBEDDING for user in readers[first].users)
+        is_table = any(user.target in _TABLES for user in readers[first].users)
         if read_along(readers[first]) != 0 and not is_table:
             continue
         try:
-            found = _group(captured, ctx, together, names)
-            if any(name in group.dims for group in groups for name in found.dims):
-                raise Refused("another group has some of its weights")
-            groups.append(found)
+            found.append(_group(captured, ctx, together, names))
         except Refused as error:
             refused.update(dict.fromkeys(names, error.reason))
+    groups = _apart(found)
     return MoveGroups(tuple(groups), refused)
+
+
+def _apart(found: Sequence[MoveGroup]) -> list[MoveGroup]:
+    """The groups without those that share weights with others that send less for their weights."""
+    chosen: dict[int, MoveGroup] = {}
+    for index, group in sorted(
+        enumerate(found), key=lambda one: one[1].token_bytes / one[1].weight_bytes
+    ):
+        if all(group.dims.keys().isdisjoint(other.dims) for other in chosen.values()):
+            chosen[index] = group
+    return [group for _, group in sorted(chosen.items())]
 
 
 def _group(

@@ -37,11 +37,12 @@ shapes. Ranks with other shapes must not run the graph together
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import fx
 
-from passes.graph.fx_utils import WAIT, copy_module, output_node, positions, remove_dead
-from passes.graph.metadata import AFTER_WAIT, NOT_MOVED, SAVES
+from passes.graph.fx_utils import WAIT, copy_module, output_node, positions
+from passes.graph.metadata import AFTER_WAIT, COLLECTIVE, NOT_MOVED, SAVES
 from passes.graph.step_module import graphs_of
 from passes.move.move_rules import Mover, Placed, Refused
 from passes.ops.markers import unshard_of, unshards
@@ -106,7 +107,7 @@ def _rewrite(graphs: list[fx.GraphModule], dims: Mapping[str, int], ctx: Context
     first = Mover(graphs[0].graph, dims, ctx, {})
     first.run()
     saved = _return(first, saved_count)
-    remove_dead(graphs[0].graph)
+    _remove_unused(first)
     if len(graphs) == 1:
         return
     backward = graphs[1].graph
@@ -124,8 +125,18 @@ def _rewrite(graphs: list[fx.GraphModule], dims: Mapping[str, int], ctx: Context
     _return(second, 0)
     for node in inputs:
         backward.erase_node(node)
-    remove_dead(backward)
+    _remove_unused(second)
     _sink_gradients(second)
+
+
+def _remove_unused(mover: Mover) -> None:
+    """Erase unused nodes: pure ones, originals of placed ones, and messages of tokens."""
+    for node in reversed(mover.graph.nodes):
+        start: Any = node.args[0] if node.target is WAIT else node
+        purpose = COLLECTIVE.get(start)
+        is_erased = node in mover.placed or (purpose is not None and purpose.tokens)
+        if not node.users and (is_erased or not node.is_impure()):
+            mover.graph.erase_node(node)
 
 
 def _sink_gradients(mover: Mover) -> None:
@@ -177,7 +188,9 @@ def _return(mover: Mover, saved_count: int) -> dict[str, Placed]:
         if placed is None:
             continue
         if index < first:
-            raise Refused(f"the graph returns {node.name}, which it does not have whole", placed)
+            raise Refused(
+                f"the graph returns {node.name}, which it does not have whole", placed.names
+            )
         saved[node.name] = placed
         returned[index] = placed.node
     output.args = (tuple(returned),)

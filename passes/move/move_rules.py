@@ -7,26 +7,29 @@ local       this rank's own, as in the data-parallel graph (no placement)
 a weight    this rank's slice along ``features``
 tokens      the tokens of all ranks along ``tokens``, this rank's slice along ``features``
 a total     this rank's slice along ``features``, summed over the tokens of all ranks
+a share     this rank's part of a sum over the tokens of all ranks and over ``features``
 ==========  =====================================================================================
 
 A product of local tokens with a weight's columns gathers the tokens first. A product that contracts
-the sliced dimension is a partial sum: the ranks add it up, and each gets its own tokens back, which
-are local. Partial sums that are added are added up once. Pointwise operators, sums over tokens and
-changes of layout keep the placement. Any other operator on a placed tensor is refused. So is one
-that reads a local tensor beside a placed one: its values are for this rank's tokens only. Random
-numbers are such tensors.
+the sliced dimension is a partial sum, and so is a sum over it: the ranks add it up, and each gets
+its own tokens back, which are local. Partial sums that are added are added up once. Pointwise
+operators, sums over tokens and changes of layout keep the placement. The largest features, and a
+lookup of one feature a token: ``passes/move/reductions.py``. A local tensor that is read beside a
+placed one is spread (``passes/move/spread.py``). Any other operator on a placed tensor is refused.
 
 An embedding looks up the ids of all tokens in its rows of the table: another partial sum. Its
 gradient is a total of the gathered gradients.
 
 A total takes the place of this rank's own sum, which is another value. So it may only become the
 gradient of a weight, by linear operators: the mean over ranks of linear functions of the own sums
-is the function of the total, divided by N.
+is the function of the total, divided by N. A share takes the place of the own sum too: the sum over
+ranks of both is equal. So it may only become the gradient of a weight that the ranks reduce.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,14 +39,30 @@ from torch import fx
 from passes.annotate.collectives import by_all_to_all
 from passes.graph.fx_utils import (
     ALL_TO_ALL,
-    CAST,
     REDUCE_SCATTER,
+    always_equal,
     bytes_of,
     call,
     compact,
+    output_node,
     set_value,
 )
 from passes.graph.metadata import GRADIENT_OF, RECOMPUTED
+from passes.move.bags import BAGS, PUT_IN_BAGS, bagged, put_in_bags
+from passes.move.heads import ATTENTIONS, attended, origin
+from passes.move.layouts import (
+    VIEWS,
+    element_of,
+    expanded,
+    joined,
+    permuted,
+    split,
+    squeezed,
+    unsqueezed,
+    viewed,
+)
+from passes.move.reductions import looked_up, maximum
+from passes.move.spread import COPIES, Frame, constants_of, is_filled, is_pointwise, named, spread
 from passes.ops.markers import REDUCE_GRAD, UNSHARD, reduce_grad_of, unshard_of
 from passes.ops.p2p import EXCHANGE
 from passes.ops.packing import SUM_RANKS
@@ -51,11 +70,9 @@ from passes.ops.slicing import slice_name
 from passes.ops.tables import PUT_ROWS, TAKE_ROWS, TOKENS_OF
 from passes.shard.lower_markers import after_wait, cast, flat, gather, reduce_rows
 from passes.split.split_rules import (
-    along_weight,
     arguments_of,
     operands_of,
     permuted_dims,
-    same_dim,
     size_along,
 )
 from passes.types.context import Context
@@ -65,8 +82,6 @@ _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default}
 _MASKED = _aten._unsafe_masked_index_put_accumulate.default
 _PUTS = {_MASKED, _aten.index_put.default}
-_VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
-_COPIES = {CAST, _aten.clone.default, _aten._to_copy.default}
 #: Metadata of a node that its placed form inherits.
 _KEPT = (RECOMPUTED.name, "nn_module_stack", "fwd_nn_module_stack", "stack_trace")
 
@@ -77,7 +92,8 @@ class Placed:
 
     ``node``: in the rewritten graph. ``tokens``: the dimension of the tokens of all ranks; None:
     it has none. ``features``: the dimension that this rank has a slice of. ``names``: the weights
-    that it comes from. ``is_total``: it is a sum over the tokens of all ranks.
+    that it comes from. ``is_total``: it is a sum over the tokens of all ranks. ``is_share``: it is
+    a part of one over tokens and features; it has neither.
     """
 
     node: fx.Node
@@ -85,6 +101,7 @@ class Placed:
     features: int
     names: frozenset[str]
     is_total: bool = False
+    is_share: bool = False
 
     @property
     def is_weight(self) -> bool:
@@ -116,10 +133,15 @@ class Refused(ValueError):
     ``needs``: weights, with their dimensions, that would have to stay too.
     """
 
-    def __init__(self, reason: str, *placed: Placed, needs: Sequence[tuple[str, int]] = ()) -> None:
+    def __init__(
+        self,
+        reason: str,
+        names: frozenset[str] = frozenset(),
+        needs: Sequence[tuple[str, int]] = (),
+    ) -> None:
         super().__init__(reason)
         self.reason = reason
-        self.names = frozenset(name for one in placed for name in one.names)
+        self.names = names
         self.needs = tuple(needs)
 
 
@@ -146,6 +168,10 @@ class Mover:
         self.gradients: list[fx.Node] = []
         self._gathered: dict[fx.Node, fx.Node] = {}
         self._made: dict[fx.Node, fx.Node] = {}
+        self.spreads: dict[tuple[Any, ...], fx.Node | None] = {}
+        self.constants = constants_of(graph)
+        self.equal = constants_of(graph, {UNSHARD})
+        self.output = output_node(graph)
         self._purposes: dict[tuple[bool, str], int] = {}
         self._meta: dict[str, Any] = {}
 
@@ -174,6 +200,8 @@ class Mover:
             return
         self._meta = node.meta
         found = self._found(node, is_weight)
+        if found is node:
+            return
         if isinstance(found, Placed):
             self.placed[node] = found
         elif isinstance(found, PartialSum):
@@ -200,7 +228,7 @@ class Mover:
     def _added(self, node: fx.Node) -> PartialSum | None:
         """The partial sum of an addition, or of a change of shape; None: of another operator."""
         value: Any = node.meta["val"] if node.op == "call_function" else None
-        if node.target in _VIEWS and node.args[0] in self.partial:
+        if node.target in VIEWS and node.args[0] in self.partial:
             source: Any = node.args[0]
             found = self.partial[source]
             shape, sizes = list(value.shape), list(arguments_of(node)[1])
@@ -208,12 +236,12 @@ class Mover:
             turned = []
             for one in found.others:
                 if _kind(one) == whole:
-                    turned.append(self._emit(_aten.reshape.default, (one, sizes)))
+                    turned.append(self.emit(_aten.reshape.default, (one, sizes)))
                 elif list(last) == list(one.meta["val"].shape) == shape[-1:]:  # a bias
                     turned.append(one)
                 else:
                     return None
-            part = self._emit(_aten.reshape.default, (found.part, self._of_all(sizes, shape)))
+            part = self.emit(_aten.reshape.default, (found.part, self.of_all(sizes, shape)))
             return PartialSum(part, tuple(sizes), tuple(turned), found.names)
         if node.target is not _aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != 2:
             return None
@@ -223,12 +251,12 @@ class Mover:
         others = [one for one in node.all_input_nodes if one not in self.partial]
         part = parts[0].part
         for other in parts[1:]:
-            part = self._emit(_aten.add.Tensor, (part, other.part))
+            part = self.emit(_aten.add.Tensor, (part, other.part))
         names = frozenset(name for one in parts for name in one.names)
         others += [other for one in parts for other in one.others]
         return PartialSum(part, parts[0].sizes, tuple(others), names)
 
-    def _of_all(self, sizes: Sequence[Any], shape: Sequence[Any]) -> list[Any]:
+    def of_all(self, sizes: Sequence[Any], shape: Sequence[Any]) -> list[Any]:
         """The sizes of a reshape for the tokens of all ranks; ``shape``: the local result."""
         first = shape[0] * self.ranks if isinstance(shape[0], int) else -1
         return [first, *sizes[1:]]
@@ -238,18 +266,18 @@ class Mover:
         table, ids, *_ = arguments_of(node)
         found = self.placed.get(table)
         if found is None or not found.is_weight or found.features != 0:
-            raise self._refused(node, f"{_named(node)} reads placed ids")
+            raise self.refused(node, f"{named(node)} reads a table that is not sliced by words")
         rows, total = found.node.meta["val"].shape[0], table.meta["val"].shape[0]
-        everything = self._all_tokens(self._flat(ids), node, found)
+        everything = self.all_tokens(self._flat(ids), node, found.names)
         args = (found.node, everything, self.ctx.rank * rows, total)
-        sizes = (*self._sizes(ids), table.meta["val"].shape[1])
-        return PartialSum(self._emit(TAKE_ROWS, args), sizes, (), found.names)
+        sizes = (*self.sizes_of(ids), table.meta["val"].shape[1])
+        return PartialSum(self.emit(TAKE_ROWS, args), sizes, (), found.names)
 
     def _flat(self, ids: fx.Node) -> fx.Node:
         """Ids as tokens without further dimensions."""
         if ids.meta["val"].dim() == 1:
             return ids
-        return self._once(ids, lambda: self._emit(_aten.reshape.default, (ids, [-1])))
+        return self._once(ids, lambda: self.emit(_aten.reshape.default, (ids, [-1])))
 
     def _once(self, node: fx.Node, make: Callable[[], fx.Node]) -> fx.Node:
         """A node that is made once of another one."""
@@ -257,10 +285,10 @@ class Mover:
             self._made[node] = make()
         return self._made[node]
 
-    def _sizes(self, node: fx.Node) -> list[Any]:
+    def sizes_of(self, node: fx.Node) -> list[Any]:
         """A node's sizes as arguments: numbers, and nodes of symbolic ones."""
         return [
-            size if isinstance(size, int) else self._emit(torch.ops.aten.sym_size.int, (node, dim))
+            size if isinstance(size, int) else self.emit(torch.ops.aten.sym_size.int, (node, dim))
             for dim, size in enumerate(node.meta["val"].shape)
         ]
 
@@ -268,54 +296,107 @@ class Mover:
         """The gradient of a table's part, where local gradients are put into rows of zeros."""
         marker = reduce_grad_of(node)
         weight = Placed(node, None, 0, frozenset([marker.name]))
-        put = marker.gradient
+        if self.dims[marker.name] != 0:
+            reason = f"the gradient of {marker.name} is no product with tokens"
+            raise Refused(reason, weight.names)
+        return self._mean(self._put_total(marker.gradient, node, weight), node)
+
+    def _element(self, node: fx.Node) -> Placed | PartialSum | fx.Node:
+        """A tensor of several: of one placement, or bags. Nothing reads the others of bags."""
+        source, index = arguments_of(node)
+        if source.target is not BAGS:
+            return element_of(self, node)
+        if index == 0:
+            found = self.placed[source]
+            return PartialSum(found.node, tuple(self.own_sizes(node)), (), found.names)
+        value, zeros = node.meta["val"], {"layout": torch.strided, "pin_memory": False}
+        for like in source.all_input_nodes[1:]:
+            sizes, is_alike = like.meta["val"].shape, like.meta["val"].dtype == value.dtype
+            is_alike = is_alike and len(sizes) == value.dim()
+            if is_alike and all(map(always_equal, sizes, value.shape)):
+                return self.emit(_aten.mul.Tensor, (like, 0))
+        if not _is_static(node):
+            raise self.refused(node, f"{named(source)} has symbolic sizes (dynamic=True)")
+        kind = {"dtype": value.dtype, "device": value.device}
+        return self.emit(_aten.full.default, (list(value.shape), 0), {**kind, **zeros})
+
+    def _put_total(self, put: fx.Node, node: fx.Node, weight: Placed) -> fx.Node:
+        """This rank's rows of a table of zeros into which the local gradients of all are put."""
+        if put.target in COPIES:
+            source: Any = put.args[0]
+            made = self._put_total(source, node, weight)
+            return self.emit(put.target, (made, *put.args[1:]), put.kwargs)
+        if put.target is PUT_IN_BAGS:
+            found = put_in_bags(self, put, node, weight.names)
+            if found is None:
+                raise Refused("its bags are no sums or means", weight.names)
+            return found
         adds = put.target is _MASKED or (len(put.args) > 3 and put.args[3] is True)
-        if put.target not in _PUTS or not adds or self.dims[marker.name] != 0:
-            raise Refused(f"the gradient of {marker.name} is no product with tokens", weight)
+        if put.target not in _PUTS or not adds or put.meta["val"].dim() != 2:
+            name = min(weight.names)
+            raise Refused(f"the gradient of {name} is no product with tokens", weight.names)
         table, *masks, indices, values = arguments_of(put)[: 4 if put.target is _MASKED else 3]
         if table.target is not _aten.full.default or table.args[1] != 0 or len(indices) != 1:
-            raise Refused(f"the gradient of {marker.name} is put into another table", weight)
+            name = min(weight.names)
+            raise Refused(f"the gradient of {name} is put into another table", weight.names)
         self._meta = put.meta
         for mask in masks:
             value = values.meta["val"]
             filled = {"dtype": value.dtype, "layout": torch.strided, "device": value.device}
-            zero = self._emit(_aten.full.default, ([], 0), {**filled, "pin_memory": False})
-            values = self._emit(_aten.where.self, (mask, values, zero))
-        ids = self._all_tokens(self._flat(indices[0]), node, weight)
+            zero = self.emit(_aten.full.default, ([], 0), {**filled, "pin_memory": False})
+            values = self.emit(_aten.where.self, (mask, values, zero))
+        ids = self.all_tokens(self._flat(indices[0]), node, weight.names)
         sizes = [-1, *values.meta["val"].shape[indices[0].meta["val"].dim() :]]
-        tokens = self._emit(_aten.reshape.default, (values, sizes))
-        everything = self._all_tokens(tokens, node, weight)
-        rows = marker.shard.meta["val"].shape[0]
-        made = self._emit(PUT_ROWS, (ids, everything, self.ctx.rank * rows, rows))
-        return self._mean(made, node)
+        tokens = self.emit(_aten.reshape.default, (values, sizes))
+        everything = self.all_tokens(tokens, node, weight.names)
+        rows = put.meta["val"].shape[0] // self.ranks
+        return self.emit(PUT_ROWS, (ids, everything, self.ctx.rank * rows, rows))
+
+    def own_sizes(self, node: fx.Node) -> list[Any]:
+        """A node's sizes as arguments of a reshape, with tokens outermost."""
+        sizes = node.meta["val"].shape[1:]
+        if not all(isinstance(size, int) for size in sizes):
+            raise self.refused(node, f"{named(node)} has symbolic sizes (dynamic=True)")
+        return [-1, *sizes]
 
     def _found(self, node: fx.Node, is_weight: bool) -> Placed | PartialSum | fx.Node:
         if is_weight:
             return self._weight(node)
+        if any(one in self.placed and self.placed[one].is_share for one in node.all_input_nodes):
+            return self._shared(node)
         if node.target is REDUCE_GRAD:
             is_placed = reduce_grad_of(node).gradient in self.placed
             return self._gradient(node) if is_placed else self._table_gradient(node)
-        if node.target in _PRODUCTS:
-            return self._product(node)
-        if node.target is _aten.embedding.default:
-            return self._embedded(node)
-        if node.target is _aten.permute.default:
-            return self._permuted(node)
-        if node.target in _VIEWS:
-            return self._viewed(node)
-        if node.target is _aten.sum.dim_IntList:
-            return self._summed(node)
-        if _is_pointwise(node):
-            return self._pointwise(node)
-        raise self._refused(node, f"{_named(node)} has no rule")
+        rule = _RULES.get(node.target)
+        if rule is None and is_pointwise(node):
+            rule = Mover._pointwise
+        found = None if rule is None else rule(self, node)
+        if found is None:
+            raise self.refused(node, f"{named(node)} has no rule")
+        return found
 
-    def _refused(
-        self, node: fx.Node, reason: str, needs: Sequence[tuple[str, int]] = ()
-    ) -> Refused:
+    def _shared(self, node: fx.Node) -> Placed | fx.Node:
+        """A linear operator on shares and local gradients; a gradient's marker stays."""
+        placed = {one: self.placed[one] for one in node.all_input_nodes if one in self.placed}
+        if node.target is REDUCE_GRAD and reduce_grad_of(node).name not in self.dims:
+            for one, found in placed.items():
+                node.replace_input_with(one, found.node)
+            return node
+        is_linear = node.target in VIEWS or _is_linear(node, len(node.all_input_nodes))
+        if not is_linear or not all(found.is_share for found in placed.values()):
+            reason = f"{named(node)} changes a sum over the tokens and features of all ranks"
+            raise self.refused(node, reason)
+        args, kwargs = fx.node.map_arg(
+            (node.args, node.kwargs), lambda one: placed[one].node if one in placed else one
+        )
+        names = frozenset(name for found in placed.values() for name in found.names)
+        return Placed(self.emit(node.target, args, kwargs), None, -1, names, is_share=True)
+
+    def refused(self, node: fx.Node, reason: str, needs: Sequence[tuple[str, int]] = ()) -> Refused:
         own = [self.placed[one] for one in node.all_input_nodes if one in self.placed]
-        return Refused(reason, *own, needs=needs)
+        return Refused(reason, frozenset().union(*(one.names for one in own)), needs)
 
-    def _emit(self, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
+    def emit(self, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
         if kwargs:
             node = self.graph.call_function(target, args, dict(kwargs))
             set_value(node)
@@ -336,13 +417,13 @@ class Mover:
         found = self.placed.get(marker.gradient)
         dim = self.dims.get(marker.name)
         if found is None or not found.is_total or found.features != dim:
-            raise self._refused(node, f"the gradient of {marker.name} is not the slice that stays")
+            raise self.refused(node, f"the gradient of {marker.name} is not the slice that stays")
         return self._mean(found.node, node)
 
     def _mean(self, total: fx.Node, node: fx.Node) -> fx.Node:
         """The mean over ranks of a total, in place of a reduction."""
         own = cast(self.graph, total, node.meta["val"].dtype)
-        mean = self._emit(_aten.mul.Tensor, (own, 1.0 / self.ranks))
+        mean = self.emit(_aten.mul.Tensor, (own, 1.0 / self.ranks))
         if not mean.meta["val"].is_contiguous():
             mean = compact(self.graph, mean)
         GRADIENT_OF.set(mean, reduce_grad_of(node).name)
@@ -354,25 +435,25 @@ class Mover:
         *bias, one, other = operands_of(node)
         left, right = self.placed.get(one), self.placed.get(other)
         if node.kwargs:
-            raise self._refused(node, f"{_named(node)} has factors")
+            raise self.refused(node, f"{named(node)} has factors")
         if left and right and (left.features, right.features) == (1, 0):
             if left.tokens == 0 and right.is_weight:
                 if any(one in self.placed for one in bias):
-                    raise self._refused(node, "the bias of the second product is sliced")
-                part = self._emit(_aten.mm.default, (left.node, right.node))
+                    raise self.refused(node, "the bias of the second product is sliced")
+                part = self.emit(_aten.mm.default, (left.node, right.node))
                 sizes = (-1, node.meta["val"].shape[1])
                 return PartialSum(part, sizes, tuple(bias), right.names)
         elif right and left is None and right.is_weight and right.features == 1:
             return self._columns(node, one, right, bias)
         elif left and right is None and (left.tokens, left.features) == (1, 0) and not bias:
-            tokens = self._all_tokens(other, node, left)
-            made = self._emit(node.target, (left.node, tokens))
+            tokens = self.all_tokens(other, node, left.names)
+            made = self.emit(node.target, (left.node, tokens))
             return Placed(made, None, 0, left.names, is_total=True)
         elif right and left is None and (right.tokens, right.features) == (0, 1) and not bias:
             turned = self._all_tokens_turned(one, node, right)
-            made = self._emit(node.target, (turned, right.node))
+            made = self.emit(node.target, (turned, right.node))
             return Placed(made, None, 1, right.names, is_total=True)
-        raise self._refused(node, f"{_named(node)} has no rule", self._missing(node))
+        raise self.refused(node, f"{named(node)} has no rule", self._missing(node))
 
     def _missing(self, node: fx.Node) -> list[tuple[str, int]]:
         """The weights that would have to stay for a product or a pointwise operator to be placed.
@@ -391,10 +472,9 @@ class Mover:
                 features = placed[0]
                 own = self.placed[features].features
                 dim = own - features.meta["val"].dim() + one.meta["val"].dim()
-            origin = along_weight(one, dim) if 0 <= dim < one.meta["val"].dim() else None
-            origin = origin or _through_pointwise(one, dim)
-            if origin is not None:
-                found.append(origin)
+            found_at = origin(one, dim) if 0 <= dim < one.meta["val"].dim() else None
+            if found_at is not None:
+                found.append(found_at)
         return found
 
     def _columns(
@@ -406,44 +486,66 @@ class Mover:
         for one in bias:
             placed = self.placed.get(one)
             if placed is None or not placed.is_weight:
-                origin = along_weight(one, 0)
-                raise self._refused(
-                    node, "its bias does not stay with its weight", [origin] if origin else ()
+                found = origin(one, 0)
+                raise self.refused(
+                    node, "its bias does not stay with its weight", [found] if found else ()
                 )
             own.append(placed.node)
             names |= placed.names
-        everything = self._all_tokens(tokens, node, weight)
-        made = self._emit(node.target, (*own, everything, weight.node))
+        everything = self.all_tokens(tokens, node, weight.names)
+        made = self.emit(node.target, (*own, everything, weight.node))
         return Placed(made, 0, 1, names)
 
     def _added_up(self, found: PartialSum, node: fx.Node) -> fx.Node:
         """The own tokens of the sum of all ranks' parts, with the local tensors added."""
-        graph, ctx, part = self.graph, self.ctx, found.part
+        total = self.combined(found.part, found.sizes, found.names, SUM_RANKS)
+        self.totals.append(total)
+        for one in found.others:
+            total = self.emit(_aten.add.Tensor, (total, one))
+        return total
+
+    def combined(
+        self, part: fx.Node, sizes: Sequence[Any], names: frozenset[str], combine: Any
+    ) -> fx.Node:
+        """The own tokens of all ranks' parts, which an operator of ``packing`` combines."""
+        graph, ctx = self.graph, self.ctx
         target = REDUCE_SCATTER
         if ctx.uses_p2p:
             target = EXCHANGE
-        elif _is_static(part) and by_all_to_all(bytes_of(part.meta["val"]), ctx.group_name, ctx):
+        elif combine is not SUM_RANKS or by_all_to_all(
+            bytes_of(part.meta["val"]), ctx.group_name, ctx
+        ):
             target = ALL_TO_ALL
-        purpose = self._purpose(found.names, gathers=False)
+        if target is ALL_TO_ALL and not _is_static(part):
+            if combine is not SUM_RANKS:
+                raise Refused(
+                    "its largest features are of any number of tokens (dynamic=True)", names
+                )
+            target = REDUCE_SCATTER
+        purpose = self._purpose(names, gathers=False)
+        own = part if part.meta["val"].is_contiguous() else compact(graph, part)
         rows = reduce_rows(
-            graph, target, flat(graph, part), self.ranks, ctx.group_name, purpose, SUM_RANKS
+            graph, target, flat(graph, own), self.ranks, ctx.group_name, purpose, combine
         )
-        total = after_wait(call(graph, _aten.view.default, (rows, list(found.sizes))))
-        self.totals.append(total)
-        for one in found.others:
-            total = self._emit(_aten.add.Tensor, (total, one))
-        return total
+        return after_wait(call(graph, _aten.view.default, (rows, list(sizes))))
 
-    def _all_tokens(self, tokens: fx.Node, node: fx.Node, weight: Placed) -> fx.Node:
-        """The tokens of all ranks along the first dimension of a matrix. Gathered once."""
+    def all_tokens(self, tokens: fx.Node, node: fx.Node, names: frozenset[str]) -> fx.Node:
+        """The tokens of all ranks along the first dimension. Gathered once.
+
+        ``node``: the operator that reads them, for these weights.
+        """
         found = self._gathered.get(tokens)
         if found is not None:
             return found
         if not all(isinstance(size, int) for size in tokens.meta["val"].shape[1:]):
-            raise self._refused(node, "the size of a token is symbolic (dynamic=True)")
+            raise self.refused(node, "the size of a token is symbolic (dynamic=True)")
+        if tokens in self.constants:
+            times = [self.ranks, *[1] * (tokens.meta["val"].dim() - 1)]
+            self._gathered[tokens] = self.emit(_aten.repeat.default, (tokens, times))
+            return self._gathered[tokens]
         graph, ctx = self.graph, self.ctx
         own = tokens if tokens.meta["val"].is_contiguous() else compact(graph, tokens)
-        purpose = self._purpose(weight.names, gathers=True)
+        purpose = self._purpose(names, gathers=True)
         wait, sent = gather(graph, [own], ctx.group_name, purpose, ctx)
         inner = list(own.meta["val"].shape[1:])
         if sent is None:
@@ -456,10 +558,10 @@ class Mover:
     def _all_tokens_turned(self, turned: fx.Node, node: fx.Node, placed: Placed) -> fx.Node:
         """The tokens of all ranks along the second dimension of a matrix."""
         if turned.target is not _aten.permute.default or permuted_dims(turned) != [1, 0]:
-            raise self._refused(node, f"{_named(node)} reads tokens that are no transposed matrix")
+            raise self.refused(node, f"{named(node)} reads tokens that are no transposed matrix")
         (source, *_) = turned.all_input_nodes
-        everything = self._all_tokens(source, node, placed)
-        return self._emit(_aten.permute.default, (everything, [1, 0]))
+        everything = self.all_tokens(source, node, placed.names)
+        return self.emit(_aten.permute.default, (everything, [1, 0]))
 
     def _purpose(self, names: frozenset[str], gathers: bool) -> Collective:
         """The purpose of a collective of tokens. A weight with several has numbers."""
@@ -468,46 +570,48 @@ class Mover:
         self._purposes[gathers, name] = number + 1
         return Collective((slice_name(name, number),), gathers=gathers, tokens=True)
 
-    def _permuted(self, node: fx.Node) -> Placed:
-        (source,) = node.all_input_nodes
-        found = self.placed[source]
-        dims = permuted_dims(node)
-        tokens = None if found.tokens is None else dims.index(found.tokens)
-        made = self._emit(node.target, (found.node, node.args[1]))
-        return dataclasses.replace(
-            found, node=made, tokens=tokens, features=dims.index(found.features)
-        )
+    def _sliced(self, node: fx.Node) -> Placed:
+        """A slice along a dimension without tokens and features, or zeros around such a slice."""
+        *sources, dim = arguments_of(node)[: 2 if node.target is _aten.slice.Tensor else 3]
+        source = sources[-1]
+        found, rank = self.placed.get(source), node.meta["val"].dim()
+        zeros = sources[0] if len(sources) == 2 else None
+        is_whole = zeros is None or (zeros.target is _aten.full.default and is_filled(zeros))
+        if found is None or not is_whole or dim % rank in (found.tokens, found.features):
+            raise self.refused(node, f"{named(node)} has no rule for this dimension")
+        if zeros is None:
+            return found.of(self.emit(node.target, (found.node, *node.args[1:])))
+        if not _is_static(node):
+            raise self.refused(node, f"{named(node)} has symbolic sizes (dynamic=True)")
+        sizes = list(node.meta["val"].shape)
+        sizes[found.features] //= self.ranks
+        if found.tokens is not None:
+            sizes[found.tokens] *= self.ranks
+        whole = self.emit(zeros.target, (sizes, *zeros.args[1:]), zeros.kwargs)
+        return found.of(self.emit(node.target, (whole, found.node, *node.args[2:])))
 
-    def _viewed(self, node: fx.Node) -> Placed:
-        """A reshape that keeps the sliced dimension, with tokens outermost before and after."""
-        source: Any = node.args[0]
-        found = self.placed[source]
-        features = same_dim(source, node, found.features)
-        shape = list(node.meta["val"].shape)
-        sizes = list(arguments_of(node)[1])
-        if (
-            features is None
-            or found.tokens not in (None, 0)
-            or (found.tokens == 0 and features == 0)
-        ):
-            raise self._refused(node, f"{_named(node)} mixes tokens and features")
-        sizes[features] = shape[features] // self.ranks
-        if found.tokens == 0:
-            sizes = self._of_all(sizes, shape)
-        made = self._emit(_aten.reshape.default, (found.node, sizes))
-        return dataclasses.replace(found, node=made, features=features)
-
-    def _summed(self, node: fx.Node) -> Placed:
-        """A sum over tokens is complete. The sliced dimension must stay."""
+    def _summed(self, node: fx.Node) -> Placed | PartialSum:
+        """A sum over tokens is a total. One over features is a partial sum, over both a share."""
         source, dims, *rest = arguments_of(node)
         found = self.placed[source]
         rank = source.meta["val"].dim()
         over = {dim % rank for dim in dims}
         keeps = bool(rest and rest[0]) or bool(node.kwargs.get("keepdim"))
-        if not over or found.features in over:
-            raise self._refused(node, f"{_named(node)} adds up the dimension that is sliced")
         tokens = None if found.tokens in over else found.tokens
-        made = self._emit(node.target, (found.node, *node.args[1:]), node.kwargs)
+        is_mean = node.target is _aten.mean.dim
+        if (
+            not over
+            or found.is_weight
+            or (found.tokens not in (None, 0) and found.features in over)
+        ):
+            raise self.refused(node, f"{named(node)} adds up the dimension that is sliced")
+        if is_mean and over & {found.tokens, found.features}:
+            raise self.refused(node, f"{named(node)} is over tokens or over the sliced dimension")
+        made = self.emit(node.target, (found.node, *node.args[1:]), node.kwargs)
+        if found.features in over and tokens is None:
+            return Placed(made, None, -1, found.names, is_share=True)
+        if found.features in over:
+            return PartialSum(made, tuple(self.own_sizes(node)), (), found.names)
 
         def kept(dim: int) -> int:
             return dim if keeps else dim - sum(one < dim for one in over)
@@ -520,35 +624,31 @@ class Mover:
             is_total=found.is_total or tokens != found.tokens,
         )
 
-    def _numbers(self, node: fx.Node) -> dict[fx.Node, fx.Node]:
-        """The constants that a pointwise operator reads, of size one: they are equal everywhere.
+    def _spread(self, node: fx.Node, frame: Frame) -> dict[fx.Node, fx.Node]:
+        """The local tensors that a pointwise operator reads, in the placement of its result.
 
         Raises:
-            Refused: it reads another local tensor.
+            Refused: this rank cannot compute one.
         """
         found = {}
         for one in node.all_input_nodes:
             if one in self.placed:
                 continue
-            if one.target not in _FILLED:
-                reason = f"{_named(node)} reads {_named(one)}, which is for this rank's tokens"
+            made = spread(self, one, frame)
+            if made is None:
+                reason = f"{named(node)} reads {named(one)}, which is for this rank's tokens"
                 if _is_random(one):
-                    reason = f"{_named(node)} reads random numbers (dropout)"
-                raise self._refused(node, reason, self._missing(node))
-            found[one] = one
-            if one.target is _aten.full.default:
-                sizes = [1] * one.meta["val"].dim()
-                found[one] = self._emit(one.target, (sizes, *one.args[1:]), one.kwargs)
+                    reason = f"{named(node)} reads random numbers (dropout)"
+                raise self.refused(node, reason, self._missing(node))
+            found[one] = made
         return found
 
     def _pointwise(self, node: fx.Node) -> Placed:
-        """Placed operands of one placement, weights of the same slice, and constants."""
+        """Placed operands of one placement, weights of the same slice, and spread local tensors."""
         rank = node.meta["val"].dim()
         own = {one: self.placed[one] for one in node.all_input_nodes if one in self.placed}
-        numbers = self._numbers(node)
-        totals = [placed.is_total for placed in own.values()]
-        if any(totals) and not (all(totals) and _is_linear(node, len(own))):
-            raise self._refused(node, f"{_named(node)} changes a sum over the tokens of all ranks")
+        if any(placed.is_total for placed in own.values()):
+            return self._pointwise_total(node, own)
 
         def aligned(one: fx.Node, dim: int | None) -> int | None:
             return None if dim is None else dim - one.meta["val"].dim() + rank
@@ -556,7 +656,7 @@ class Mover:
         features = {aligned(one, placed.features) for one, placed in own.items()}
         tokens = {aligned(one, placed.tokens) for one, placed in own.items()} - {None}
         if len(features) != 1 or len(tokens) > 1:
-            raise self._refused(node, f"{_named(node)} reads tensors of several placements")
+            raise self.refused(node, f"{named(node)} reads tensors of several placements")
         (feature,) = features
         token = next(iter(tokens), None)
         assert feature is not None
@@ -566,14 +666,53 @@ class Mover:
                 (None, 1) if placed.tokens is None else node.meta["val"].shape[token : token + 1]
             )
             if size_along(one, token, node) not in allowed:
-                raise self._refused(node, f"{_named(node)} reads a tensor along tokens")
+                raise self.refused(node, f"{named(node)} reads a tensor along tokens")
+        names = frozenset(name for placed in own.values() for name in placed.names)
+        sizes = tuple(node.meta["val"].shape)
+        others = self._spread(node, Frame(node, sizes, token, feature, names))
         args, kwargs = fx.node.map_arg(
             (node.args, node.kwargs),
-            lambda one: own[one].node if one in own else numbers[one],
+            lambda one: own[one].node if one in own else others[one],
         )
-        made = self._emit(node.target, args, kwargs)
+        return Placed(self.emit(node.target, args, kwargs), token, feature, names)
+
+    def _pointwise_total(self, node: fx.Node, own: dict[fx.Node, Placed]) -> Placed:
+        """A linear operator on totals; the gradient of a table's rows becomes one."""
+        first = next(iter(own.values()))
+        nodes = {one: placed.node for one, placed in own.items()}
+        for one in node.all_input_nodes:
+            if one not in own and first.features == 0 and node.target is _aten.add.Tensor:
+                nodes[one] = self._put_total(one, node, first)
+        is_one = {(one.is_total, one.features) for one in own.values()} == {(True, first.features)}
+        if not is_one or not _is_linear(node, len(nodes)):
+            raise self.refused(node, f"{named(node)} changes a sum over the tokens of all ranks")
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), nodes.__getitem__)
         names = frozenset(name for placed in own.values() for name in placed.names)
-        return Placed(made, token, feature, names, is_total=any(totals))
+        made = self.emit(node.target, args, kwargs)
+        return Placed(made, None, first.features, names, is_total=True)
+
+
+#: By operator, the placement of its result; None: these arguments have no rule.
+_RULES: dict[Any, Callable[[Mover, fx.Node], Placed | PartialSum | fx.Node | None]] = {
+    **dict.fromkeys(_PRODUCTS, Mover._product),
+    **dict.fromkeys(VIEWS, viewed),
+    **dict.fromkeys(ATTENTIONS, attended),
+    _aten.split.Tensor: split,
+    operator.getitem: Mover._element,
+    BAGS: bagged,
+    _aten.embedding.default: Mover._embedded,
+    _aten.permute.default: permuted,
+    _aten.unsqueeze.default: unsqueezed,
+    _aten.squeeze.dim: squeezed,
+    _aten.expand.default: expanded,
+    _aten.cat.default: joined,
+    _aten.sum.dim_IntList: Mover._summed,
+    _aten.mean.dim: Mover._summed,
+    _aten.slice.Tensor: Mover._sliced,
+    _aten.slice_scatter.default: Mover._sliced,
+    _aten.amax.default: maximum,
+    _aten.gather.default: looked_up,
+}
 
 
 def _is_static(node: fx.Node) -> bool:
@@ -585,18 +724,11 @@ def _kind(node: fx.Node) -> tuple[Any, ...]:
     return tuple(value.shape), value.dtype
 
 
-def _is_pointwise(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded in tags:
-        return False
-    return node.target in _COPIES or torch.Tag.pointwise in tags
-
-
 def _is_linear(node: fx.Node, operands: int) -> bool:
     """Whether a pointwise operator is linear in its tensors, which are all ``operands``."""
     if len(node.all_input_nodes) != operands:
         return False
-    if node.target in _COPIES or node.target is _aten.neg.default:
+    if node.target in COPIES or node.target is _aten.neg.default:
         return True
     tensors = [one for one in node.args if isinstance(one, fx.Node)]
     if node.target in (_aten.add.Tensor, _aten.sub.Tensor):
@@ -616,34 +748,3 @@ def _is_random(node: fx.Node) -> bool:
             return False
         node = node.all_input_nodes[0]
     return False
-
-
-_FILLED = {_aten.full.default, _aten.scalar_tensor.default}
-
-
-def _through_pointwise(node: fx.Node, dim: int) -> tuple[str, int] | None:
-    """The weight that a dimension comes from, behind pointwise operators of one rank."""
-    rank = node.meta["val"].dim()
-    for _ in range(16):
-        origin = along_weight(node, dim)
-        if origin is not None:
-            return origin
-        if not _is_pointwise(node):
-            return None
-        wide = [one for one in node.all_input_nodes if _rank_of(one) == rank]
-        if not wide:
-            return None
-        node = wide[0]
-    return None
-
-
-def _rank_of(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return value.dim() if isinstance(value, torch.Tensor) else -1
-
-
-def _named(node: fx.Node) -> str:
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target).removeprefix("aten.").removesuffix(".default")
-    return str(getattr(target, "__name__", target))

@@ -9,6 +9,7 @@ compile a new kernel for every size, which takes seconds on a CPU. With N ranks:
 ``unpack``        a gathered table of N rows -> the full tensor in some of its columns
 ``mean_ranks``    N ranks' parts, one after the other -> their mean
 ``sum_ranks``     N ranks' parts, one after the other -> their sum
+``max_ranks``     N ranks' parts, one after the other -> their largest elements
 ``first_of``      a flat tensor -> its first elements (removes an all-reduce's padding)
 ``pad_rows``      local shard -> ``rows`` rows, zeros below (when N does not divide the rows)
 ``trim_rows``     padded gradient shard -> the rows of this rank's shard
@@ -34,7 +35,7 @@ import torch
 from torch import Tensor
 
 from passes.ops.slicing import SLICING, TAKE_PART, TAKE_SLICE, TRIM_SLICE
-from passes.ops.tables import TABLES, TAKE_ROWS
+from passes.ops.tables import TABLES, TAKE_BAGS, TAKE_COLUMNS, TAKE_ROWS
 
 _LIBRARY = torch.library.Library("osdp", "FRAGMENT")
 _LIBRARY.define("pack(Tensor[] tensors) -> Tensor")
@@ -45,6 +46,7 @@ _LIBRARY.define(
 )
 _LIBRARY.define("mean_ranks(Tensor parts, int ranks, Tensor? sent=None, int copies=1) -> Tensor")
 _LIBRARY.define("sum_ranks(Tensor parts, int ranks, Tensor? sent=None) -> Tensor")
+_LIBRARY.define("max_ranks(Tensor parts, int ranks, Tensor? sent=None) -> Tensor")
 _LIBRARY.define("first_of(Tensor padded, int numel, Tensor? sent=None) -> Tensor")
 _LIBRARY.define("pad_rows(Tensor shard, SymInt rows) -> Tensor")
 _LIBRARY.define("trim_rows(Tensor padded, Tensor like) -> Tensor")
@@ -166,6 +168,7 @@ def _unpack(
     return whole.view(-1)[: math.prod(shape)].view(shape)
 
 
+@torch.library.register_fake("osdp::max_ranks")
 @torch.library.register_fake("osdp::sum_ranks")
 @torch.library.register_fake("osdp::mean_ranks")
 def _one_part_shape(
@@ -187,6 +190,11 @@ def _mean_ranks(parts: Tensor, ranks: int, sent: Tensor | None = None, copies: i
 def _sum_ranks(parts: Tensor, ranks: int, sent: Tensor | None = None) -> Tensor:
     table = parts.view(ranks, -1)
     return table.sum(0) if parts.element_size() < 4 else _sum_of(table)
+
+
+@torch.library.impl("osdp::max_ranks", "CompositeExplicitAutograd")
+def _max_ranks(parts: Tensor, ranks: int, sent: Tensor | None = None) -> Tensor:
+    return parts.view(ranks, -1).amax(0)
 
 
 def _sum_of(table: Tensor) -> Tensor:
@@ -234,6 +242,7 @@ PACK_COLUMNS = torch.ops.osdp.pack_columns.default
 UNPACK = torch.ops.osdp.unpack.default
 MEAN_RANKS = torch.ops.osdp.mean_ranks.default
 SUM_RANKS = torch.ops.osdp.sum_ranks.default
+MAX_RANKS = torch.ops.osdp.max_ranks.default
 FIRST_OF = torch.ops.osdp.first_of.default
 PAD_ROWS = torch.ops.osdp.pad_rows.default
 TRIM_ROWS = torch.ops.osdp.trim_rows.default
@@ -246,10 +255,23 @@ PACKING = (
         UNPACK,
         MEAN_RANKS,
         SUM_RANKS,
+        MAX_RANKS,
         FIRST_OF,
         PAD_ROWS,
         TRIM_ROWS,
     }
 )
 #: Operators that read only as many bytes of their first argument as they write.
-PICKING = frozenset({UNPACK, FIRST_OF, TRIM_ROWS, TAKE_SLICE, TAKE_PART, TRIM_SLICE, TAKE_ROWS})
+PICKING = frozenset(
+    {
+        UNPACK,
+        FIRST_OF,
+        TRIM_ROWS,
+        TAKE_SLICE,
+        TAKE_PART,
+        TRIM_SLICE,
+        TAKE_ROWS,
+        TAKE_COLUMNS,
+        TAKE_BAGS,
+    }
+)

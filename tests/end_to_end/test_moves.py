@@ -427,10 +427,22 @@ class Words(nn.Module):
         return self.mix(torch.tanh(self.words(tokens)))
 
 
-def _words(rank, world_size):
+class Bags(nn.Module):
+    """Means of bags of words, and a linear; tokens: [rows, length]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.EmbeddingBag(64, 8, mode="mean")
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.mix(torch.tanh(self.words(tokens)))
+
+
+def _words(rank, world_size, make):
     """Distance from one process; the placement of the table."""
     torch.manual_seed(0)
-    model = Words().double()
+    model = make().double()
 
     def tokens(step, micro, rank):
         generator = torch.Generator().manual_seed(100 * step + rank)
@@ -447,11 +459,190 @@ def _words(rank, world_size):
     return apart, plan_in_force(model).moved, str(model.words.weight.placements)
 
 
-def test_the_table_of_an_embedding_stays(two_ranks):
+@pytest.mark.parametrize("make", [Words, Bags])
+def test_the_table_of_an_embedding_stays(two_ranks, make):
     """In one step the ranks have other batches: the table travels."""
-    for apart, moved, placed in two_ranks.run(_words):
+    for apart, moved, placed in two_ranks.run(_words, make):
         assert apart < 1e-11
         assert moved == {"words.weight"} and placed == "(Shard(dim=0),)"
+
+
+class Language(nn.Module):
+    """An embedding, a norm, a head by vocabulary, and the loss; ids: [rows, length]."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.words = nn.Embedding(64, 8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 64, bias=not tied)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.head(self.norm(self.words(ids)))
+        # Each rank ignores another number of tokens.
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), ignore_index=3)
+
+
+def its_loss(model: nn.Module, given: Tensor) -> Tensor:
+    loss: Tensor = model(given)
+    return loss
+
+
+def _ids(step, micro, rank):
+    """In step 4 the ranks have other batches."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    return torch.randint(0, 64, (3 + (rank if step == 4 else 0), 5), generator=generator)
+
+
+def _language(rank, world_size, tied, named):
+    """Distances from one process: parameters, losses, norms; the weights that stay; placements."""
+    torch.manual_seed(0)
+    model = Language(tied).double()
+    recipe = Recipe(
+        step=its_loss, optimizer=adamw, steps=10, batch=_ids, backwards=2, max_norm=0.05
+    )
+    reference = Reference(copy.deepcopy(model), recipe, world_size)
+    options = {"hardware": SLOW, "tensor_parallel": [named], "debug": True}
+    ours, wanted = train_osdp(model, options, recipe, rank), reference.train(rank)
+    apart = max(
+        (one - wanted.parameters[name]).abs().max().item() for name, one in ours.parameters.items()
+    )
+    losses = max(abs(a - b) for a, b in zip(ours.losses, wanted.losses, strict=True))
+    norms = max(abs(a / b - 1) for a, b in zip(ours.norms, wanted.norms, strict=True))
+    placed = {str(p.placements) for p in model.parameters() if p.dim() == 2 and p.shape[0] == 64}
+    return apart, losses, norms, plan_in_force(model).moved, placed
+
+
+@pytest.mark.parametrize("ranks", ["two_ranks", "four_ranks"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_with_its_loss_trains_like_one_process(request, ranks, tied):
+    named = "words.weight" if tied else "head.weight"
+    for apart, losses, norms, moved, placed in request.getfixturevalue(ranks).run(
+        _language, tied, named
+    ):
+        assert apart < 1e-11 and losses < 1e-11 and norms < 1e-9
+        assert moved == ({"words.weight"} if tied else {"head.weight", "head.bias"})
+        assert "(Shard(dim=0),)" in placed
+
+
+class Attention(nn.Module):
+    """A norm, and attention of 4 heads, keys and values for ``keys`` of them; x: [rows, 5, 8].
+
+    ``masks``: tokens that are not seen, beside those to come.
+    """
+
+    def __init__(self, keys: int, bias: bool, masks: bool) -> None:
+        super().__init__()
+        self.masks = masks
+        self.norm = nn.LayerNorm(8)
+        self.q = nn.Linear(8, 24, bias=bias)
+        self.k, self.v = (nn.Linear(8, 6 * keys, bias=bias) for _ in range(2))
+        self.o = nn.Linear(24, 8, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (
+            one(y).unflatten(-1, (-1, 6)).transpose(1, 2) for one in (self.q, self.k, self.v)
+        )
+        mask = None
+        if self.masks:
+            seen = (x[:, None, None, :, 0] > 0) | (torch.arange(5) == 0)
+            mask = seen & torch.ones(5, 5, dtype=torch.bool).tril()
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
+        return x + self.o(y.transpose(1, 2).flatten(2))
+
+
+def _sequences(step, micro, rank):
+    """In step 4 the ranks have other batches."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    rows = 3 + (rank if step == 4 else 0)
+    return torch.randn(rows, 5, 8, generator=generator, dtype=torch.float64)
+
+
+def _attention(rank, world_size, keys, bias):
+    """Distance from one process; the weights that stay; the placement of the last product's."""
+    torch.manual_seed(0)
+    model = Attention(keys, bias, masks=bias).double()
+    recipe = recipe_of(_sequences, backwards=2)
+    reference = Reference(copy.deepcopy(model), recipe, world_size)
+    options = {"hardware": SLOW, "tensor_parallel": ["q.weight"], "debug": True}
+    ours, wanted = train_osdp(model, options, recipe, rank), reference.train(rank)
+    apart = max(
+        (one - wanted.parameters[name]).abs().max().item() for name, one in ours.parameters.items()
+    )
+    norms = max(abs(a / b - 1) for a, b in zip(ours.norms, wanted.norms, strict=True))
+    return apart, norms, plan_in_force(model).moved, str(model.o.weight.placements)
+
+
+@pytest.mark.parametrize("ranks, keys, bias", [("two_ranks", 2, True), ("four_ranks", 4, False)])
+def test_attention_by_heads_trains_like_one_process(request, ranks, keys, bias):
+    found = request.getfixturevalue(ranks).run(_attention, keys, bias)
+    for apart, norm, moved, placed in found:
+        assert apart < 1e-11 and norm < 1e-9
+        weights = {f"{name}.weight" for name in "qkvo"}
+        assert moved == (weights | {f"{name}.bias" for name in "qkv"} if bias else weights)
+        assert placed == "(Shard(dim=1),)"
+
+
+class WithLoss(nn.Module):
+    """A small model of Hugging Face, which returns its loss alone."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        config = getattr(transformers, f"{kind}Config")(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            use_cache=False,
+            tie_word_embeddings=kind == "Qwen3",
+        )
+        self.model = getattr(transformers, f"{kind}ForCausalLM")(config)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self.model(input_ids=ids, labels=ids).loss
+        return loss
+
+
+def _of_hugging_face(rank, world_size, kind):
+    """Distance from one process in float32; the modules whose weights move."""
+    torch.manual_seed(0)
+    model = WithLoss(kind)
+
+    def ids(step, micro, number):
+        generator = torch.Generator().manual_seed(100 * step + number)
+        return torch.randint(0, 64, (2, 12), generator=generator)
+
+    recipe = Recipe(step=its_loss, optimizer=adamw, steps=5, batch=ids, max_norm=1.0)
+    reference = Reference(copy.deepcopy(model), recipe, world_size)
+    named = ["*embed_tokens*", "*q_proj*", "*up_proj*"] + ["*lm_head*"] * (kind == "Llama")
+    options = {"hardware": SLOW, "tensor_parallel": named, "debug": True}
+    ours, wanted = train_osdp(model, options, recipe, rank), reference.train(rank)
+    apart = max(
+        (one - wanted.parameters[name]).abs().max().item() for name, one in ours.parameters.items()
+    )
+    moved = plan_in_force(model).moved
+    return apart, {p.rsplit(".", 2)[-2] for p in wanted.parameters if p not in moved}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+def test_a_model_of_hugging_face_moves_in_all_its_groups(two_ranks, kind):
+    pytest.importorskip("transformers")
+    for apart, rest in two_ranks.run(_of_hugging_face, kind):
+        assert apart < 1e-5
+        assert rest - {"q_norm", "k_norm"} == {
+            "input_layernorm",
+            "post_attention_layernorm",
+            "norm",
+        }
 
 
 def _dynamic(rank, world_size, make, differ):
@@ -462,13 +653,14 @@ def _dynamic(rank, world_size, make, differ):
     def some(step, micro, number):
         generator = torch.Generator().manual_seed(1000 * step + number)
         rows = 4 + 2 * step + (2 * number if differ and step >= 3 else 0)
-        if make is Words:
+        if make in (Words, Language):
             return torch.randint(0, 64, (rows, 5), generator=generator)
         return torch.randn(rows, 8, generator=generator, dtype=torch.float64)
 
     recipe = Recipe(step=mean_square, optimizer=adamw, steps=6, batch=some)
     reference = Reference(copy.deepcopy(model), recipe, world_size)
-    dims = {"words.weight": 0} if make is Words else GATED if make is Gated else MLP
+    by_words = make in (Words, Language)
+    dims = {"words.weight": 0} if by_words else GATED if make is Gated else MLP
     plan = Plan.uniform(model.named_parameters(), "shard_regather", world_size=world_size)
     options = {"hardware": SLOW, "plan": plan.tensor_parallel(dims), "debug": True}
     with mock.patch("osdp_compile.engine.lower.log.warning") as warned:
@@ -484,7 +676,7 @@ def _dynamic(rank, world_size, make, differ):
     )
 
 
-@pytest.mark.parametrize("make", [Mlp, Gated, Words])
+@pytest.mark.parametrize("make", [Mlp, Gated, Words, Language])
 def test_one_graph_for_all_sizes_moves_activations(two_ranks, make):
     for apart, travel, differ in two_ranks.run(_dynamic, make, False):
         assert apart < 1e-11

@@ -40,9 +40,11 @@ class Between(nn.Module):
 
 REFUSED = {
     "random numbers": lambda model, h, x: F.dropout(h, 0.5),
-    "which is for this rank's tokens": lambda model, h, x: h * x.mean(),
+    "which is for this rank's tokens": lambda model, h, x: (
+        h * torch.cumsum(x.repeat(1, 3)[:, :16], 1)
+    ),
     "reads the parameter": lambda model, h, x: h * model.scale,
-    "the dimension that is sliced": lambda model, h, x: h - h.sum(1, keepdim=True),
+    "a sum over the tokens and features": lambda model, h, x: h - h.sum((0, 1), keepdim=True),
     "a sum over the tokens of all ranks": lambda model, h, x: h - h.sum(0),
     "has no rule": lambda model, h, x: torch.cumsum(h, 0),
     "one token a rank": lambda model, h, x: h * x[:, :1],

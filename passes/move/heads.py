@@ -1,0 +1,122 @@
+"""Heads: attention of which each rank computes some heads, for the tokens of all ranks.
+
+Queries, keys and values are placed along their heads, with the batch outermost. So are the results
+of the forward and of the backward. A mask is spread (``passes/move/spread.py``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from passes.graph.fx_utils import always_equal
+from passes.move.layouts import VIEWS, dim_after
+from passes.move.spread import Frame, is_pointwise, named, spread
+from passes.ops.markers import UNSHARD, unshard_of
+from passes.split.split_rules import PRODUCTS, arguments_of, operands_of, permuted_dims
+
+if TYPE_CHECKING:
+    from passes.move.move_rules import Mover, Placed
+
+_aten = torch.ops.aten
+_FORWARD = _aten._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+#: By operator: the number of its first arguments that have heads; the index of its dropout.
+ATTENTIONS: dict[Any, tuple[int, int]] = {_FORWARD: (3, 3), _BACKWARD: (6, 6)}
+_HEADS = 1
+
+
+def attended(mover: Mover, node: fx.Node) -> Placed:
+    """An attention; its result has several tensors, all with batch and heads outermost.
+
+    Raises:
+        Refused: some operands have no heads of this rank. It names the weights that they need.
+    """
+    count, dropout = ATTENTIONS[node.target]
+    own, needs = [], []
+    for one in node.args[:count]:
+        assert isinstance(one, fx.Node)
+        placed = mover.placed.get(one)
+        if placed is None:
+            found = origin(one, _HEADS)
+            needs += [] if found is None else [found]
+        elif (placed.tokens, placed.features) == (0, _HEADS) and one.meta["val"].dim() >= 3:
+            own.append(placed)
+            continue
+    if len(own) < count:
+        reason = f"{named(node)} reads tensors that are not sliced by heads"
+        raise mover.refused(node, reason, needs)
+    if len(node.args) > dropout and node.args[dropout] != 0:
+        raise mover.refused(node, f"{named(node)} reads random numbers (dropout)")
+    names = frozenset(name for placed in own for name in placed.names)
+    kwargs: dict[str, Any] = dict(node.kwargs)
+    mask = kwargs.get("attn_mask")
+    if isinstance(mask, fx.Node):
+        kwargs["attn_mask"] = _mask(mover, mask, node, names)
+    made = mover.emit(node.target, (*(placed.node for placed in own), *node.args[count:]), kwargs)
+    return own[0].of(made)
+
+
+def _mask(mover: Mover, mask: fx.Node, node: fx.Node, names: frozenset[str]) -> fx.Node:
+    """A mask for the tokens and heads that this rank computes.
+
+    Raises:
+        Refused: it has values that other ranks cannot get.
+    """
+    first = 0 if node.target is _FORWARD else 1
+    query, key = arguments_of(node)[first : first + 2]
+    sizes = (*query.meta["val"].shape[:3], key.meta["val"].shape[2])
+    made = spread(mover, mask, Frame(node, sizes, 0, _HEADS, names))
+    if made is None:
+        reason = f"{named(node)} reads a mask that is for this rank's tokens"
+        raise mover.refused(node, reason)
+    return made if made.meta["val"].dim() != 3 else mover.emit(_aten.unsqueeze.default, (made, 0))
+
+
+def origin(node: fx.Node, dim: int) -> tuple[str, int] | None:
+    """The weight and its dimension that a tensor's sliced dimension comes from; None: none.
+
+    The search passes layouts, pointwise operators, and products with the weight as right operand.
+    """
+    for _ in range(64):
+        if node.target is UNSHARD:
+            return unshard_of(node).name, dim
+        found = _before(node, dim) if node.op == "call_function" else None
+        if found is None:
+            return None
+        node, dim = found
+    return None
+
+
+def _before(node: fx.Node, dim: int) -> tuple[fx.Node, int] | None:
+    """The input, and its dimension, that a dimension of a result comes from; None: none."""
+    source: Any = node.args[0] if node.args else None
+    rank = node.meta["val"].dim()
+    if node.target in PRODUCTS:
+        last = operands_of(node)[-1]
+        return (last, last.meta["val"].dim() - 1) if dim == rank - 1 else None
+    if node.target is _aten.permute.default:
+        return source, permuted_dims(node)[dim]
+    if node.target in VIEWS:
+        found = dim_after(node.meta["val"].shape, source.meta["val"].shape, dim)
+        return None if found is None else (source, found)
+    if node.target in (_aten.cat.default, _aten.slice.Tensor):
+        return (source if isinstance(source, fx.Node) else source[0]), dim
+    if node.target is _aten.unsqueeze.default:
+        new = arguments_of(node)[1] % rank
+        return None if new == dim else (source, dim - (dim > new))
+    is_broadcast = node.target is _aten.expand.default or is_pointwise(node)
+    return _wide_input(node, dim) if is_broadcast else None
+
+
+def _wide_input(node: fx.Node, dim: int) -> tuple[fx.Node, int] | None:
+    """The first input that has a dimension of a result whole, and its place there."""
+    shape = node.meta["val"].shape
+    for one in node.all_input_nodes:
+        sizes = one.meta["val"].shape
+        own = dim - len(shape) + len(sizes)
+        if own >= 0 and always_equal(sizes[own], shape[dim]):
+            return one, own
+    return None

@@ -1,0 +1,162 @@
+"""Layouts: operators that give the elements of placed tensors other places.
+
+A reshape may split the sliced dimension, or merge it with later ones, as attention does with its
+heads: if the sliced dimension stays outermost among these, each rank keeps one block::
+
+    [B, S, H D] -> [B, S, H, D]          rank r has the heads r H/N ...
+    [B, K, G, S, D] -> [B, K G, S, D]    K heads for keys, each for G queries
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from passes.graph.fx_utils import always_equal
+from passes.move.spread import named
+from passes.split.split_rules import arguments_of, permuted_dims
+
+if TYPE_CHECKING:
+    from passes.move.move_rules import Mover, Placed
+
+_aten = torch.ops.aten
+VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
+
+
+def dim_after(
+    old: Sequence[int | torch.SymInt], new: Sequence[int | torch.SymInt], dim: int
+) -> int | None:
+    """The dimension of a reshape's result that a dimension becomes; None: there is none.
+
+    It keeps the dimension; or it is the outermost one into which the dimension is split; or it is
+    the dimension merged with later ones.
+
+    >>> dim_after([3, 5, 16], [3, 5, 4, 4], 2), dim_after([3, 5, 4, 4], [3, 5, 16], 2)
+    (2, 2)
+    >>> dim_after([3, 5, 16], [15, 16], 2), dim_after([3, 5, 16], [3, 80], 2)
+    (1, None)
+    """
+    before, size = math.prod(old[:dim]), old[dim]
+    for place, other in enumerate(new):
+        if not always_equal(math.prod(new[:place]), before) or always_equal(other, 1):
+            continue
+        if always_equal(size, other):
+            return place
+        if isinstance(size, int) and isinstance(other, int):
+            return place if size % other == 0 or other % size == 0 else None
+    return None
+
+
+def viewed(mover: Mover, node: fx.Node) -> Placed:
+    """A reshape, with tokens outermost before and after."""
+    source, sizes = arguments_of(node)
+    found = mover.placed[source]
+    shape = list(node.meta["val"].shape)
+    features = dim_after(source.meta["val"].shape, shape, found.features)
+    is_outer = found.tokens is None or (found.tokens == 0 and found.features > 0)
+    if features is None or not is_outer or (found.tokens == 0 and features == 0):
+        raise mover.refused(node, f"{named(node)} mixes tokens and features")
+    if shape[features] % mover.ranks:
+        reason = f"{mover.ranks} ranks do not divide the {shape[features]} heads of {named(node)}"
+        raise mover.refused(node, reason)
+    sizes = [size if isinstance(size, int) else sizes[dim] for dim, size in enumerate(shape)]
+    sizes[features] = shape[features] // mover.ranks
+    if found.tokens == 0:
+        sizes = mover.of_all(sizes, shape)
+    made = mover.emit(_aten.reshape.default, (found.node, sizes))
+    return dataclasses.replace(found, node=made, features=features)
+
+
+def permuted(mover: Mover, node: fx.Node) -> Placed:
+    """A permutation."""
+    (source,) = node.all_input_nodes
+    found, dims = mover.placed[source], permuted_dims(node)
+    tokens = None if found.tokens is None else dims.index(found.tokens)
+    made = mover.emit(node.target, (found.node, node.args[1]))
+    return dataclasses.replace(found, node=made, tokens=tokens, features=dims.index(found.features))
+
+
+def unsqueezed(mover: Mover, node: fx.Node) -> Placed:
+    """A new dimension of size one."""
+    source, dim = arguments_of(node)
+    dim %= node.meta["val"].dim()
+    return _moved(mover, node, mover.placed[source], lambda one: one + (one >= dim))
+
+
+def squeezed(mover: Mover, node: fx.Node) -> Placed | None:
+    """A dimension of size one less; None: it is one of tokens, or not of size one."""
+    source, dim = arguments_of(node)
+    found, dim = mover.placed[source], dim % source.meta["val"].dim()
+    if dim in (found.tokens, found.features) or not always_equal(source.meta["val"].shape[dim], 1):
+        return None
+    return _moved(mover, node, found, lambda one: one - (one > dim))
+
+
+def _moved(mover: Mover, node: fx.Node, found: Placed, place: Any) -> Placed:
+    made = mover.emit(node.target, (found.node, *node.args[1:]))
+    tokens = None if found.tokens is None else place(found.tokens)
+    return dataclasses.replace(found, node=made, tokens=tokens, features=place(found.features))
+
+
+def expanded(mover: Mover, node: fx.Node) -> Placed | None:
+    """Repeated along other dimensions than tokens and features; None: along these."""
+    source, *_ = arguments_of(node)
+    found, shape = mover.placed[source], node.meta["val"].shape
+    behind = len(shape) - source.meta["val"].dim()
+    tokens = None if found.tokens is None else found.tokens + behind
+    features = found.features + behind
+    sizes: list[Any] = [*shape]
+    for dim in (tokens, features):
+        if dim is None:
+            continue
+        if not always_equal(shape[dim], source.meta["val"].shape[dim - behind]):
+            return None
+        sizes[dim] = -1
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    made = mover.emit(node.target, (found.node, sizes))
+    return dataclasses.replace(found, node=made, tokens=tokens, features=features)
+
+
+def joined(mover: Mover, node: fx.Node) -> Placed | None:
+    """A concatenation of tensors of one placement; None: along tokens or features, or of others."""
+    sources, *rest = arguments_of(node)
+    own = [mover.placed.get(one) for one in sources]
+    first = own[0]
+    dim = (rest[0] if rest else 0) % node.meta["val"].dim()
+    if first is None or dim in (first.tokens, first.features):
+        return None
+    for one in own:
+        if one is None or (one.tokens, one.features, one.is_total) != (
+            first.tokens,
+            first.features,
+            first.is_total,
+        ):
+            return None
+    made = mover.emit(node.target, ([one.node for one in own if one is not None], dim))
+    names = frozenset(name for one in own if one is not None for name in one.names)
+    return dataclasses.replace(first, node=made, names=names)
+
+
+def split(mover: Mover, node: fx.Node) -> Placed | None:
+    """Parts along another dimension than tokens and features; None: along these.
+
+    :func:`element_of` gives each.
+    """
+    source, size, *rest = arguments_of(node)
+    found, dim = mover.placed[source], (rest[0] if rest else 0) % source.meta["val"].dim()
+    if dim in (found.tokens, found.features):
+        return None
+    return found.of(mover.emit(node.target, (found.node, size, dim)))
+
+
+def element_of(mover: Mover, node: fx.Node) -> Placed:
+    """A tensor of several that have one placement."""
+    source, index = arguments_of(node)
+    found = mover.placed[source]
+    return found.of(mover.emit(node.target, (found.node, index)))

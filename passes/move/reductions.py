@@ -1,0 +1,93 @@
+"""Reductions: operators that read all features of a token, of which each rank has a slice.
+
+``amax``: the ranks exchange the largest of their slices, and each gets those of its own tokens.
+``gather`` of one feature a token, as in a cross-entropy: the rank that has it looks it up.
+Pointwise operators between the features and the lookup run after it, on the values found::
+
+    gather(log_softmax, 1, target)        reads  x - amax - log(sum)      [T, V]
+    lookup(x, target) - amax - log(sum)   reads  x                        [N T, V/N]
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+
+from passes.graph.fx_utils import always_equal
+from passes.move.spread import is_pointwise
+from passes.ops.packing import MAX_RANKS, SUM_RANKS
+from passes.ops.tables import TAKE_COLUMNS
+from passes.split.split_rules import arguments_of
+
+if TYPE_CHECKING:
+    from passes.move.move_rules import Mover, Placed
+
+_aten = torch.ops.aten
+
+
+def maximum(mover: Mover, node: fx.Node) -> fx.Node | None:
+    """The largest feature of each own token; None: other dimensions are reduced.
+
+    It is local.
+    """
+    source, dims, *_ = arguments_of(node)
+    found = mover.placed[source]
+    if found.tokens != 0 or {dim % source.meta["val"].dim() for dim in dims} != {found.features}:
+        return None
+    part = mover.emit(node.target, (found.node, *node.args[1:]), node.kwargs)
+    return mover.combined(part, mover.own_sizes(node), found.names, MAX_RANKS)
+
+
+def looked_up(mover: Mover, node: fx.Node) -> fx.Node | None:
+    """``gather`` of one feature of each own token; None: of other elements. It is local."""
+    source, dim, index, *_ = arguments_of(node)
+    found, sizes = mover.placed.get(source), index.meta["val"].shape
+    if found is None or index in mover.placed or len(sizes) != 2 or node.kwargs:
+        return None
+    if (found.tokens, found.features, dim % 2) != (0, 1, 1) or not always_equal(sizes[1], 1):
+        return None
+    if not always_equal(sizes[0], source.meta["val"].shape[0]):
+        return None
+    source, later = _behind(mover, source)
+    found = mover.placed[source]
+    total = source.meta["val"].shape[1]
+    start = mover.ctx.rank * (total // mover.ranks)
+    ids = mover.all_tokens(index, node, found.names)
+    part = mover.emit(TAKE_COLUMNS, (found.node, ids, start, total))
+    value = mover.combined(part, mover.own_sizes(index), found.names, SUM_RANKS)
+    for one, wide in reversed(later):
+        inputs = {**{other: other for other in one.all_input_nodes}, wide: value}
+        args, kwargs = fx.node.map_arg((one.args, one.kwargs), inputs.__getitem__)
+        value = mover.emit(one.target, args, kwargs)
+    return value
+
+
+def _behind(mover: Mover, node: fx.Node) -> tuple[fx.Node, list[tuple[fx.Node, fx.Node]]]:
+    """The tensor to look up in, and the pointwise operators after it, each with its wide input."""
+    later, rows = [], node.meta["val"].shape[0]
+    while is_pointwise(node):
+        wide = [one for one in node.all_input_nodes if _is_wide(mover.placed.get(one))]
+        others = [one for one in node.all_input_nodes if one not in wide]
+        if len(wide) != 1 or any(not _is_column(mover, one) for one in others):
+            break
+        if node.meta["val"].dim() != 2 or not always_equal(node.meta["val"].shape[0], rows):
+            break
+        later.append((node, wide[0]))
+        node = wide[0]
+    return node, later
+
+
+def _is_wide(found: Placed | None) -> bool:
+    return found is not None and (found.tokens, found.features) == (0, 1)
+
+
+def _is_column(mover: Mover, node: fx.Node) -> bool:
+    """Whether a local tensor has the same values for all features."""
+    sizes = node.meta["val"].shape
+    if node in mover.placed:
+        return False
+    if len(sizes) == 0:
+        return True
+    return always_equal(sizes[-1], 1) and (len(sizes) == 2 or node in mover.constants)

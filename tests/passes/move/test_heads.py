@@ -1,0 +1,110 @@
+"""Heads: attention by heads computes what whole attention does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from passes.candidates.move_groups import find_move_groups
+from tests.passes.captures import capture_step
+from tests.passes.move.test_move_activations import check_training, collectives
+
+WIDTH, HEADS, SIZE = 12, 4, 6
+NAMES = ("q", "k", "v", "o")
+
+
+class Attention(nn.Module):
+    """Projections, attention and a residual; x: [batch, length, 12].
+
+    ``keys``: heads of keys and values. ``mask``: kind of the mask. ``norms``: of queries and keys.
+    """
+
+    def __init__(
+        self,
+        keys: int = HEADS,
+        bias: bool = False,
+        turns: bool = False,
+        mask: str = "causal",
+        drop: float = 0.0,
+        norms: bool = False,
+    ) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(SIZE) for _ in range(2 * norms))
+        self.q, self.k, self.v = (
+            nn.Linear(WIDTH, heads * SIZE, bias=bias) for heads in (HEADS, keys, keys)
+        )
+        self.o = nn.Linear(HEADS * SIZE, WIDTH, bias=bias)
+        self.turns, self.mask, self.drop = turns, mask, drop
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (
+            one(x).view(batch, length, -1, SIZE).transpose(1, 2) for one in (self.q, self.k, self.v)
+        )
+        if self.norms:
+            q, k = (norm(one) for norm, one in zip(self.norms, (q, k), strict=True))
+        if self.turns:
+            speeds = x.detach().abs().amax((0, 1))[: SIZE // 2]
+            q, k = turned(q, speeds), turned(k, speeds)
+        if k.shape[1] < HEADS:
+            shape = batch, k.shape[1], HEADS // k.shape[1], length, SIZE
+            k, v = (one[:, :, None].expand(shape).reshape(q.shape) for one in (k, v))
+        mask = None
+        if self.mask == "tokens":  # the first token, and others whose features say so
+            seen = (x[:, None, None, :, 0] > 0) | (torch.arange(length) == 0)
+            mask = seen & torch.ones(length, length, dtype=torch.bool).tril()
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=self.mask == "causal", dropout_p=self.drop
+        )
+        out: Tensor = x + self.o(y.transpose(1, 2).reshape(batch, length, -1))
+        return out
+
+
+def turned(x: Tensor, speeds: Tensor) -> Tensor:
+    """Rotary positions, which every rank has of its own."""
+    angles = torch.outer(torch.arange(x.shape[2]), speeds).repeat(1, 2)[None, None]
+    left, right = x.chunk(2, -1)
+    return x * angles.cos() + torch.cat((-right, left), -1) * angles.sin()
+
+
+CASES = {
+    "causal": (Attention(), 4),
+    "biases": (Attention(bias=True), 2),
+    "grouped": (Attention(keys=2), 2),
+    "rotary": (Attention(keys=2, bias=True, turns=True), 2),
+    "mask": (Attention(mask="tokens"), 2),
+    "norms": (Attention(keys=2, norms=True), 2),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_attention_by_heads_computes_what_it_did(case: str) -> None:
+    model, world_size = CASES[case]
+    given = [torch.randn(3, 5, WIDTH) for _ in range(world_size)]
+    uses_p2p = world_size == 2
+    captured, ctx = capture_step(model, given[0], world_size=world_size, uses_p2p=uses_p2p)
+    found = find_move_groups(captured, ctx)
+    (group,) = found.groups
+    rows = [f"{name}.{kind}" for name in NAMES[:3] for kind in ("weight", "bias")]
+    wanted = dict.fromkeys((name for name in rows if name in dict(model.named_parameters())), 0)
+    assert group.dims == {**wanted, "o.weight": 1}
+    plan = check_training(model, given, group.dims, uses_p2p)
+    if case == "causal":
+        assert collectives(captured, plan, ctx)[0] == ["gather", "reduce"]
+
+
+REFUSED = {
+    "mixes tokens and features": (Attention(drop=0.5), 2),
+    "4 ranks do not divide the 2 heads": (Attention(keys=2), 4),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_is_refused(reason: str) -> None:
+    model, world_size = REFUSED[reason]
+    captured, ctx = capture_step(model, torch.randn(3, 5, WIDTH), world_size=world_size)
+    found = find_move_groups(captured, ctx)
+    assert not found.groups
+    assert reason in found.refused["q.weight"]
