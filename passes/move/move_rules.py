@@ -581,14 +581,15 @@ class Mover:
             raise self.refused(node, f"{named(node)} has no rule for this dimension")
         if zeros is None:
             return found.of(self.emit(node.target, (found.node, *node.args[1:])))
-        if not _is_static(node):
-            raise self.refused(node, f"{named(node)} has symbolic sizes (dynamic=True)")
-        sizes = list(node.meta["val"].shape)
-        sizes[found.features] //= self.ranks
-        if found.tokens is not None:
-            sizes[found.tokens] *= self.ranks
-        whole = self.emit(zeros.target, (sizes, *zeros.args[1:]), zeros.kwargs)
-        return found.of(self.emit(node.target, (whole, found.node, *node.args[2:])))
+        size, rest = node.meta["val"].shape[dim], arguments_of(node)[3:]
+        start, end, step = (*rest, *(0, None, 1)[len(rest) :])
+        start, end = start or 0, size if end is None else end
+        if step != 1 or not all(isinstance(one, int) for one in (size, start, end)):
+            raise self.refused(node, f"{named(node)} has no rule for these places")
+        start, end = (one + size * (one < 0) for one in (start, end))
+        pads = [0, 0] * (rank - 1 - dim % rank) + [start, max(0, size - end)]
+        made = self.emit(_aten.constant_pad_nd.default, (found.node, pads, zeros.args[1]))
+        return found.of(made)
 
     def _summed(self, node: fx.Node) -> Placed | PartialSum:
         """A sum over tokens is a total. One over features is a partial sum, over both a share."""
