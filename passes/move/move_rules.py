@@ -581,10 +581,11 @@ class Mover:
             raise self.refused(node, f"{named(node)} has no rule for this dimension")
         if zeros is None:
             return found.of(self.emit(node.target, (found.node, *node.args[1:])))
-        size, rest = node.meta["val"].shape[dim], arguments_of(node)[3:]
-        start, end, step = (*rest, *(0, None, 1)[len(rest) :])
+        size = node.meta["val"].shape[dim]
+        places = dict(zip(("start", "end", "step"), arguments_of(node)[3:], strict=False))
+        start, end, step = (places.get(one) for one in ("start", "end", "step"))
         start, end = start or 0, size if end is None else end
-        if step != 1 or not all(isinstance(one, int) for one in (size, start, end)):
+        if step not in (None, 1) or not all(isinstance(one, int) for one in (size, start, end)):
             raise self.refused(node, f"{named(node)} has no rule for these places")
         start, end = (one + size * (one < 0) for one in (start, end))
         pads = [0, 0] * (rank - 1 - dim % rank) + [start, max(0, size - end)]
