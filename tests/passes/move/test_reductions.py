@@ -77,7 +77,6 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_head_by_vocabulary_computes_what_whole_logits_do(case: str) -> None:
-    torch.manual_seed(0)
     loss, options = CASES[case]
     model = Language(loss, **options)
     world_size, uses_p2p = (4, False) if case in ("sum", "next") else (2, True)
