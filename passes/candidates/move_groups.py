@@ -89,7 +89,7 @@ def find_move_groups(captured: Captured, ctx: Context) -> MoveGroups:
 
 
 def _apart(found: Sequence[MoveGroup]) -> list[MoveGroup]:
-    """The groups without those that share weights with others that send less for their weights."""
+    """Groups that share no weight. Groups that send fewer bytes for their weights come first."""
     chosen: dict[int, MoveGroup] = {}
     for index, group in sorted(
         enumerate(found), key=lambda one: one[1].token_bytes / one[1].weight_bytes

@@ -29,7 +29,10 @@ def memory_curve(
     most_points: int = MOST_POINTS,
     most_buffers: int = MOST_BUFFERS,
 ) -> MemoryCurve:
-    """The memory of a step. ``most_points``, ``most_buffers``: bounds of what is kept."""
+    """The memory of a step.
+
+    ``most_points``: number of points of the curve. ``most_buffers``: number of listed buffers.
+    """
     phases = [_curves(phase) for phase in step.phases]
     kinds = _in_order({kind for _, sizes in phases for kind in sizes})
     starts = [start for start, _ in step.placed()]
