@@ -14,7 +14,6 @@ import argparse
 import ast
 import subprocess
 import sys
-import sysconfig
 import venv
 from importlib import metadata
 from pathlib import Path
@@ -77,12 +76,10 @@ def pip(folder: Path, *what: str) -> None:
 def _follow(folder: Path) -> None:
     """Add the packages of this Python to an environment's path, after its own.
 
-    Python reads no ``.pth`` file of an added folder, so the folders that this Python follows itself
-    are added too.
+    Python reads no ``.pth`` file of an added folder. The path of this Python has the folders that
+    it follows itself.
     """
-    own = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
-    others = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    paths = dict.fromkeys([*own, *others])
+    paths = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     done = subprocess.run(
         [python_of(folder), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
         capture_output=True,

@@ -306,7 +306,7 @@ def _corrected(node: fx.Node, cost: Cost, before: Learned, after: Learned) -> Co
 
 
 #: The memory of a skeleton is not known, and not asked for.
-_NO_MEMORY = Memory([], fx.Graph().placeholder("x"), [], [], {}, 0)
+_NO_MEMORY = Memory([], fx.Graph().placeholder("x"), {}, 0)
 
 
 def typical(steps: Sequence[MeasuredStep]) -> MeasuredStep:

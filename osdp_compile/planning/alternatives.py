@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from osdp_compile.planning.traced_step import folded_if_large, is_enough, uniform_plan
+from osdp_compile.planning.traced_step import folded_if_large, if_enough, uniform_plan
 from passes.graph.captured import Captured
 from passes.pipeline import Pass
 from passes.plan.planner import complete
@@ -45,8 +45,7 @@ class SearchedStep:
     def alternatives(self) -> dict[str, Plan]:
         """The alternatives with their best schedules without a limit, and their predictions."""
         ctx = self.ctx.replace(limit_bytes=None)
-        folded = folded_if_large(self.captured, ctx.parameters)
-        step = folded if folded is not None and is_enough(folded, ctx) else self.captured
+        step = if_enough(folded_if_large(self.captured, ctx.parameters), ctx) or self.captured
         return {
             name: complete(uniform_plan(decision, ctx), step, ctx, self.passes)
             for name, decision in alternatives_for(ctx).items()

@@ -97,8 +97,7 @@ class TracedStep:
 
     def step_for(self, ctx: Context) -> Captured | Folded:
         """The step for the planner: folded, unless the whole step is necessary."""
-        folded = self.folded
-        return folded if folded is not None and is_enough(folded, ctx) else self.captured
+        return if_enough(self.folded, ctx) or self.captured
 
     def flops(self) -> Iterator[tuple[str, int]]:
         """(dtype, FLOPs) of the forward and of the backward."""
@@ -264,8 +263,8 @@ def planned_whole(
     Raises:
         InfeasibleLimit: if no plan fits.
     """
-    step = folded_if_large(captured, ctx.parameters)
-    if step is None or not is_enough(step, ctx):
+    step = if_enough(folded_if_large(captured, ctx.parameters), ctx)
+    if step is None:
         return planned(captured, ctx, passes, search)
     asked = ctx
     for _ in range(_WHOLE_TRIES):
@@ -297,13 +296,14 @@ def folded_if_large(captured: Captured, parameters: Sequence[Parameter]) -> Fold
     return folded
 
 
-def is_enough(folded: Folded, ctx: Context) -> bool:
-    """Whether the folded step shows all that the planner may do.
+def if_enough(folded: Folded | None, ctx: Context) -> Folded | None:
+    """The folded step, if there is one and it shows all that the planner may do; else None.
 
     It shows no bucket larger than one layer, no user-forced slices, and no activations that move.
     """
-    forced = ctx.slices or ctx.tensor_parallel
-    return not forced and bucket_bytes_for(ctx) <= folded.layer_bytes(ctx)
+    if folded is None or ctx.slices or ctx.tensor_parallel:
+        return None
+    return folded if bucket_bytes_for(ctx) <= folded.layer_bytes(ctx) else None
 
 
 class _SeveralFrames(OsdpError):

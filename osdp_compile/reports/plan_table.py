@@ -43,12 +43,17 @@ def plan_table(plan: Plan) -> Table:
         saved = sum(row.saved_bytes for row in rows)
         table.add_row(
             Text(joined([row.name for row in rows])),  # Text: rich parses brackets in a str
-            "x".join(map(str, first.shape)) or "scalar",
+            shape_text(first),
             decided(first),
             format_bytes(saved) if saved else "",
             Text(ranged([row.reason for row in rows])),
         )
     return table
+
+
+def shape_text(row: ParameterPlan) -> str:
+    """The sizes of a parameter."""
+    return "x".join(map(str, row.shape)) or "scalar"
 
 
 def decided(row: ParameterPlan) -> str:

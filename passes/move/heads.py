@@ -44,7 +44,6 @@ def attended(mover: Mover, node: fx.Node) -> Placed:
             needs += [] if found is None else [found]
         elif (placed.tokens, placed.features) == (0, _HEADS) and one.meta["val"].dim() >= 3:
             own.append(placed)
-            continue
     if len(own) < count:
         reason = f"{named(node)} reads tensors that are not sliced by heads"
         raise mover.refused(node, reason, needs)

@@ -57,7 +57,7 @@ def move(step: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     chosen, refused = _movable([forward, backward], ctx)
     NOT_MOVED.set(step, refused)
     if chosen:
-        _rewrite([forward, backward], chosen, ctx)
+        rewrite([forward, backward], chosen, ctx)
     return step
 
 
@@ -68,7 +68,7 @@ def move_inference(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     chosen, refused = _movable([gm], ctx)
     NOT_MOVED.set(gm, refused)
     if chosen:
-        _rewrite([gm], chosen, ctx)
+        rewrite([gm], chosen, ctx)
     return gm
 
 
@@ -79,7 +79,7 @@ def _movable(graphs: list[fx.GraphModule], ctx: Context) -> tuple[dict[str, int]
     refused: dict[str, str] = {}
     while chosen:
         try:
-            _rewrite([copy_module(gm) for gm in graphs], chosen, ctx)
+            rewrite([copy_module(gm) for gm in graphs], chosen, ctx)
             break
         except Refused as error:
             for name in error.names & chosen.keys():
@@ -96,10 +96,6 @@ def rewrite(graphs: list[fx.GraphModule], dims: Mapping[str, int], ctx: Context)
     Raises:
         Refused: naming the operator without a rule. The graphs are then half rewritten.
     """
-    _rewrite(graphs, dims, ctx)
-
-
-def _rewrite(graphs: list[fx.GraphModule], dims: Mapping[str, int], ctx: Context) -> None:
     saved_count = 0
     if len(graphs) == 2:
         given = graphs[1].graph.find_nodes(op="placeholder")

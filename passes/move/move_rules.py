@@ -34,7 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from passes.annotate.collectives import by_all_to_all
 from passes.graph.fx_utils import (
@@ -150,7 +150,9 @@ class Mover:
 
     ``placed``: by node of the original graph, its placed form. ``partial``: its partial sum.
     ``dims``: by parameter, the dimension that the ranks share. ``totals``: the sums of partial
-    sums, in graph order. ``gradients``: the gradients of weights that stay.
+    sums, in graph order. ``gradients``: the gradients of weights that stay. ``spreads``: local
+    tensors in other placements. ``constants``: tensors that numbers of the graph alone make.
+    ``equal``: these, and tensors of gathered weights; they are equal on all ranks.
     """
 
     def __init__(
@@ -309,7 +311,7 @@ class Mover:
         if index == 0:
             found = self.placed[source]
             return PartialSum(found.node, tuple(self.own_sizes(node)), (), found.names)
-        value, zeros = node.meta["val"], {"layout": torch.strided, "pin_memory": False}
+        value = node.meta["val"]
         for like in source.all_input_nodes[1:]:
             sizes, is_alike = like.meta["val"].shape, like.meta["val"].dtype == value.dtype
             is_alike = is_alike and len(sizes) == value.dim()
@@ -317,8 +319,12 @@ class Mover:
                 return self.emit(_aten.mul.Tensor, (like, 0))
         if not _is_static(node):
             raise self.refused(node, f"{named(source)} has symbolic sizes (dynamic=True)")
-        kind = {"dtype": value.dtype, "device": value.device}
-        return self.emit(_aten.full.default, (list(value.shape), 0), {**kind, **zeros})
+        return self._zeros(list(value.shape), value)
+
+    def _zeros(self, sizes: list[int], like: Tensor) -> fx.Node:
+        """Zeros of these sizes, with the dtype and the device of a tensor."""
+        kind = {"dtype": like.dtype, "layout": torch.strided, "device": like.device}
+        return self.emit(_aten.full.default, (sizes, 0), {**kind, "pin_memory": False})
 
     def _put_total(self, put: fx.Node, node: fx.Node, weight: Placed) -> fx.Node:
         """This rank's rows of a table of zeros into which the local gradients of all are put."""
@@ -341,9 +347,7 @@ class Mover:
             raise Refused(f"the gradient of {name} is put into another table", weight.names)
         self._meta = put.meta
         for mask in masks:
-            value = values.meta["val"]
-            filled = {"dtype": value.dtype, "layout": torch.strided, "device": value.device}
-            zero = self.emit(_aten.full.default, ([], 0), {**filled, "pin_memory": False})
+            zero = self._zeros([], values.meta["val"])
             values = self.emit(_aten.where.self, (mask, values, zero))
         ids = self.all_tokens(self._flat(indices[0]), node, weight.names)
         sizes = [-1, *values.meta["val"].shape[indices[0].meta["val"].dim() :]]

@@ -30,8 +30,6 @@ from passes.graph.dataflow import Dataflow
 from passes.graph.fx_utils import (
     WAIT,
     is_collective,
-    output_nodes,
-    root_of,
 )
 from passes.graph.metadata import COLLECTIVE, GATHERED, GRADIENT_OF, LENT, SAVED, STATIC, STORAGE
 from passes.graph.op_traits import effective_users, is_concatenation, is_reduction
@@ -194,30 +192,25 @@ class MemoryModel:
         return MemoryTrace(order, curve, birth, death, at, reused)
 
     def described(self, trace: MemoryTrace) -> Memory:
-        """The memory at the peak by kind and by node, and the bytes alive at the end."""
+        """The memory at the peak by kind, and the bytes alive at the end."""
         nodes, size, at = self._wiring.nodes, self._size, trace.at
-        alive = [
-            index
-            for index, last in trace.death.items()
-            if trace.birth[index] <= at <= last and size[index] and trace.reused.get(index) != at
-        ]
         peak = dict.fromkeys(KINDS, 0)
         returned = set(self._returned)
-        for index in alive:
-            peak[kind_of(nodes[index], index in returned)] += size[index]
+        for index, last in trace.death.items():
+            if trace.birth[index] <= at <= last and size[index] and trace.reused.get(index) != at:
+                peak[kind_of(nodes[index], index in returned)] += size[index]
         runs = trace.order[at]
         if not self._wiring.traits[runs].collective:
             peak["workspace"] = self._workspace[runs]
         place = {index: where for where, index in enumerate(trace.order)}
-        in_flight = [start for start, wait in self._staged if place[start] <= at < place[wait]]
-        peak["communication"] += sum([self._workspace[start] for start in in_flight])
+        for start, wait in self._staged:
+            if place[start] <= at < place[wait]:
+                peak["communication"] += self._workspace[start]
         end = len(nodes) - 1
         kept_bytes = sum([size[index] for index, last in trace.death.items() if last == end])
         return Memory(
             trace.curve,
             nodes[trace.order[at]],
-            [nodes[index] for index in alive],
-            [nodes[index] for index in in_flight],
             {kind: size_bytes for kind, size_bytes in peak.items() if size_bytes},
             kept_bytes,
         )
@@ -404,11 +397,6 @@ def lives_of(graph: fx.Graph) -> list[Life]:
     """All memory of an annotated graph in its own order, with its places."""
     model = MemoryModel(Dataflow(graph))
     return model.lives(model.trace())
-
-
-def returned_roots(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that own the memory that the graph returns."""
-    return {root_of(node) for node in output_nodes(graph)}
 
 
 def kind_of(node: fx.Node, returned: bool) -> str:

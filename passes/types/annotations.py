@@ -45,16 +45,12 @@ class Memory:
 
     ``curve``: bytes alive while each node runs, in graph order.
     ``peak_node``: the node with the highest memory; the first one on a tie.
-    ``alive``: the nodes whose results are alive at the peak, without buffers reused there.
-    ``in_flight``: the collectives of which the backend holds a copy at the peak.
     ``peak``: bytes at the peak by kind, the running kernel's workspace included.
     ``kept_bytes``: bytes alive at the end (the graph's outputs).
     """
 
     curve: list[int]
     peak_node: fx.Node
-    alive: list[fx.Node]
-    in_flight: list[fx.Node]
     peak: dict[str, int]
     kept_bytes: int
 

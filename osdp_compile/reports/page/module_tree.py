@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from osdp_compile.reports.page.contents import Module, Row
-from osdp_compile.reports.plan_table import decided, grouped, joined, ranged
+from osdp_compile.reports.plan_table import decided, grouped, joined, ranged, shape_text
 from passes.types.decision import Moves
 from passes.types.plan import ParameterPlan, Plan
 
@@ -36,7 +36,7 @@ def plan_rows(plan: Plan) -> tuple[Row, ...]:
         Row(
             name=joined([row.name for row in rows]),
             parameters=len(rows),
-            shape=_shape(rows[0]),
+            shape=shape_text(rows[0]),
             decision=decided(rows[0]),
             key=_key(rows[0]),
             size_bytes=sum(map(_bytes, rows)),
@@ -90,7 +90,7 @@ def _times(module: Module, copies: int, name: str) -> Module:
 
 def _parameter(name: str, row: ParameterPlan) -> Module:
     sizes = {_key(row): _bytes(row)}
-    return Module(name, 1, math.prod(row.shape), sizes, _shape(row), decided(row))
+    return Module(name, 1, math.prod(row.shape), sizes, shape_text(row), decided(row))
 
 
 def _module(name: str, children: Sequence[Module]) -> Module:
@@ -113,10 +113,6 @@ def _sum(parts: Iterable[dict[str, int]]) -> dict[str, int]:
 
 def _key(row: ParameterPlan) -> str:
     return TENSOR_PARALLEL if row.moves is Moves.ACTIVATIONS else row.decision.name
-
-
-def _shape(row: ParameterPlan) -> str:
-    return "x".join(map(str, row.shape)) or "scalar"
 
 
 def _bytes(row: ParameterPlan) -> int:
