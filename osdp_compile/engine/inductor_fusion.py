@@ -2,8 +2,10 @@
 
 Inductor fuses a kernel with a reader of its result. The fused kernel runs when the inputs of both
 are ready. All other readers of the result then wait too, among them collectives that the schedule
-starts earlier. This module refuses the fusion if the first kernel would so wait for an extern
-kernel (an operator that Inductor calls and does not generate).
+starts earlier. The inputs of the first kernel then live longer. This module refuses the fusion if
+the first kernel would so wait for an extern kernel (an operator that Inductor calls and does not
+generate), and its result has other readers or fewer bytes than the inputs that it is the last to
+read.
 
 Inductor also fuses kernels that read one tensor. If the earlier of them would wait for an extern
 kernel, its inputs would live until then. This module refuses this fusion too.
@@ -35,6 +37,8 @@ from passes.graph.metadata import COST
 
 #: By scheduler and node name: the place of the last extern kernel that the node needs, or -1.
 _needed: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
+#: By scheduler and buffer name: the place of the buffer's last reader.
+_last_readers: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
 
 
 class InPlace(_torch.InductorChoices):
@@ -43,7 +47,9 @@ class InPlace(_torch.InductorChoices):
     @staticmethod
     def can_fuse_vertical(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
         """Whether to fuse ``node2``, a reader of ``node1``, into it."""
-        if _puts_off(scheduler, node1, node2) and _has_others(node1, node2):
+        if _puts_off(scheduler, node1, node2) and (
+            _has_others(node1, node2) or _frees_bytes(scheduler, node1)
+        ):
             return False
         choose = _torch.InductorChoices.can_fuse_vertical
         return choose(scheduler, node1, node2, shared_data_score)
@@ -175,3 +181,29 @@ def _has_others(node: Any, reader: Any) -> bool:
         if isinstance(user, _torch.BaseSchedulerNode)  # not the graph's output
         for one in user.get_nodes()
     )
+
+
+def _frees_bytes(scheduler: Any, node: Any) -> bool:
+    """Whether the inputs that a node is the last to read have more bytes than its results."""
+    if scheduler not in _last_readers:
+        last: dict[str, int] = {}
+        for one in (own for kernel in scheduler.nodes for own in kernel.get_nodes()):
+            for read in one.read_writes.reads:
+                last[read.name] = max(last.get(read.name, -1), one.min_order)
+        _last_readers[scheduler] = last
+    last = _last_readers[scheduler]
+    graph = _torch.V.graph
+    own = node.get_buffer_names()
+    # The caller of a forward keeps its inputs.
+    kept = own if graph.is_backward else {*own, *graph.graph_inputs}
+    freed_bytes = {
+        read.name: read.numbytes_hint()
+        for read in node.read_writes.reads
+        if read.name not in kept and last[read.name] <= node.max_order
+    }
+    results_bytes = {
+        write.name: write.numbytes_hint()
+        for write in node.read_writes.writes
+        if last.get(write.name, -1) > node.max_order
+    }
+    return sum(freed_bytes.values()) > sum(results_bytes.values())

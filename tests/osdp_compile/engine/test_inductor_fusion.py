@@ -50,6 +50,13 @@ def read_by_a_late_product(x, one, other):
     return between, result @ other
 
 
+def frees_what_it_reads(x, one, other):
+    """A small result that only a late result reads. It is all that reads two products."""
+    early = ((x @ one) * (one @ x)).sum(1, keepdim=True)
+    between = torch.addmm(one, x, other)
+    return between, early * (other @ other)
+
+
 def called(function) -> list[str]:
     """The products and the kernels of a function, in the order in which they are called."""
     torch._dynamo.reset()
@@ -93,6 +100,16 @@ def test_an_operator_is_not_put_off_behind_all_that_a_late_result_needs():
 
 def test_inductor_by_itself_puts_the_operator_off():
     assert called(summed_for_a_late_result) == ["mm", "cpp_fused", "addmm"]
+
+
+def test_what_frees_more_than_it_writes_is_not_put_off():
+    with in_place():
+        order = called(frees_what_it_reads)
+    assert order == ["mm", "mm", "cpp_fused", "addmm", "mm", "cpp_fused"]
+
+
+def test_inductor_by_itself_puts_off_what_frees_more():
+    assert called(frees_what_it_reads) == ["mm", "mm", "mm", "cpp_fused", "addmm"]
 
 
 def test_a_result_is_computed_where_the_schedule_has_it():
