@@ -441,24 +441,6 @@ def recomputes_regularly(folded: Folded, one: Plan, ctx: Context) -> bool:
     )
 
 
-def gathers_in_time(folded: Folded, graph: fx.Graph, phase: Phase) -> bool:
-    """Whether no layer at the gap has a gather ahead of the largest operator before the layer.
-
-    ``graph``: one of the two graphs, with the nodes of :func:`put_in`, in slices.
-    """
-    before, behind = folded.at_the_cut
-    pairs = [(before - 1, before), (behind, behind + 1)]
-    if phase is Phase.BACKWARD:
-        pairs = [(later, earlier) for earlier, later in pairs]
-    anchors: dict[int, int] = {}  # the first of each layer, by place
-    gathers: dict[int, int] = {}
-    for place, node in enumerate(graph.nodes):
-        own = _of_its_own(node)
-        if own is not None and (node.target is UNSHARD or ANCHOR.get(node)):
-            (gathers if node.target is UNSHARD else anchors).setdefault(own, place)
-    return all(gathers.get(later, len(graph.nodes)) > anchors[earlier] for earlier, later in pairs)
-
-
 def recomputed_of(folded: Folded, backward: fx.Graph) -> tuple[int, float]:
     """Recomputed bytes, and their seconds, of a lowered backward and of the layers left out."""
     size_bytes, seconds = recomputed(backward.nodes)

@@ -274,7 +274,7 @@ class Neighbourhood:
         evaluator = self.evaluator
         for group in evaluator.slice_groups:
             is_whole = best.slices_of(group, evaluator.ctx)[0] == 1
-            if is_whole and evaluator.is_at_peak(group, best) and evaluator.shows_slices(group):
+            if is_whole and evaluator.is_at_peak(group, best):
                 start = self._without_rivals(best, group)
                 yield start.slicing(group, SLICES[-1], None, evaluator.ctx)
 

@@ -16,7 +16,6 @@ from passes.candidates.move_groups import MoveGroup, MoveGroups, find_move_group
 from passes.candidates.recompute_sets import Recomputation, RecomputeSet
 from passes.candidates.slice_groups import SliceGroup, find_slice_groups, splits_by_hand
 from passes.capture.fold_layers import Folded, recomputes_regularly
-from passes.capture.folded_slices import stays_foldable
 from passes.graph.attribution import attribution
 from passes.graph.captured import Captured
 from passes.graph.dataflow import Dataflow
@@ -110,8 +109,6 @@ class PlanEvaluator:
         self._sizes: dict[Candidate, list[int]] = {}
         #: By candidate, the one with the same buckets that was lowered.
         self._owner: dict[Candidate, Candidate] = {}
-        #: By slice group, see ``shows_slices``.
-        self._shown: dict[tuple[frozenset[str], bool], bool] = {}
         #: By candidate, the collectives of the forward and the backward before packing.
         self._packable: dict[Candidate, list[list[Packable] | None]] = {}
 
@@ -318,15 +315,6 @@ class PlanEvaluator:
             return []
         left_out = () if self.folded is None else self.folded.left_out
         return find_slice_groups(self.graphs, self.ctx, left_out)
-
-    def shows_slices(self, group: SliceGroup) -> bool:
-        """Whether a folded step shows what a slice group's slices take."""
-        assert self.folded is not None
-        own = group.names, group.of_input
-        if own not in self._shown:
-            plan = self.plan_of(self.uniform(2).slicing(group, 2, None, self.ctx))
-            self._shown[own] = stays_foldable(self.folded, plan, self.ctx, self.passes)
-        return self._shown[own]
 
     def is_at_peak(self, group: SliceGroup, key: Candidate) -> bool:
         """Whether an evaluated candidate has its peak, without overlap, at a group's operators."""

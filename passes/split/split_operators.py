@@ -25,7 +25,6 @@ at a time. ``reorder`` then starts the gathers of the next slice while one slice
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,7 +33,7 @@ from torch import fx
 
 from passes.graph.fx_utils import call, copy_module, output_node, remove_dead, set_value
 from passes.graph.metadata import ANCHOR, GATHERED, GRADIENT_OF, LAYER, RECOMPUTED
-from passes.ops.markers import LEFT_OUT, REDUCE_GRAD, UNSHARD, unshard_of
+from passes.ops.markers import REDUCE_GRAD, UNSHARD, unshard_of
 from passes.ops.packing import TRIM_ROWS
 from passes.ops.slicing import (
     JOIN_SLICES,
@@ -46,6 +45,7 @@ from passes.ops.slicing import (
     cut_into,
     slice_name,
 )
+from passes.split.order_slices import one_slice_after_the_other
 from passes.split.split_rules import (
     LAID_OUT,
     Found,
@@ -176,7 +176,7 @@ class Splitter:
             if not node.users:
                 self.graph.erase_node(node)
         remove_dead(self.graph)
-        self._one_slice_after_the_other()
+        one_slice_after_the_other(self.graph, self.index)
 
     def _ask_for_gradients(self) -> None:
         """Find the nodes that must run in slices so that gradients come in slices."""
@@ -366,37 +366,3 @@ class Splitter:
         node.replace_all_uses_with(joined)
         self.graph.erase_node(node)
         return True
-
-    def _one_slice_after_the_other(self) -> None:
-        """Group the nodes of each slice, as far as none of them needs a whole tensor in between."""
-        order: list[fx.Node] = []
-        waiting: dict[fx.Node, None] = {}  # nodes of slices
-        behind: dict[fx.Node, None] = {}  # nodes outside of slices that depend on them
-
-        def flush() -> None:
-            order.extend(sorted(waiting, key=self.index.__getitem__))  # stable
-            order.extend(behind)
-            waiting.clear()
-            behind.clear()
-
-        for node in self.graph.nodes:
-            inputs = node.all_input_nodes
-            if node.target is LEFT_OUT:  # between the same layers as before
-                flush()
-            if node in self.index:
-                # An early slice of this operator may read a later slice of another operator.
-                later = (
-                    source in waiting and self.index[source] > self.index[node] for source in inputs
-                )
-                if any(later) or any(source in behind for source in inputs):
-                    flush()
-                waiting[node] = None
-            elif any(source in waiting or source in behind for source in inputs):
-                behind[node] = None
-            else:
-                order.append(node)
-        flush()
-        order.sort(key=lambda node: node.op == "output")
-        for before, node in itertools.pairwise(order):
-            if before.next is not node:
-                before.append(node)
