@@ -11,9 +11,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
+import torch
 from torch import fx
 
-from passes.graph.fx_utils import is_alias
+from passes.graph.fx_utils import bytes_of, is_alias
 from passes.ops.markers import LEFT_OUT, UNSHARD
 from passes.ops.slicing import TAKE_PART, TAKE_SLICE
 
@@ -21,7 +22,8 @@ from passes.ops.slicing import TAKE_PART, TAKE_SLICE
 def one_slice_after_the_other(graph: fx.Graph, index: Mapping[fx.Node, int]) -> None:
     """Group the nodes of each slice, as far as none of them needs a whole tensor in between.
 
-    What a slice does not need stays behind the slices that it stood behind.
+    What a slice does not need stays behind the slices that it stood behind, so that its result does
+    not live as long as they run. Of a result smaller than an input, the input would.
 
     ``index``: by node of a slice, the index of the slice.
     """
@@ -63,10 +65,11 @@ class _Order:
                 self.flush()
             self._put_ahead(inputs)
             self._slices[node] = None
-        elif self._slices:
+        elif any(source in self._slices or source in self._bound for source in inputs):
             self._behind[node] = None
-            if any(source in self._slices or source in self._bound for source in inputs):
-                self._bound.add(node)
+            self._bound.add(node)
+        elif self._slices and not (self._behind.keys().isdisjoint(inputs) and _shrinks(node)):
+            self._behind[node] = None
         else:
             self.found.append(node)
 
@@ -104,3 +107,14 @@ class _Order:
         self.found.extend(node for node in self._behind if node in found)
         for node in found:
             del self._behind[node]
+
+
+def _shrinks(node: fx.Node) -> bool:
+    """Whether a node makes less than it reads, as the sum of a bias's gradient, or a view."""
+    if is_alias(node):
+        return True
+    sizes = [
+        bytes_of(value) if isinstance(value := one.meta.get("val"), torch.Tensor) else 0
+        for one in (node, *node.all_input_nodes)
+    ]
+    return 0 < sizes[0] < max(sizes[1:], default=0)
