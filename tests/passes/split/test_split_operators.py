@@ -14,12 +14,10 @@ from torch.nn import functional as F
 from passes.capture.captured_step import lay_out
 from passes.graph.fx_utils import is_collective
 from passes.graph.metadata import COLLECTIVE, GRADIENT_OF
-from passes.ops.markers import UNSHARD, unshard_of
 from passes.ops.slicing import JOIN_SLICES, PAD_SLICE, TAKE_SLICE, TRIM_SLICE, cut_into
 from passes.pipeline import Stage, default_passes, run
 from passes.pricing.predict import predict
 from passes.recompute.recompute_activations import PartitionBoundary, keys_of
-from passes.split.split_operators import split
 from passes.types.context import Phase
 from passes.types.decision import Decision
 from passes.types.plan import OF_INPUT, Plan
@@ -285,14 +283,3 @@ def test_the_more_slices_the_less_memory(limited: bool):
         assert peaks[0] > peaks[1] > peaks[2]
     else:
         assert peaks[-1] < peaks[0]
-
-
-def test_what_no_slice_needs_is_not_put_before_the_slices():
-    tokens = torch.randint(0, 64, (2, 5))
-    captured, ctx = capture_step(Guessing(), tokens, world_size=2)
-    plan = sliced(decided(ctx, AGAIN, bucket_bytes=0), {"head.weight": (2, OF_INPUT, None)})
-    laid = lay_out(captured, plan, ctx, default_passes())
-    cut = split(laid.backward, ctx.replace(plan=plan, phase=Phase.BACKWARD))
-    order = [node for node in cut.graph.nodes if node.target in (UNSHARD, JOIN_SLICES)]
-    found = [unshard_of(node).name if node.target is UNSHARD else "joined" for node in order]
-    assert found == ["head.weight", "joined", "norm.weight", "mix.weight"]
