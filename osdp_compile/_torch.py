@@ -114,6 +114,7 @@ __all__ = [
     "Partitioner",
     "RestartTracing",
     "TorchDispatchMode",
+    "V",
     "after_fusion",
     "aot_input_index",
     "code_being_compiled",

@@ -121,6 +121,18 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     _add_files(parser)
 
 
+def add_diff(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``osdp diff``."""
+    parser.description = (
+        "Show the predictions of two plans side by side, and the parameters, in groups of layers, "
+        "with other decisions, each with the gain that its plan names. The exit status is 0 if "
+        "the plans are alike, 1 if they differ, and 2 if a file holds no plan."
+    )
+    parser.add_argument(
+        "plans", nargs=2, type=Path, metavar="PLAN", help="a file that osdp plan --out wrote"
+    )
+
+
 def add_sweep(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``osdp sweep``."""
     parser.description = (

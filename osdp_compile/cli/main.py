@@ -1,7 +1,8 @@
-"""The command line: ``osdp calibrate``, ``osdp plan``, ``osdp sweep`` and ``osdp doctor``.
+"""The command line: ``osdp calibrate``, ``plan``, ``diff``, ``sweep`` and ``doctor``.
 
 torchrun --nproc-per-node 8 -m osdp_compile calibrate --out profile.json
 osdp plan train:model_and_batch --world-size 64 --hardware h100-sxm --memory-limit 80GB
+osdp diff before.json after.json
 osdp sweep train:model_and_batch --world-sizes 8,64,512 --hardware h100-sxm --bandwidths 0.5x,1x,2x
 osdp doctor
 
@@ -16,7 +17,7 @@ import platform
 from collections.abc import Sequence
 from typing import Any
 
-from osdp_compile.cli.arguments import add_calibrate, add_plan, add_sweep
+from osdp_compile.cli.arguments import add_calibrate, add_diff, add_plan, add_sweep
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,6 +36,7 @@ def argument_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     add_calibrate(commands.add_parser("calibrate", help="measure this machine and its network"))
     add_plan(commands.add_parser("plan", help="plan a model for a cluster that is elsewhere"))
+    add_diff(commands.add_parser("diff", help="show the differences of two plans"))
     add_sweep(commands.add_parser("sweep", help="plan over ranks, bandwidths, memory and lengths"))
     doctor = commands.add_parser("doctor", help="show what this machine has, and what fails on it")
     doctor.description = "Show versions, process groups, compiler, devices and profiles. The exit "

@@ -196,14 +196,14 @@ def _frees_bytes(scheduler: Any, node: Any) -> bool:
     own = node.get_buffer_names()
     # The caller of a forward keeps its inputs.
     kept = own if graph.is_backward else {*own, *graph.graph_inputs}
-    freed_bytes = {
+    freed: dict[str, int] = {
         read.name: read.numbytes_hint()
         for read in node.read_writes.reads
         if read.name not in kept and last[read.name] <= node.max_order
     }
-    results_bytes = {
+    made: dict[str, int] = {
         write.name: write.numbytes_hint()
         for write in node.read_writes.writes
         if last.get(write.name, -1) > node.max_order
     }
-    return sum(freed_bytes.values()) > sum(results_bytes.values())
+    return sum(freed.values()) > sum(made.values())

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import io
-import itertools
 import logging
-import math
-import re
 import shutil
-from collections.abc import Iterable, Sequence
-from typing import TypeVar
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from osdp_compile.log_lines import ensure_visible
+from osdp_compile.reports.alike_layers import grouped, grouped_names, joined, ranged
 from passes.ops.slicing import parameter_of
 from passes.types.decision import Moves
 from passes.types.plan import ParameterPlan, Plan
@@ -87,7 +83,7 @@ def prediction_lines(plan: Plan) -> list[str]:
             f"recomputed in the backward: {len(plan.recompute)} tensors, saves "
             f"{format_bytes(said.recomputed_bytes)} of activations for "
             f"{format_seconds(said.recomputed_seconds)}: "
-            + ", ".join(map(joined, _keys_grouped(plan.recompute)))
+            + ", ".join(map(joined, grouped_names(plan.recompute)))
         )
     stages = [
         one.stage
@@ -139,99 +135,3 @@ def shortened(label: str, shown: int = 2) -> str:
     if len(names) <= shown + 1:
         return label
     return f"{'+'.join(names[:shown])} and {len(names) - shown} more"
-
-
-_NUMBER = re.compile(r"(?<=\.)\d+(?=[.:])")
-_Row = TypeVar("_Row", ParameterPlan, str)
-
-
-def grouped(rows: Sequence[ParameterPlan]) -> Iterable[list[ParameterPlan]]:
-    """Groups of rows that differ only in a layer's number, in the order of their first rows."""
-    groups: dict[tuple[object, ...], list[ParameterPlan]] = {}
-    for row in rows:
-        pattern = _NUMBER.sub("*", row.name)
-        key = pattern, row.shape, row.decision, row.moves, row.dim, row.slices, row.kept_slices
-        groups.setdefault((*key, _kind(row.reason)), []).append(row)
-    for group in groups.values():
-        yield from _grids(group)
-
-
-def _keys_grouped(keys: Sequence[str]) -> Iterable[list[str]]:
-    """Groups of recomputed tensors that differ only in a layer's number."""
-    groups: dict[str, list[str]] = {}
-    for key in keys:
-        groups.setdefault(_NUMBER.sub("*", key), []).append(key)
-    for group in groups.values():
-        yield from _grids(group)
-
-
-def _grids(rows: list[_Row]) -> Iterable[list[_Row]]:
-    """Split rows into groups whose names have every combination of their numbers.
-
-    Only then a name with ranges covers exactly these rows.
-    """
-    numbers = [_NUMBER.findall(row if isinstance(row, str) else row.name) for row in rows]
-    spans = [len(set(column)) for column in zip(*numbers, strict=True)]
-    if math.prod(spans) == len(rows):
-        yield rows
-        return
-    varies = next(index for index, span in enumerate(spans) if span > 1)
-    parts: dict[str, list[_Row]] = {}
-    for row, own in zip(rows, numbers, strict=True):
-        parts.setdefault(own[varies], []).append(row)
-    for part in parts.values():
-        yield from _grids(part)
-
-
-_SECONDS = re.compile(r"[\d.]+ (?:s|ms|us)\b")
-_IN_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
-
-
-def _kind(reason: str) -> str:
-    """A reason without its seconds: equal layers differ in microseconds."""
-    return _SECONDS.sub("", reason)
-
-
-def ranged(reasons: Sequence[str]) -> str:
-    """One text for reasons of one kind, each figure as a range: ``2.1 to 2.7 ms``."""
-    columns = zip(*(_SECONDS.findall(reason) for reason in reasons), strict=True)
-    parts = (_range(sorted(set(column), key=_seconds)) for column in columns)
-    return _SECONDS.sub(lambda _: next(parts), reasons[0])
-
-
-def _seconds(figure: str) -> float:
-    number, unit = figure.split()
-    return float(number) * _IN_SECONDS[unit]
-
-
-def _range(figures: list[str]) -> str:
-    least, most = figures[0], figures[-1]
-    if least == most:
-        return least
-    if least.split()[1] == most.split()[1]:
-        least = least.split()[0]
-    return f"{least} to {most}"
-
-
-def joined(names: Sequence[str]) -> str:
-    if len(names) == 1:
-        return names[0]
-    numbers = [_NUMBER.findall(name) for name in names]
-    columns = list(zip(*numbers, strict=True))
-    parts = iter(_span(sorted(set(map(int, column)))) for column in columns)
-    return _NUMBER.sub(lambda _: next(parts), names[0])
-
-
-def _span(numbers: list[int]) -> str:
-    """Numbers as ``{0..3}``, with gaps ``{0,2,5..9}``, or one number by itself."""
-    if len(numbers) == 1:
-        return str(numbers[0])
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    least = 2 if len(runs) == 1 else 3
-    parts = ([f"{run[0]}..{run[-1]}"] if len(run) >= least else map(str, run) for run in runs)
-    return "{" + ",".join(itertools.chain(*parts)) + "}"

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from osdp_compile.reports.alike_layers import grouped, joined, ranged
 from osdp_compile.reports.page.contents import Module, Row
-from osdp_compile.reports.plan_table import decided, grouped, joined, ranged, shape_text
+from osdp_compile.reports.plan_table import decided, shape_text
 from passes.types.decision import Moves
 from passes.types.plan import ParameterPlan, Plan
 
