@@ -26,7 +26,11 @@ REASONS = {
         "_files": "the file of each of these profiles",
     },
     "osdp_compile/engine/backend.py": {"_said": ONCE},
-    "osdp_compile/engine/inductor_fusion.py": {"_needed": CACHE, "_source_digest": CACHE},
+    "osdp_compile/engine/inductor_fusion.py": {
+        "_needed": CACHE,
+        "_last_readers": CACHE,
+        "_source_digest": CACHE,
+    },
     "osdp_compile/engine/no_sync.py": {
         "_waiting": "models inside the context; their first call finds itself here"
     },

@@ -44,12 +44,12 @@ def counted_bytes(node):
     """Bytes beside inputs and results, by another means: the allocator that counts.
 
     It counts for the whole process: a tensor that the garbage collector or another thread frees
-    meanwhile is added. So the least of three runs is taken.
+    meanwhile is added. So the least of ten runs is taken.
     """
     run = on_made_up_inputs(node, torch.device("cpu"))
     run()
     found = []
-    for _ in range(3):
+    for _ in range(10):
         with PeakMemory() as memory:
             results = run()
         del results

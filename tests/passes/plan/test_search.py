@@ -69,7 +69,7 @@ def test_what_no_other_plan_fits_fits_in_slices(make, along):
     assert least < 0.9 * least_whole
     limit = (least + least_whole) // 2
     found = planned(step, ctx, limit)
-    assert sliced(found) == along
+    assert along.items() <= sliced(found).items()
     assert found.prediction.peak_bytes <= limit
     # What the planner says is what the plan takes when it is lowered as it is.
     limited = ctx.replace(limit_bytes=limit)
