@@ -29,7 +29,7 @@ from passes.graph.captured import Captured
 from passes.graph.fx_utils import copy_module, empty_value, fake_mode_of, is_collective
 from passes.graph.metadata import COLLECTIVE
 from passes.move.move_activations import rewrite
-from passes.move.move_rules import Refused
+from passes.move.placed import Refused
 from passes.ops.markers import REDUCE_GRAD, reduce_grad_of, unshard_of, unshards
 from passes.split.split_rules import read_along
 from passes.types.context import Context

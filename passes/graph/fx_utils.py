@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -213,11 +213,15 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
 
 
 def call(
-    graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], name: str | None = None
+    graph: fx.Graph,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    name: str | None = None,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> fx.Node:
     """A new node at the graph's insert point, with ``meta["val"]`` computed from its inputs."""
-    if _shared.get() is None:
-        node = graph.create_node("call_function", target, args, {}, name)
+    if kwargs or _shared.get() is None:
+        node = graph.create_node("call_function", target, args, dict(kwargs or {}), name)
     else:
         node = called(graph, target, args, name)
     set_value(node)

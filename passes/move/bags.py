@@ -2,7 +2,7 @@
 
 Each rank sums the rows that it has for the bags of all ranks: a partial sum. In the backward the
 gradients of all bags are gathered, and each rank adds those of its rows. Bags of sums and of means,
-without weights of their ids and without a padding id.
+without weights of their ids and without a padding id. Nothing reads the other results of such bags.
 """
 
 from __future__ import annotations
@@ -12,11 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from passes.graph.fx_utils import always_equal
+from passes.move.layouts import element_of
+from passes.move.placed import PartialSum, Placed
+from passes.move.spread import named
+from passes.move.token_collectives import all_tokens
 from passes.ops.tables import PUT_BAGS, TAKE_BAGS
 from passes.split.split_rules import arguments_of
 
 if TYPE_CHECKING:
-    from passes.move.move_rules import Mover, Placed
+    from passes.move.move_rules import Mover
 
 _aten = torch.ops.aten
 BAGS = _aten._embedding_bag.default
@@ -39,6 +44,28 @@ def bagged(mover: Mover, node: fx.Node) -> Placed | None:
     return found.of(mover.emit(TAKE_BAGS, (*args, options.get("mode", _SUM) == _MEAN)))
 
 
+def element(mover: Mover, node: fx.Node) -> Placed | PartialSum | fx.Node:
+    """A tensor of several: of one placement, or of bags.
+
+    The first tensor of bags is their partial sum. The others become zeros.
+    """
+    source, index = arguments_of(node)
+    if source.target is not BAGS:
+        return element_of(mover, node)
+    if index == 0:
+        found = mover.placed[source]
+        return PartialSum(found.node, tuple(mover.own_sizes(node)), (), found.names)
+    value = node.meta["val"]
+    for like in source.all_input_nodes[1:]:
+        sizes, is_alike = like.meta["val"].shape, like.meta["val"].dtype == value.dtype
+        is_alike = is_alike and len(sizes) == value.dim()
+        if is_alike and all(map(always_equal, sizes, value.shape)):
+            return mover.emit(_aten.mul.Tensor, (like, 0))
+    if not all(isinstance(size, int) for size in value.shape):
+        raise mover.refused(node, f"{named(source)} has symbolic sizes (dynamic=True)")
+    return mover.zeros(list(value.shape), value)
+
+
 def put_in_bags(mover: Mover, put: fx.Node, node: fx.Node, names: frozenset[str]) -> fx.Node | None:
     """The gradient of this rank's rows, of the local gradient of a table; None: of other bags.
 
@@ -51,7 +78,7 @@ def put_in_bags(mover: Mover, put: fx.Node, node: fx.Node, names: frozenset[str]
     gradient, ids, offsets = arguments_of(put)[:3]
     everything = _of_all(mover, node, ids, offsets, names)
     rows = put.meta["val"].shape[0] // mover.ranks
-    args = (*everything, mover.all_tokens(gradient, node, names), mover.ranks)
+    args = (*everything, all_tokens(mover, gradient, node, names), mover.ranks)
     is_mean = options.get("mode", _SUM) == _MEAN
     return mover.emit(PUT_BAGS, (*args, mover.ctx.rank * rows, rows, is_mean))
 
@@ -75,4 +102,4 @@ def _of_all(
     """The ids and the offsets of all ranks."""
     if ids.meta["val"].dim() != 1 or offsets.meta["val"].dim() != 1:
         raise mover.refused(node, "its ids are no list")
-    return mover.all_tokens(ids, node, names), mover.all_tokens(offsets, node, names)
+    return all_tokens(mover, ids, node, names), all_tokens(mover, offsets, node, names)

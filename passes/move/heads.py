@@ -13,12 +13,13 @@ from torch import fx
 
 from passes.graph.fx_utils import always_equal
 from passes.move.layouts import VIEWS, dim_after
+from passes.move.placed import Placed
 from passes.move.spread import Frame, is_pointwise, named, spread
 from passes.ops.markers import UNSHARD, unshard_of
 from passes.split.split_rules import PRODUCTS, arguments_of, operands_of, permuted_dims
 
 if TYPE_CHECKING:
-    from passes.move.move_rules import Mover, Placed
+    from passes.move.move_rules import Mover
 
 _aten = torch.ops.aten
 _FORWARD = _aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -5,6 +5,8 @@ heads: if the sliced dimension stays outermost among these, each rank keeps one 
 
     [B, S, H D] -> [B, S, H, D]          rank r has the heads r H/N ...
     [B, K, G, S, D] -> [B, K G, S, D]    K heads for keys, each for G queries
+
+Slices keep the places of a placed tensor's tokens and features.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ import torch
 from torch import fx
 
 from passes.graph.fx_utils import always_equal
-from passes.move.spread import named
+from passes.move.placed import Placed
+from passes.move.spread import is_filled, named
 from passes.split.split_rules import arguments_of, permuted_dims
 
 if TYPE_CHECKING:
-    from passes.move.move_rules import Mover, Placed
+    from passes.move.move_rules import Mover
 
 _aten = torch.ops.aten
 VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
@@ -160,3 +163,26 @@ def element_of(mover: Mover, node: fx.Node) -> Placed:
     source, index = arguments_of(node)
     found = mover.placed[source]
     return found.of(mover.emit(node.target, (found.node, index)))
+
+
+def sliced(mover: Mover, node: fx.Node) -> Placed:
+    """A slice along a dimension without tokens and features, or zeros around such a slice."""
+    *sources, dim = arguments_of(node)[: 2 if node.target is _aten.slice.Tensor else 3]
+    source = sources[-1]
+    found, rank = mover.placed.get(source), node.meta["val"].dim()
+    zeros = sources[0] if len(sources) == 2 else None
+    is_whole = zeros is None or (zeros.target is _aten.full.default and is_filled(zeros))
+    if found is None or not is_whole or dim % rank in (found.tokens, found.features):
+        raise mover.refused(node, f"{named(node)} has no rule for this dimension")
+    if zeros is None:
+        return found.of(mover.emit(node.target, (found.node, *node.args[1:])))
+    size = node.meta["val"].shape[dim]
+    places = dict(zip(("start", "end", "step"), arguments_of(node)[3:], strict=False))
+    start, end, step = (places.get(one) for one in ("start", "end", "step"))
+    start, end = start or 0, size if end is None else end
+    if step not in (None, 1) or not all(isinstance(one, int) for one in (size, start, end)):
+        raise mover.refused(node, f"{named(node)} has no rule for these places")
+    start, end = (one + size * (one < 0) for one in (start, end))
+    pads = [0, 0] * (rank - 1 - dim % rank) + [start, max(0, size - end)]
+    made = mover.emit(_aten.constant_pad_nd.default, (found.node, pads, zeros.args[1]))
+    return found.of(made)

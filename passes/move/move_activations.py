@@ -44,7 +44,8 @@ from torch import fx
 from passes.graph.fx_utils import WAIT, copy_module, output_node, positions
 from passes.graph.metadata import AFTER_WAIT, COLLECTIVE, NOT_MOVED, SAVES
 from passes.graph.step_module import graphs_of
-from passes.move.move_rules import Mover, Placed, Refused
+from passes.move.move_rules import Mover
+from passes.move.placed import Placed, Refused
 from passes.ops.markers import unshard_of, unshards
 from passes.types.context import Context, Phase
 

@@ -1,4 +1,7 @@
-"""Reductions: operators that read all features of a token, of which each rank has a slice.
+"""Reductions: operators that read all tokens, or all features of a token.
+
+Each rank has a slice of the features. A sum over tokens is a total. A sum over features is a
+partial sum. A sum over both is a share.
 
 ``amax``: the ranks exchange the largest of their slices, and each gets those of its own tokens.
 ``gather`` of one feature a token, as in a cross-entropy: the rank that has it looks it up.
@@ -16,15 +19,48 @@ import torch
 from torch import fx
 
 from passes.graph.fx_utils import always_equal
-from passes.move.spread import is_pointwise
+from passes.move.placed import PartialSum, Placed
+from passes.move.spread import is_pointwise, named
+from passes.move.token_collectives import all_tokens, combined
 from passes.ops.packing import MAX_RANKS, SUM_RANKS
 from passes.ops.tables import TAKE_COLUMNS
 from passes.split.split_rules import arguments_of
 
 if TYPE_CHECKING:
-    from passes.move.move_rules import Mover, Placed
+    from passes.move.move_rules import Mover
 
 _aten = torch.ops.aten
+
+
+def summed(mover: Mover, node: fx.Node) -> Placed | PartialSum:
+    """A sum, or a mean over other dimensions than tokens and features."""
+    source, dims, *rest = arguments_of(node)
+    found = mover.placed[source]
+    rank = source.meta["val"].dim()
+    over = {dim % rank for dim in dims}
+    keeps = bool(rest and rest[0]) or bool(node.kwargs.get("keepdim"))
+    tokens = None if found.tokens in over else found.tokens
+    is_mean = node.target is _aten.mean.dim
+    if not over or found.is_weight or (found.tokens not in (None, 0) and found.features in over):
+        raise mover.refused(node, f"{named(node)} adds up the dimension that is sliced")
+    if is_mean and over & {found.tokens, found.features}:
+        raise mover.refused(node, f"{named(node)} is over tokens or over the sliced dimension")
+    made = mover.emit(node.target, (found.node, *node.args[1:]), node.kwargs)
+    if found.features in over and tokens is None:
+        return Placed(made, None, -1, found.names, is_share=True)
+    if found.features in over:
+        return PartialSum(made, tuple(mover.own_sizes(node)), (), found.names)
+
+    def kept(dim: int) -> int:
+        return dim if keeps else dim - sum(one < dim for one in over)
+
+    return Placed(
+        made,
+        None if tokens is None else kept(tokens),
+        kept(found.features),
+        found.names,
+        is_total=found.is_total or tokens != found.tokens,
+    )
 
 
 def maximum(mover: Mover, node: fx.Node) -> fx.Node | None:
@@ -37,7 +73,7 @@ def maximum(mover: Mover, node: fx.Node) -> fx.Node | None:
     if found.tokens != 0 or {dim % source.meta["val"].dim() for dim in dims} != {found.features}:
         return None
     part = mover.emit(node.target, (found.node, *node.args[1:]), node.kwargs)
-    return mover.combined(part, mover.own_sizes(node), found.names, MAX_RANKS)
+    return combined(mover, part, mover.own_sizes(node), found.names, MAX_RANKS)
 
 
 def looked_up(mover: Mover, node: fx.Node) -> fx.Node | None:
@@ -54,9 +90,9 @@ def looked_up(mover: Mover, node: fx.Node) -> fx.Node | None:
     found = mover.placed[source]
     total = source.meta["val"].shape[1]
     start = mover.ctx.rank * (total // mover.ranks)
-    ids = mover.all_tokens(index, node, found.names)
+    ids = all_tokens(mover, index, node, found.names)
     part = mover.emit(TAKE_COLUMNS, (found.node, ids, start, total))
-    value = mover.combined(part, mover.own_sizes(index), found.names, SUM_RANKS)
+    value = combined(mover, part, mover.own_sizes(index), found.names, SUM_RANKS)
     for one, wide in reversed(later):
         inputs = {**{other: other for other in one.all_input_nodes}, wide: value}
         args, kwargs = fx.node.map_arg((one.args, one.kwargs), inputs.__getitem__)

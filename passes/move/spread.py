@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from passes.graph.fx_utils import CAST, always_equal, bytes_of
+from passes.move.token_collectives import all_tokens
 
 if TYPE_CHECKING:
     from passes.move.move_rules import Mover
@@ -76,7 +77,7 @@ def _spread(mover: Mover, node: fx.Node, frame: Frame) -> fx.Node | None:
         if found is not None or has_features:
             return found
     if token == 0 and always_equal(sizes[0], whole[behind]):
-        return mover.all_tokens(node, frame.node, frame.names)
+        return all_tokens(mover, node, frame.node, frame.names)
     return None if has_tokens else _of_each_rank(mover, node, frame)
 
 
@@ -113,7 +114,7 @@ def _of_each_rank(mover: Mover, node: fx.Node, frame: Frame) -> fx.Node | None:
         return None
     emit = mover.emit
     own = node if list(sizes) == whole else emit(_aten.reshape.default, (node, whole))
-    ranks = emit(_aten.unsqueeze.default, (mover.all_tokens(own, frame.node, frame.names), 1))
+    ranks = emit(_aten.unsqueeze.default, (all_tokens(mover, own, frame.node, frame.names), 1))
     repeated = emit(_aten.expand.default, (ranks, [-1, tokens, *[-1] * (len(whole) - 1)]))
     return emit(_aten.reshape.default, (repeated, [-1, *whole[1:]]))
 

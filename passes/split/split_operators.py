@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.graph.fx_utils import call, copy_module, output_node, remove_dead, set_value
+from passes.graph.fx_utils import call, copy_module, output_node, remove_dead
 from passes.graph.metadata import ANCHOR, GATHERED, GRADIENT_OF, LAYER, RECOMPUTED
 from passes.ops.markers import REDUCE_GRAD, UNSHARD, unshard_of
 from passes.ops.packing import TRIM_ROWS
@@ -220,11 +220,7 @@ class Splitter:
         kwargs: Mapping[str, Any] | None = None,
     ) -> fx.Node:
         """Insert a new node of slice ``index``."""
-        if kwargs:
-            node = self.graph.call_function(target, args, dict(kwargs))
-            set_value(node)
-        else:
-            node = call(self.graph, target, args)
+        node = call(self.graph, target, args, kwargs=kwargs)
         node.meta.update((key, self.meta[key]) for key in _KEPT if key in self.meta)
         self.index[node] = index
         return node

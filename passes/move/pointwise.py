@@ -1,0 +1,153 @@
+"""Pointwise operators on placed tensors.
+
+They keep the placement of tokens. A local tensor that is read beside a placed one is spread
+(``passes/move/spread.py``). Totals and shares allow linear operators only
+(``passes/move/placed.py``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+
+from passes.move.heads import origin
+from passes.move.layouts import VIEWS
+from passes.move.placed import Placed
+from passes.move.spread import COPIES, Frame, named, spread
+from passes.move.tables import put_total
+from passes.ops.markers import REDUCE_GRAD, reduce_grad_of
+from passes.split.split_rules import size_along
+
+if TYPE_CHECKING:
+    from passes.move.move_rules import Mover
+
+_aten = torch.ops.aten
+
+
+def pointwise(mover: Mover, node: fx.Node) -> Placed:
+    """Placed operands of one placement, weights of the same slice, and spread local tensors."""
+    rank = node.meta["val"].dim()
+    own = {one: mover.placed[one] for one in node.all_input_nodes if one in mover.placed}
+    if any(placed.is_total for placed in own.values()):
+        return _pointwise_total(mover, node, own)
+
+    def aligned(one: fx.Node, dim: int | None) -> int | None:
+        return None if dim is None else dim - one.meta["val"].dim() + rank
+
+    features = {aligned(one, placed.features) for one, placed in own.items()}
+    tokens = {aligned(one, placed.tokens) for one, placed in own.items()} - {None}
+    if len(features) != 1 or len(tokens) > 1:
+        raise mover.refused(node, f"{named(node)} reads tensors of several placements")
+    (feature,) = features
+    token = next(iter(tokens), None)
+    assert feature is not None
+    for one, placed in own.items() if token is not None else ():
+        assert token is not None
+        allowed = (None, 1) if placed.tokens is None else node.meta["val"].shape[token : token + 1]
+        if size_along(one, token, node) not in allowed:
+            raise mover.refused(node, f"{named(node)} reads a tensor along tokens")
+    names = frozenset(name for placed in own.values() for name in placed.names)
+    sizes = tuple(node.meta["val"].shape)
+    others = _spread_inputs(mover, node, Frame(node, sizes, token, feature, names))
+    args, kwargs = fx.node.map_arg(
+        (node.args, node.kwargs),
+        lambda one: own[one].node if one in own else others[one],
+    )
+    return Placed(mover.emit(node.target, args, kwargs), token, feature, names)
+
+
+def _spread_inputs(mover: Mover, node: fx.Node, frame: Frame) -> dict[fx.Node, fx.Node]:
+    """The local tensors that a pointwise operator reads, in the placement of its result.
+
+    Raises:
+        Refused: this rank cannot compute one.
+    """
+    found = {}
+    for one in node.all_input_nodes:
+        if one in mover.placed:
+            continue
+        made = spread(mover, one, frame)
+        if made is None:
+            reason = f"{named(node)} reads {named(one)}, which is for this rank's tokens"
+            if _is_random(one):
+                reason = f"{named(node)} reads random numbers (dropout)"
+            raise mover.refused(node, reason, _missing(mover, node))
+        found[one] = made
+    return found
+
+
+def _missing(mover: Mover, node: fx.Node) -> list[tuple[str, int]]:
+    """The weights that would have to stay too: of operands that are not placed, as of a gate."""
+    first = next(one for one in node.all_input_nodes if one in mover.placed)
+    features = mover.placed[first].features - first.meta["val"].dim()
+    found = []
+    for one in node.all_input_nodes:
+        if one in mover.placed:
+            continue
+        rank = one.meta["val"].dim()
+        own = origin(one, features + rank) if 0 <= features + rank < rank else None
+        if own is not None:
+            found.append(own)
+    return found
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Whether a tensor comes from random numbers, by pointwise operators and changes of layout."""
+    for _ in range(8):
+        tags = getattr(node.target, "tags", ())
+        if torch.Tag.nondeterministic_seeded in tags or "random" in str(node.target):
+            return True
+        if node.op != "call_function" or not node.all_input_nodes:
+            return False
+        node = node.all_input_nodes[0]
+    return False
+
+
+def _pointwise_total(mover: Mover, node: fx.Node, own: dict[fx.Node, Placed]) -> Placed:
+    """A linear operator on totals; the gradient of a table's rows becomes one."""
+    first = next(iter(own.values()))
+    nodes = {one: placed.node for one, placed in own.items()}
+    for one in node.all_input_nodes:
+        if one not in own and first.features == 0 and node.target is _aten.add.Tensor:
+            nodes[one] = put_total(mover, one, node, first.names)
+    is_one = {(one.is_total, one.features) for one in own.values()} == {(True, first.features)}
+    if not is_one or not _is_linear(node, len(nodes)):
+        raise mover.refused(node, f"{named(node)} changes a sum over the tokens of all ranks")
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), nodes.__getitem__)
+    names = frozenset(name for placed in own.values() for name in placed.names)
+    made = mover.emit(node.target, args, kwargs)
+    return Placed(made, None, first.features, names, is_total=True)
+
+
+def shared(mover: Mover, node: fx.Node) -> Placed | fx.Node:
+    """A linear operator on shares and local gradients; a gradient's marker stays."""
+    placed = {one: mover.placed[one] for one in node.all_input_nodes if one in mover.placed}
+    if node.target is REDUCE_GRAD and reduce_grad_of(node).name not in mover.dims:
+        for one, found in placed.items():
+            node.replace_input_with(one, found.node)
+        return node
+    is_linear = node.target in VIEWS or _is_linear(node, len(node.all_input_nodes))
+    if not is_linear or not all(found.is_share for found in placed.values()):
+        reason = f"{named(node)} changes a sum over the tokens and features of all ranks"
+        raise mover.refused(node, reason)
+    args, kwargs = fx.node.map_arg(
+        (node.args, node.kwargs), lambda one: placed[one].node if one in placed else one
+    )
+    names = frozenset(name for found in placed.values() for name in found.names)
+    return Placed(mover.emit(node.target, args, kwargs), None, -1, names, is_share=True)
+
+
+def _is_linear(node: fx.Node, operands: int) -> bool:
+    """Whether a pointwise operator is linear in its tensors, which are all ``operands``."""
+    if len(node.all_input_nodes) != operands:
+        return False
+    if node.target in COPIES or node.target is _aten.neg.default:
+        return True
+    tensors = [one for one in node.args if isinstance(one, fx.Node)]
+    if node.target in (_aten.add.Tensor, _aten.sub.Tensor):
+        return len(tensors) == 2
+    if node.target is _aten.mul.Tensor:
+        return len(tensors) == 1
+    return node.target is _aten.div.Tensor and tensors == list(node.args[:1])
