@@ -173,19 +173,30 @@ class Reference:
                 index, decision, splits.get(ctx.parameters[index].name)
             )
         )
-        seconds = np.array([one.seconds for one in overlaps])
-        now = self._before[np.array([one.place for one in overlaps], dtype=np.int64)]
-        firsts = np.searchsorted(self._before, now - seconds).tolist()
-        lasts = np.searchsorted(self._before, now + seconds).tolist()
-        for (place, kind, size_bytes, own), first, last in zip(
-            overlaps, firsts, lasts, strict=True
-        ):
-            if kind == 2:  # a gradient lives until the end of its reduction
-                window = free[place + 1 : max(last, place + 2)]
-            else:  # a gathered weight lives from the start of its gather
-                window = free[max(0, min(first, place - 1)) : max(place, 1)]
-            if window.size and window.min() < size_bytes:
-                starved[min(kind, 1)] += own
+        if not overlaps:
+            return 0.0, 0.0
+        place, kind, size_bytes, seconds = (
+            np.array(column) for column in zip(*overlaps, strict=True)
+        )
+        now = self._before[place]
+        # A gradient lives until the end of its reduction, a gathered weight from the start of its
+        # gather.
+        reduces = kind == 2
+        first = np.minimum(np.searchsorted(self._before, now - seconds), place - 1)
+        last = np.maximum(np.searchsorted(self._before, now + seconds), place + 2)
+        start = np.where(reduces, place + 1, np.maximum(first, 0))
+        stop = np.minimum(np.where(reduces, last, np.maximum(place, 1)), len(free))
+        stop = np.maximum(start, stop)
+        # Where all find the memory, none is without it: only the other places are looked at.
+        taken = np.zeros(len(free) + 1, dtype=np.int64)
+        np.add.at(taken, start, size_bytes)
+        np.subtract.at(taken, stop, size_bytes)
+        short = np.flatnonzero(free < np.cumsum(taken)[:-1])
+        start, stop, free = np.searchsorted(short, start), np.searchsorted(short, stop), free[short]
+        for index in np.flatnonzero(start < stop).tolist():
+            window = free[start[index] : stop[index]]
+            if window.min() < size_bytes[index]:
+                starved[min(kind[index], 1)] += overlaps[index].seconds
             else:
-                window -= size_bytes
+                window -= size_bytes[index]
         return starved[0], starved[1]
