@@ -12,7 +12,7 @@ from rich.text import Text
 
 from osdp_compile.reports.alike_layers import grouped_names, joined, kind_of, ranged
 from osdp_compile.reports.plan_table import decided
-from passes.types.plan import ParameterPlan, Plan
+from passes.types.plan import OF_INPUT, ParameterPlan, Plan
 from passes.types.units import format_bytes, format_limit, format_ranks, format_seconds
 
 #: In place of a value that a plan has not.
@@ -174,7 +174,12 @@ def _recomputed(plans: Sequence[Plan], names: Sequence[str]) -> list[str]:
 
 
 def _said(row: ParameterPlan | None) -> str:
-    return _NONE if row is None else decided(row)
+    """A decision with its slices and their dimension."""
+    if row is None:
+        return _NONE
+    if row.slices == 1:
+        return decided(row)
+    return decided(row) + (", of its input" if row.along == OF_INPUT else f", along {row.along}")
 
 
 def _ranks(plan: Plan) -> str:

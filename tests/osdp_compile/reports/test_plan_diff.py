@@ -7,7 +7,7 @@ import dataclasses
 from osdp_compile.reports.plan_diff import plan_diff
 from osdp_compile.reports.plan_table import plain_text
 from passes.types.decision import Decision
-from passes.types.plan import Collective, ParameterPlan, Plan, Prediction
+from passes.types.plan import OF_INPUT, Collective, ParameterPlan, Plan, Prediction
 
 AGAIN, KEEP = Decision.SHARD_REGATHER, Decision.SHARD_KEEP
 MIB = 1 << 20
@@ -83,6 +83,26 @@ def test_settings_are_there_where_they_differ():
     assert cells(said, "memory limit")[1:] == ["8 MiB", "-", ""]
     assert cells(said, "bucket size")[1:] == ["1.00 MiB", "2.00 MiB", ""]
     assert "ranks" not in said
+
+
+def test_slices_of_another_dimension_are_a_difference():
+    row = dataclasses.replace(BEFORE.parameters[0], slices=2)
+    plans = [BEFORE.replace(parameters=(dataclasses.replace(row, along=a),)) for a in (1, OF_INPUT)]
+    assert cells(text(*plans), row.name)[1:3] == [
+        "shard, regather, in 2 slices, along 1",
+        "shard, regather, in 2 slices, of its input",
+    ]
+
+
+def test_small_parameters_share_a_row_without_reasons():
+    rows = [ParameterPlan("up.weight", (1000,), "float32", AGAIN)]
+    rows += [
+        ParameterPlan(f"{n}.bias", (2,), "float32", AGAIN, reason=f"reason {n}") for n in "abc"
+    ]
+    after = tuple(dataclasses.replace(row, decision=KEEP) for row in rows)
+    said = text(BEFORE.replace(parameters=tuple(rows)), BEFORE.replace(parameters=after))
+    assert cells(said, "3 small parameters")[1:] == ["shard, regather", "shard, keep", ""]
+    assert "up.weight" in said and "bias" not in said
 
 
 def test_a_parameter_of_one_plan_alone():
