@@ -22,7 +22,7 @@ def run(given: argparse.Namespace) -> int:
 
     def compare(console: Console) -> None:
         nonlocal differs
-        plans = [_loaded(path) for path in given.plans]
+        plans = [Plan.load(path) for path in given.plans]
         parts = plan_diff(plans, _names(given.plans))
         differs = bool(parts)
         for part in parts or ["no differences"]:
@@ -30,14 +30,6 @@ def run(given: argparse.Namespace) -> int:
 
     failed = exit_status("osdp diff", compare)
     return FAILED if failed else DIFFERENT if differs else 0
-
-
-def _loaded(path: Path) -> Plan:
-    try:
-        return Plan.load(path)
-    except ValueError as error:
-        said = str(error)
-        raise ValueError(said if str(path) in said else f"{path}: {said}") from error
 
 
 def _names(paths: list[Path]) -> list[str]:

@@ -31,8 +31,7 @@ def one_slice_after_the_other(graph: fx.Graph, index: Mapping[fx.Node, int]) -> 
     for node in graph.nodes:
         order.append(node)
     order.flush()
-    found = sorted(order.found, key=lambda node: node.op == "output")
-    for before, node in itertools.pairwise(found):
+    for before, node in itertools.pairwise(order.found):
         if before.next is not node:
             before.append(node)
 
@@ -79,7 +78,7 @@ class _Order:
         slices = (node for node in self._slices if node not in late)
         self.found.extend(sorted(slices, key=self._index.__getitem__))  # stable
         self.found.extend(self._behind)
-        self._slices = dict.fromkeys(node for node in self._slices if node in late)
+        self._slices = {node: None for node in self._slices if node in late}
         self._behind.clear()
         self._bound.clear()
 

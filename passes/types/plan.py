@@ -485,12 +485,13 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan written by ``save``; ValueError if the file holds none."""
+        """Read a plan written by ``save``; ValueError, with the path, if the file holds none."""
         try:
-            data = json.loads(Path(path).read_text())
+            return cls.from_dict(json.loads(Path(path).read_text()))
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} holds no plan: {error}") from error
-        return cls.from_dict(data)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
 
 def _served(collectives: Iterable[Collective]) -> list[tuple[bool, bool, str]]:

@@ -15,8 +15,9 @@ from passes.split.order_slices import one_slice_after_the_other
 from passes.split.split_operators import split
 from passes.types.context import Phase
 from passes.types.plan import OF_INPUT
+from tests.passes.capture.test_captured_step import decided
 from tests.passes.captures import capture_step
-from tests.passes.split.test_split_operators import AGAIN, Guessing, decided, sliced
+from tests.passes.split.test_split_operators import AGAIN, Guessing, sliced
 
 aten = torch.ops.aten
 
