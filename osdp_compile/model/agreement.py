@@ -7,11 +7,14 @@ this rank exists.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import fx
 
@@ -22,6 +25,11 @@ from osdp_compile.model.subgraphs import graphs_of
 from osdp_compile.runtime.collectives import Group, backend_of, size_of
 
 T = TypeVar("T")
+
+#: A broadcast ends with an error after the process group's timeout: 30 minutes with gloo, 10 with
+#: NCCL. Rank 0 may plan for longer, so it tells the others this often that it works.
+_SIGN_OF_LIFE_SECONDS = 20.0
+_WORKING = "rank 0 works"
 
 
 def fingerprint(gm: fx.GraphModule | None, entries: Sequence[ModelParameter]) -> list[str]:
@@ -101,9 +109,10 @@ class _Restart:
 def from_rank_zero(make: Callable[[], T], group: Group) -> T:
     """The result of ``make()`` on rank 0, on every rank. Collective.
 
-    An error of rank 0 is raised on every rank, so that no rank waits for ever. If AOTAutograd makes
-    Dynamo trace the frame again on rank 0 (with ``dynamic=True``, for a float that must be a
-    constant), every rank traces again.
+    ``make`` runs no collective. It may take longer than the group's timeout. An error of rank 0 is
+    raised on every rank, so that no rank waits for ever. If AOTAutograd makes Dynamo trace the
+    frame again on rank 0 (with ``dynamic=True``, for a float that must be a constant), every rank
+    traces again.
     """
     if group is None or _is_fake(group):
         return make()
@@ -111,7 +120,8 @@ def from_rank_zero(make: Callable[[], T], group: Group) -> T:
     failure: Exception | None = None
     if dist.get_rank(group) == 0:
         try:
-            sent = [(make(), None)]
+            with _signs_of_life(group):
+                sent = [(make(), None)]
         except _torch.RestartTracing as restart:
             failure = restart
             sent = [(None, _Restart(_torch.constant_floats()))]
@@ -119,15 +129,49 @@ def from_rank_zero(make: Callable[[], T], group: Group) -> T:
             failure = error
             told = OsdpError(f"rank 0: {type(error).__name__}: {error}")
             sent = [(None, error if isinstance(error, InfeasibleLimit | PlanMismatch) else told)]
-    dist.broadcast_object_list(sent, src=dist.get_global_rank(group, 0), group=group)
+    made, refused = _from_zero(sent[0], group)
     if failure is not None:
         raise failure
-    made, refused = sent[0]
     if isinstance(refused, _Restart):
         _torch.restart_with_constants(refused.constant_floats)
     if refused is not None:
         raise refused
-    return made  # type: ignore[return-value]
+    return made  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _signs_of_life(group: dist.ProcessGroup) -> Iterator[None]:
+    """Keep the ranks that wait in ``_from_zero`` from their timeout while rank 0 works."""
+    done = threading.Event()
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def tell() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)  # of this thread
+        while not done.wait(_SIGN_OF_LIFE_SECONDS):
+            _send(_WORKING, group)
+
+    teller = threading.Thread(target=tell, name="osdp: signs of life", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()
+
+
+def _from_zero(value: Any, group: dist.ProcessGroup) -> Any:
+    """Rank 0's value, on every rank. Others wait through its signs of life."""
+    value = _send(value, group)
+    while dist.get_rank(group) != 0 and value == _WORKING:
+        value = _send(value, group)
+    return value
+
+
+def _send(value: Any, group: dist.ProcessGroup) -> Any:
+    sent = [value]
+    dist.broadcast_object_list(sent, src=dist.get_global_rank(group, 0), group=group)
+    return sent[0]
 
 
 def from_all(value: Any, group: Group) -> list[Any]:
