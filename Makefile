@@ -21,7 +21,7 @@ DEMO_FLAGS ?=
 # Versions of torch for make compat; empty: all that are said to work.
 VERSIONS ?=
 
-.PHONY: help demo test test-all pytest pytest-quick lint types compat docs clean
+.PHONY: help demo test test-all pytest lint types compat docs clean
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL = help
 
@@ -36,23 +36,18 @@ demo: $(VENV)/installed  ## train a small GPT with two ranks under a memory limi
 WORKERS ?= 3
 
 # glibc keeps freed memory: a page fault is dear on virtual machines, and a tenth of all time here.
-pytest pytest-quick: export MALLOC_TRIM_THRESHOLD_ ?= 2000000000
-pytest pytest-quick: export MALLOC_MMAP_THRESHOLD_ ?= 2000000000
-PYTEST = $(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
-  --no-loadscope-reorder
+pytest: export MALLOC_TRIM_THRESHOLD_ ?= 2000000000
+pytest: export MALLOC_MMAP_THRESHOLD_ ?= 2000000000
 # mypy takes one core for a minute: the tests run beside it.
 test: lint  ## lint, types, and the tests that take minutes together
-	$(MAKE) --jobs 2 types pytest-quick
+	$(MAKE) --jobs 2 types pytest CHOSEN='-m "not thorough"'
 
 test-all: lint  ## lint, types and all tests, as CI runs them
 	$(MAKE) --jobs 2 types pytest
 
-# Graphs of most tests on ranks run without Inductor here (tests/chosen.py).
-pytest-quick: $(VENV)/installed-dev
-	OSDP_TEST_QUICK=1 $(PYTEST) -m "not thorough"
-
 pytest: $(VENV)/installed-dev
-	$(PYTEST)
+	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	  $(CHOSEN)
 
 compat:  ## the core of the tests on versions of torch (VERSIONS="2.11.0 2.15.0")
 	$(PYTHON) tools/compat.py $(VERSIONS)

@@ -186,7 +186,7 @@ def run(
 def _swept(hosts: Hosts, work: Work, count: int, cache: Path, profiles: Path | None) -> list[int]:
     """Limits from the least that is feasible to what is used without one, evenly spaced."""
 
-    def bytes_of(**options: int) -> int:
+    def bytes_of(**options: Any) -> int:
         found = measure_on(hosts, work, "osdp", "least", options, cache, profiles)
         return int(found["least_bytes"])
 

@@ -25,8 +25,8 @@ from osdp_compile.planning.traced_step import TracedStep, predicted, trace
 from passes.annotate.training_state import state_bytes
 from passes.candidates.recompute_sets import recompute_sets
 from passes.candidates.slice_groups import find_slice_groups
-from passes.plan.constants import CONSTANTS
 from passes.plan.neighbours import SLICES
+from passes.pricing.evaluator import RECOMPUTE_SETS
 from passes.pricing.predict import predict
 from passes.types.context import Context
 from passes.types.decision import DECISIONS, Decision
@@ -62,7 +62,7 @@ class Instance:
         if kind == "recompute":
             every += [
                 plan.replace(recompute=one.recompute, also_save=one.also_save)
-                for one in recompute_sets(self.step.captured, ctx, CONSTANTS.recompute_sets)
+                for one in recompute_sets(self.step.captured, ctx, RECOMPUTE_SETS)
                 for plan in every
             ]
         if kind == "slices":

@@ -16,6 +16,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -37,14 +38,14 @@ _MOST_BATCH = 64
 def _gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"n_layer": 48, "n_embd": 2048, "n_head": 32, "n_positions": 1024}
+    sizes: dict[str, Any] = {"n_layer": 48, "n_embd": 2048, "n_head": 32, "n_positions": 1024}
     return GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False))
 
 
 def _opt() -> nn.Module:
     from transformers import OPTConfig, OPTForCausalLM
 
-    sizes = {"hidden_size": 7168, "ffn_dim": 28672, "num_attention_heads": 56}
+    sizes: dict[str, Any] = {"hidden_size": 7168, "ffn_dim": 28672, "num_attention_heads": 56}
     return OPTForCausalLM(
         OPTConfig(num_hidden_layers=8, word_embed_proj_dim=7168, use_cache=False, **sizes)
     )

@@ -18,6 +18,7 @@ import resource
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -40,7 +41,7 @@ class Shape:
     ``most_seconds``: with tracing; ``most_bytes``: of the process.
     """
 
-    sizes: dict[str, int]
+    sizes: dict[str, Any]
     ranks: int
     most_seconds: float
     most_bytes: int = round(1.2 * (1 << 30))
@@ -50,7 +51,8 @@ class Shape:
 
         config = LlamaConfig(**self.sizes, vocab_size=128256, use_cache=False)
         with torch.device("meta"):
-            return LlamaForCausalLM(config).to(torch.bfloat16).train()
+            model: nn.Module = LlamaForCausalLM(config)
+            return model.to(torch.bfloat16).train()
 
 
 MODELS = {

@@ -9,8 +9,8 @@ from osdp_compile.planning.traced_step import TracedStep, predicted
 from passes.annotate.training_state import state_bytes
 from passes.candidates.recompute_sets import recompute_sets
 from passes.overlap.bucket_collectives import bucket_bytes_for
-from passes.plan.constants import CONSTANTS
 from passes.plan.planner import complete
+from passes.pricing.evaluator import RECOMPUTE_SETS
 from passes.types.context import Context
 from passes.types.decision import FLAT_DECISIONS, Decision
 from passes.types.plan import ParameterPlan, Plan, shardable
@@ -51,7 +51,7 @@ def _may_fit(ctx: Context, plan: Plan) -> bool:
 
 
 def _drawn(step: TracedStep, ctx: Context, draw: random.Random, most: int) -> Iterator[Plan]:
-    sets = recompute_sets(step.captured, ctx, CONSTANTS.recompute_sets)
+    sets = recompute_sets(step.captured, ctx, RECOMPUTE_SETS)
     bucket_bytes = bucket_bytes_for(ctx)
     for _ in range(most):
         odds = [draw.expovariate(1.0) for _ in FLAT_DECISIONS]  # even over all odds

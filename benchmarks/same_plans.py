@@ -321,10 +321,10 @@ def differences(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, 
             yield from differences(before.get(key), after.get(key), own)
     elif isinstance(before, list) and isinstance(after, list):
         for index in range(max(len(before), len(after))):
-            pair = [one[index] if index < len(one) else None for one in (before, after)]
-            found = list(differences(*pair, f"{path}[{index}]"))
+            old, new = (one[index] if index < len(one) else None for one in (before, after))
+            found = list(differences(old, new, f"{path}[{index}]"))
             yield from found
-            if found and isinstance(pair[0] or pair[1], str):
+            if found and isinstance(old or new, str):
                 return
     elif before != after:
         yield path, before, after
@@ -345,7 +345,7 @@ def compare(before: Path, after: Path, show: int) -> int:
         else:
             found = list(differences(old[name], new[name]))
         different += bool(found)
-        prediction = old.get(name, new.get(name)).get("plan", {}).get("prediction", {})
+        prediction = {**new, **old}[name].get("plan", {}).get("prediction", {})
         lines = [f"{path}: {one!s:.100} -> {other!s:.100}" for path, one, other in found]
         if len(lines) > show:
             lines[show:] = [f"and {len(lines) - show} more"]

@@ -85,18 +85,20 @@ def compiled_with_overlap(
     It knows no CPU and no gloo, so it is told what things take, from these rates of one rank;
     where it would ask triton for a GPU's, too.
     """
-    _runtime_estimation.get_gpu_dram_gbps = lambda: _MEMORY_BYTES_PER_SECOND / 1e9
-    _runtime_estimation.get_device_tflops = lambda dtype: flops_per_second / 1e12
+    told: Any = _runtime_estimation
+    told.get_gpu_dram_gbps = lambda: _MEMORY_BYTES_PER_SECOND / 1e9
+    told.get_device_tflops = lambda dtype: flops_per_second / 1e12
 
     def estimated_milliseconds(node: fx.Node, override_bytes: int | None = None) -> float:
-        kind = _SENT_AS.get(node.target)
+        target: Any = node.target
+        kind = _SENT_AS.get(target)
         if kind is not None:
             full_bytes = collective_full_bytes(node) if override_bytes is None else override_bytes
             return 1e3 * wire_bytes(kind, full_bytes, mesh.size()) / bytes_per_second
         return 1e3 * flops_of(node) / flops_per_second
 
     distributed = "aten_distributed_optimizations."
-    options = {
+    options: dict[str, Any] = {
         distributed + "enable_overlap_scheduling": True,
         distributed + "collective_bucketing": True,
         distributed + "insert_overlap_deps": True,

@@ -1,8 +1,8 @@
 """Selection of test cases: one of each kind, or all with ``OSDP_TEST_ALL=1``.
 
-``OSDP_TEST_QUICK=1``, which ``make test`` sets: tests on ranks run their graphs without Inductor
-(:mod:`tests.boxed`), except for those marked ``inductor`` or ``thorough``. In ``make test-all`` all
-of them run with Inductor.
+Tests on ranks run their graphs without Inductor (:mod:`tests.boxed`), except for those marked
+``inductor`` or ``thorough``. With ``OSDP_TEST_ALL=1``, or ``OSDP_TEST_INDUCTOR=1`` alone, all of
+them run with it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TypeVar
 
 _Case = TypeVar("_Case")
 _ALL = os.environ.get("OSDP_TEST_ALL") == "1"
-QUICK = os.environ.get("OSDP_TEST_QUICK") == "1" and not _ALL
+ALL_WITH_INDUCTOR = _ALL or os.environ.get("OSDP_TEST_INDUCTOR") == "1"
 
 
 def more(*cases: _Case) -> list[_Case]:

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from tests.chosen import QUICK
+from tests.chosen import ALL_WITH_INDUCTOR
 from tests.ranks import Ranks
 from tests.searching import short_searches
 
@@ -55,12 +55,12 @@ def no_inductor_in_unit_tests(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def boxed_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """In quick runs, ranks run graphs without Inductor in tests that are not marked otherwise.
+    """Ranks run graphs without Inductor in tests that are not marked otherwise.
 
     Functions that a fixture of a module or a session runs on ranks are compiled with Inductor.
     """
     with_inductor = any(map(request.node.get_closest_marker, ("inductor", "thorough")))
-    boxed = QUICK and not with_inductor
+    boxed = not (with_inductor or ALL_WITH_INDUCTOR)
     with mock.patch.object(Ranks, "boxed", boxed):
         yield
 

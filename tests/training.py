@@ -90,6 +90,13 @@ class Trained:
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
 
+    def distance(self, other: Trained) -> float:
+        """The largest absolute difference of a parameter from the other training's."""
+        return max(
+            (one - other.parameters[name]).abs().max().item()
+            for name, one in self.parameters.items()
+        )
+
 
 @dataclasses.dataclass
 class Outcome:

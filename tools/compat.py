@@ -64,7 +64,7 @@ def run(version: str, folder: Path, tests: tuple[str, ...]) -> tuple[str, bool]:
     done = subprocess.run(
         [python_of(folder), "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OSDP_TEST_INDUCTOR": "1"},
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -72,7 +72,7 @@ def _unet() -> Trial:
 class _Recurrent(nn.Module):
     """A language model on an LSTM or a GRU, which Dynamo leaves to eager mode."""
 
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind: type[nn.LSTM] | type[nn.GRU]) -> None:
         super().__init__()
         self.words = nn.Embedding(VOCABULARY, WIDTH)
         self.recurrent = kind(WIDTH, 128, num_layers=2, batch_first=True)
@@ -215,7 +215,8 @@ class _WithFunction(nn.Module):
         self.last = layers(256, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.last(_Scale.apply(self.first(x), self.weight))
+        scale: Any = _Scale
+        scores: Tensor = self.last(scale.apply(self.first(x), self.weight))
         return scores
 
 

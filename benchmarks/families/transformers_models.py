@@ -186,9 +186,9 @@ def tiny_config(model_type: str, **given: Any) -> Any:
 
     given = {**SPECIAL.get(model_type, {}), **given}
     if model_type in ("detr", "conditional_detr"):
-        given["backbone_config"] = CONFIG_MAPPING["resnet"](
-            **_BACKBONE, out_features=["stage1", "stage2", "stage3", "stage4"]
-        )
+        resnet: Any = CONFIG_MAPPING["resnet"]
+        stages = ["stage1", "stage2", "stage3", "stage4"]
+        given["backbone_config"] = resnet(**_BACKBONE, out_features=stages)
     if model_type == "rt_detr_v2":
         given["backbone_config"] = {**_BACKBONE, "out_features": ["stage2", "stage3", "stage4"]}
     return _made(CONFIG_MAPPING[model_type], given)

@@ -36,7 +36,7 @@ LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 1 << 10, 1 << 28
 #: Number of fine recompute sets for one of those to choose from.
 FINER = 8
 #: Number of recompute sets to choose from.
-_RECOMPUTE_SETS = 8
+RECOMPUTE_SETS = 8
 
 
 class Evaluated(NamedTuple):
@@ -143,6 +143,7 @@ class PlanEvaluator:
         return self.seen[key]
 
     def _price(self, key: Candidate) -> Evaluated:
+        self._last = None
         if not gc.isenabled():
             gc.collect(0)  # the graphs of the last evaluation
         self._priced += 1
@@ -282,12 +283,12 @@ class PlanEvaluator:
 
         In a folded step, all layers except the first and the last recompute the same tensors.
         """
-        return self._sets(_RECOMPUTE_SETS)
+        return self._sets(RECOMPUTE_SETS)
 
     @functools.cached_property
     def fine_sets(self) -> list[RecomputeSet]:
         """More recompute sets, nearer to each other."""
-        return self._sets(FINER * _RECOMPUTE_SETS)
+        return self._sets(FINER * RECOMPUTE_SETS)
 
     def _sets(self, most: int) -> list[RecomputeSet]:
         found = self.recomputation.sets(most)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from passes.candidates.candidate import Candidate
 from passes.pipeline import default_passes
 from passes.pricing.evaluator import PlanEvaluator
 from passes.types.decision import Decision
+from tests.passes.capture.test_fold_layers import captured, folded
 from tests.passes.captures import capture_step
 
 SIZES = [1 << exponent for exponent in range(6, 20)]
@@ -59,3 +62,19 @@ def test_bytes_by_place_are_those_of_the_simulator() -> None:
         assert found.bytes_at is not None
         assert found.bytes_at.max() == found.prediction.peak_bytes
         assert len(found.bytes_at) == len(found.seconds_at)
+
+
+def test_evaluations_of_a_folded_step_do_not_keep_its_graphs() -> None:
+    """The planner turns garbage collection off; graphs are reference cycles."""
+    evaluator = PlanEvaluator(folded(), captured()[1], default_passes())
+    alive = []
+    gc.collect()
+    gc.disable()
+    try:
+        for size in SIZES[:6]:
+            evaluator.evaluate(evaluator.uniform(1).replace(bucket_bytes=size))
+            alive.append(sum(type(one) is fx.Graph for one in gc.get_objects()))
+    finally:
+        gc.enable()
+    assert evaluator._priced > 2
+    assert alive[-1] == alive[0], alive

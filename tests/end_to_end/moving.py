@@ -1,0 +1,132 @@
+"""Models whose weights may stay while activations move, and how they train."""
+
+from __future__ import annotations
+
+import copy
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from osdp_compile import Plan
+from tests.training import SLOW, Recipe, Reference, adamw, train_osdp
+
+MLP = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
+
+
+GATED = {"up.weight": 0, "gate.weight": 0, "down.weight": 1}
+
+
+class Mlp(nn.Module):
+    """A linear, then two with an activation between them; x: [batch, 8]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 12)
+        self.up = nn.Linear(12, 64)
+        self.down = nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(torch.tanh(self.first(x)))))
+
+
+class Gated(nn.Module):
+    """Normalized input, a gated MLP with a residual, and a head; x: [batch, 8]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 48, bias=False)
+        self.gate = nn.Linear(8, 48, bias=False)
+        self.down = nn.Linear(48, 8, bias=False)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unflatten(0, (2, -1))
+        y = self.norm(x)
+        return self.head(x + self.down(F.silu(self.gate(y)) * self.up(y)))
+
+
+class Words(nn.Module):
+    """An embedding and a linear; tokens: [rows, length]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(64, 8, padding_idx=0)
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.mix(torch.tanh(self.words(tokens)))
+
+
+class Language(nn.Module):
+    """An embedding, a norm, a head by vocabulary, and the loss; ids: [rows, length]."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.words = nn.Embedding(64, 8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 64, bias=not tied)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.head(self.norm(self.words(ids)))
+        # Each rank ignores another number of tokens.
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), ignore_index=3)
+
+
+def plan_for(model: nn.Module, world_size: int, rest: str = "shard_regather") -> Plan:
+    dims = GATED if isinstance(model, Gated) else MLP
+    return Plan.uniform(model.named_parameters(), rest, world_size=world_size).tensor_parallel(dims)
+
+
+def batch(step: int, micro: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 100 * micro + rank)
+    return torch.randn(4, 8, generator=generator, dtype=torch.float64)
+
+
+def mean_square(model: nn.Module, given: Tensor) -> Tensor:
+    loss: Tensor = model(given).square().mean()
+    return loss
+
+
+def its_loss(model: nn.Module, given: Tensor) -> Tensor:
+    loss: Tensor = model(given)
+    return loss
+
+
+def recipe_of(batch, **changes) -> Recipe:
+    return Recipe(
+        step=mean_square, optimizer=adamw, steps=10, batch=batch, max_norm=0.05, **changes
+    )
+
+
+def train_dynamic(rank, world_size, make, differ):
+    """Distance from one process; the number of compiled graphs that move activations; warnings."""
+    torch.manual_seed(0)
+    model = make().double()
+
+    def some(step, micro, number):
+        generator = torch.Generator().manual_seed(1000 * step + number)
+        rows = 4 + 2 * step + (2 * number if differ and step >= 3 else 0)
+        if make in (Words, Language):
+            return torch.randint(0, 64, (rows, 5), generator=generator)
+        return torch.randn(rows, 8, generator=generator, dtype=torch.float64)
+
+    recipe = Recipe(step=mean_square, optimizer=adamw, steps=6, batch=some)
+    reference = Reference(copy.deepcopy(model), recipe, world_size)
+    by_words = make in (Words, Language)
+    dims = {"words.weight": 0} if by_words else GATED if make is Gated else MLP
+    plan = Plan.uniform(model.named_parameters(), "shard_regather", world_size=world_size)
+    options = {"hardware": SLOW, "plan": plan.tensor_parallel(dims), "debug": True}
+    with mock.patch("osdp_compile.engine.lower.log.warning") as warned:
+        ours, wanted = train_osdp(model, options, recipe, rank), reference.train(rank)
+    apart = ours.distance(wanted)
+    said = [call.args[0] for call in warned.call_args_list]
+    return (
+        apart,
+        sum("travel in this graph" in one for one in said),
+        sum("batches differ" in one for one in said),
+    )

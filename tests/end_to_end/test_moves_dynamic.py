@@ -1,0 +1,20 @@
+"""Activations that move in one graph for all sizes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.end_to_end.moving import Gated, Language, Mlp, Words, train_dynamic
+
+
+@pytest.mark.parametrize("make", [Mlp, Gated, Words, Language])
+def test_one_graph_for_all_sizes_moves_activations(two_ranks, make):
+    for apart, travel, differ in two_ranks.run(train_dynamic, make, False):
+        assert apart < 1e-11
+        assert not travel and not differ
+
+
+def test_one_graph_for_all_sizes_on_ranks_that_differ(two_ranks):
+    for apart, travel, differ in two_ranks.run(train_dynamic, Mlp, True):
+        assert apart < 1e-11
+        assert not travel and differ

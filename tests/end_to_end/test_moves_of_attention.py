@@ -1,0 +1,135 @@
+"""Activations that move to attention by heads, and to all groups of a language model."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.end_to_end.moving import its_loss, recipe_of
+from tests.training import (
+    SLOW,
+    Recipe,
+    Reference,
+    adamw,
+    plan_in_force,
+    train_osdp,
+)
+
+
+class Attention(nn.Module):
+    """A norm, and attention of 4 heads, keys and values for ``keys`` of them; x: [rows, 5, 8].
+
+    ``masks``: tokens that are not seen, beside those to come.
+    """
+
+    def __init__(self, keys: int, bias: bool, masks: bool) -> None:
+        super().__init__()
+        self.masks = masks
+        self.norm = nn.LayerNorm(8)
+        self.q = nn.Linear(8, 24, bias=bias)
+        self.k, self.v = (nn.Linear(8, 6 * keys, bias=bias) for _ in range(2))
+        self.o = nn.Linear(24, 8, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (
+            one(y).unflatten(-1, (-1, 6)).transpose(1, 2) for one in (self.q, self.k, self.v)
+        )
+        mask = None
+        if self.masks:
+            seen = (x[:, None, None, :, 0] > 0) | (torch.arange(5) == 0)
+            mask = seen & torch.ones(5, 5, dtype=torch.bool).tril()
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
+        return x + self.o(y.transpose(1, 2).flatten(2))
+
+
+def _sequences(step, micro, rank):
+    """In step 4 the ranks have other batches."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    rows = 3 + (rank if step == 4 else 0)
+    return torch.randn(rows, 5, 8, generator=generator, dtype=torch.float64)
+
+
+def _attention(rank, world_size, keys, bias):
+    """Distance from one process; the weights that stay; the placement of the last product's."""
+    torch.manual_seed(0)
+    model = Attention(keys, bias, masks=bias).double()
+    recipe = recipe_of(_sequences, backwards=2)
+    reference = Reference(copy.deepcopy(model), recipe, world_size)
+    options = {"hardware": SLOW, "tensor_parallel": ["q.weight"], "debug": True}
+    ours, wanted = train_osdp(model, options, recipe, rank), reference.train(rank)
+    apart = ours.distance(wanted)
+    norms = max(abs(a / b - 1) for a, b in zip(ours.norms, wanted.norms, strict=True))
+    return apart, norms, plan_in_force(model).moved, str(model.o.weight.placements)
+
+
+@pytest.mark.parametrize("ranks, keys, bias", [("two_ranks", 2, True), ("four_ranks", 4, False)])
+def test_attention_by_heads_trains_like_one_process(request, ranks, keys, bias):
+    found = request.getfixturevalue(ranks).run(_attention, keys, bias)
+    for apart, norm, moved, placed in found:
+        assert apart < 1e-11 and norm < 1e-9
+        weights = {f"{name}.weight" for name in "qkvo"}
+        assert moved == (weights | {f"{name}.bias" for name in "qkv"} if bias else weights)
+        assert placed == "(Shard(dim=1),)"
+
+
+class WithLoss(nn.Module):
+    """A small model of Hugging Face, which returns its loss alone."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        config = getattr(transformers, f"{kind}Config")(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            use_cache=False,
+            tie_word_embeddings=kind == "Qwen3",
+        )
+        self.model = getattr(transformers, f"{kind}ForCausalLM")(config)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self.model(input_ids=ids, labels=ids).loss
+        return loss
+
+
+def _of_hugging_face(rank, world_size, kind):
+    """Distance from one process in float32; the modules whose weights move."""
+    torch.manual_seed(0)
+    model = WithLoss(kind)
+
+    def ids(step, micro, number):
+        generator = torch.Generator().manual_seed(100 * step + number)
+        return torch.randint(0, 64, (2, 12), generator=generator)
+
+    recipe = Recipe(step=its_loss, optimizer=adamw, steps=5, batch=ids, max_norm=1.0)
+    reference = Reference(copy.deepcopy(model), recipe, world_size)
+    named = ["*embed_tokens*", "*q_proj*", "*up_proj*"] + ["*lm_head*"] * (kind == "Llama")
+    options = {"hardware": SLOW, "tensor_parallel": named, "debug": True}
+    ours, wanted = train_osdp(model, options, recipe, rank), reference.train(rank)
+    apart = ours.distance(wanted)
+    moved = plan_in_force(model).moved
+    return apart, {p.rsplit(".", 2)[-2] for p in wanted.parameters if p not in moved}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+def test_a_model_of_hugging_face_moves_in_all_its_groups(two_ranks, kind):
+    pytest.importorskip("transformers")
+    for apart, rest in two_ranks.run(_of_hugging_face, kind):
+        assert apart < 1e-5
+        assert rest - {"q_norm", "k_norm"} == {
+            "input_layernorm",
+            "post_attention_layernorm",
+            "norm",
+        }
