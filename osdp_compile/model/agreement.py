@@ -143,7 +143,7 @@ def from_rank_zero(make: Callable[[], T], group: Group) -> T:
 def _signs_of_life(group: dist.ProcessGroup) -> Iterator[None]:
     """Keep the ranks that wait in ``_from_zero`` from their timeout while rank 0 works."""
     done = threading.Event()
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def tell() -> None:
         if device is not None:
