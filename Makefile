@@ -30,7 +30,7 @@ help:  ## list the targets
 
 demo: $(VENV)/installed  ## train a small GPT with two ranks under a memory limit (three minutes)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
-	  examples/train_gpt.py --memory-limit $(LIMIT) $(DEMO_FLAGS)
+	  examples/train_gpt.py --memory-limit $(LIMIT) --html demo-out/report.html $(DEMO_FLAGS)
 
 # Tests that start ranks use little more than one core; on two, others run beside them.
 WORKERS ?= 3
@@ -68,7 +68,7 @@ $(VENV)/installed: pyproject.toml tools/check_prerequisites.py tools/environment
 	$(PYTHON) tools/check_prerequisites.py
 	$(PYTHON) tools/environment.py $(VENV) --torch "$(TORCH)"
 	@echo "installing what the package needs into $(VENV), once"
-	$(PIP_INSTALL) --editable .
+	$(PIP_INSTALL) --editable ".[html]"
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed

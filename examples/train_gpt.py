@@ -36,6 +36,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--memory-limit", help="for one rank, such as 112MiB (default: none)")
     parser.add_argument("--plan", help="a saved plan, to use instead of searching for one")
     parser.add_argument("--save-plan", help="where to save the plan")
+    parser.add_argument("--html", type=Path, help="where to write the report as a page")
     parser.add_argument("--seconds", type=float, default=120, help="how long to train")
     parser.add_argument("--steps", type=int, help="how many steps to train, instead of --seconds")
     parser.add_argument("--lr", type=float, default=1e-3, help="the highest learning rate")
@@ -168,8 +169,17 @@ def main() -> None:
 
     if plan is None:
         console.print(f"measured peak memory: {format_bytes(memory.peak_bytes)}")
+        if args.html:
+            console.print("no page: one rank without a limit has no plan")
     else:
-        console.print(osdp_compile.report(model, peak_bytes=memory.peak_bytes))
+        report = osdp_compile.report(model, peak_bytes=memory.peak_bytes)
+        console.print(report)
+        if args.html and rank == 0:
+            args.html.parent.mkdir(parents=True, exist_ok=True)
+            report.save_html(args.html)
+            console.print(
+                f"The plan, the step's timeline and its memory as a page: open {args.html}"
+            )
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,7 +1,7 @@
 """Selection of test cases: one of each kind, or all with ``OSDP_TEST_ALL=1``.
 
 Tests on ranks run their graphs without Inductor (:mod:`tests.boxed`), except for those marked
-``inductor`` or ``thorough``. With ``OSDP_TEST_ALL=1``, or ``OSDP_TEST_INDUCTOR=1`` alone, all of
+``inductor``. With ``OSDP_TEST_ALL=1``, or ``OSDP_TEST_INDUCTOR=1`` alone, all of
 them run with it.
 """
 

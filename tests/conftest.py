@@ -59,8 +59,7 @@ def boxed_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
 
     Functions that a fixture of a module or a session runs on ranks are compiled with Inductor.
     """
-    with_inductor = any(map(request.node.get_closest_marker, ("inductor", "thorough")))
-    boxed = not (with_inductor or ALL_WITH_INDUCTOR)
+    boxed = not (request.node.get_closest_marker("inductor") or ALL_WITH_INDUCTOR)
     with mock.patch.object(Ranks, "boxed", boxed):
         yield
 

@@ -182,6 +182,7 @@ def gpt2():
     return model
 
 
+@pytest.mark.inductor
 @pytest.mark.thorough
 @pytest.mark.parametrize(("make", "plan"), [(llama, "shard_regather"), *more((gpt2, "shard_keep"))])
 def test_hugging_faces_models_train_like_one_process(two_ranks, make, plan):

@@ -126,6 +126,7 @@ def test_lengths_that_change_compile_at_most_twice(two_ranks, dynamic, plan, gra
         assert lowered == graphs
 
 
+@pytest.mark.inductor
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("dynamic", "plan"),

@@ -108,6 +108,7 @@ def least_limits(rank, world_size):
     return named, plan_under(named)
 
 
+@pytest.mark.inductor
 @pytest.mark.thorough
 def test_the_least_limit_works_and_hardly_a_plan_takes_less(two_ranks):
     # It is found by descent, not proven: a schedule for a limit a little higher may take less.

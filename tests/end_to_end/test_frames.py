@@ -285,6 +285,7 @@ def peak_under_a_limit(rank, world_size, share):
     return memory.peak_bytes, plan.prediction.peak_bytes, limit_bytes
 
 
+@pytest.mark.inductor
 @pytest.mark.thorough
 def test_a_broken_step_keeps_its_limit(two_ranks):
     for peak_bytes, predicted_bytes, limit_bytes in two_ranks.run(peak_under_a_limit, 1.1):

@@ -123,6 +123,7 @@ def accumulated(rank, world_size, autocast, set_to_none, **options):
     return kept(train, **options)
 
 
+@pytest.mark.inductor
 @pytest.mark.thorough
 @pytest.mark.parametrize("autocast", [False, True])
 def test_gradients_of_earlier_backwards_have_room(two_ranks, autocast):
@@ -133,6 +134,7 @@ def test_gradients_of_earlier_backwards_have_room(two_ranks, autocast):
         assert not one.warnings
 
 
+@pytest.mark.inductor
 @pytest.mark.thorough
 def test_without_room_for_them_one_warning_says_what_to_do(two_ranks):
     for one in two_ranks.run(accumulated, False, True):
@@ -164,6 +166,7 @@ def longer(rank, world_size):
     return kept(train)
 
 
+@pytest.mark.inductor
 @pytest.mark.thorough
 def test_longer_inputs_of_one_graph_are_above_the_limit_and_it_is_said(two_ranks):
     for one in two_ranks.run(longer):
@@ -259,6 +262,7 @@ def adapted(rank, world_size):
     return kept(train)
 
 
+@pytest.mark.inductor
 @pytest.mark.thorough
 def test_adapters_of_a_frozen_model(two_ranks):
     """The whole model is more than half of the limit: it is cut parameter by parameter."""
@@ -311,6 +315,7 @@ def adversaries(rank, world_size, generator_first):
     return kept(train, accumulate="reduced")
 
 
+@pytest.mark.inductor
 @pytest.mark.thorough
 @pytest.mark.parametrize("generator_first", [False, *more(True)])
 def test_a_generator_and_its_discriminator_share_the_limit(two_ranks, generator_first):

@@ -175,6 +175,7 @@ class Attention(nn.Module):
         return self.attention(x, x, x, need_weights=False)[0]
 
 
+@pytest.mark.inductor
 @pytest.mark.thorough
 def test_attention_layers_of_torch(two_ranks):
     outcome = trains_like_reference(two_ranks, Attention, "shard_regather")

@@ -60,6 +60,7 @@ def test_activations_that_move(native_ranks, model):
         assert distance < 1e-11
 
 
+@pytest.mark.inductor
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_the_generated_code_keeps_the_order(native_ranks):
@@ -121,6 +122,7 @@ def least_peaks(ranks, kind, one_in_flight):
     return found
 
 
+@pytest.mark.inductor
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["shard_regather", "mixed", "limit"])
@@ -131,6 +133,7 @@ def test_the_measured_peak_is_the_predicted_one(native_ranks, kind):
         assert copied_bytes >= LARGEST_BYTES or kind != "shard_regather", "no copy is at the peak"
 
 
+@pytest.mark.inductor
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_the_measured_peak_is_not_above_the_predicted_one_with_several_in_flight(native_ranks):

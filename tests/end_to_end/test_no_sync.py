@@ -197,6 +197,7 @@ def peak_and_limit(rank, world_size):
     return memory.peak_bytes, limit_bytes, whole_bytes, osdp_compile.plan_of(model).shards
 
 
+@pytest.mark.inductor
 @pytest.mark.thorough
 def test_the_measured_peak_is_under_the_limit(two_ranks):
     for peak_bytes, limit_bytes, whole_bytes, shards in two_ranks.run(peak_and_limit):

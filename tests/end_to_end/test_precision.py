@@ -111,6 +111,7 @@ def beside_fsdp(rank, world_size, kinds, reduce_dtype, folder):
     return found
 
 
+@pytest.mark.inductor
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("reduce_dtype", "kinds"),

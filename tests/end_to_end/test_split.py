@@ -167,6 +167,7 @@ def guessed(rank, world_size, slices):
     return trained.losses, memory.peak_bytes, predicted.peak_bytes
 
 
+@pytest.mark.inductor
 @pytest.mark.thorough
 def test_logits_by_tokens_are_never_there_whole_with_the_same_losses(two_ranks):
     whole, split = (two_ranks.run(guessed, slices) for slices in (1, 8))

@@ -60,6 +60,7 @@ def train(rank: int, world_size: int) -> tuple[float, float, int]:
     return apart, moved, len(plan.parameters)
 
 
+@pytest.mark.inductor
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_four_ranks_train_200_steps_with_many_small_collectives_in_flight(four_ranks):

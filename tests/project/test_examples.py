@@ -65,12 +65,15 @@ def test_a_pass_of_your_own(tmp_path, inductor_cache):
 def test_training_a_gpt(tmp_path, inductor_cache, ranks):
     small = ["--layers", "1", "--width", "64", "--steps", "3"]
     small += ["--sample", "20" if ranks > 1 else "0"]
+    small += ["--html", "out/report.html"]
     limit = ["--memory-limit", "8MiB", "--save-plan", "plan.json"] if ranks > 1 else []
     printed = torchrun(tmp_path, inductor_cache, ranks, "train_gpt.py", *small, *limit)
     assert "held-out loss" in printed and "measured" in printed
     assert ("a sample" in printed) == (ranks > 1)
     assert ("predicted" in printed) == (ranks > 1)
     assert (tmp_path / "plan.json").exists() == (ranks > 1)
+    assert (tmp_path / "out/report.html").exists() == (ranks > 1)
+    assert ("open out/report.html" in printed) == (ranks > 1)
 
 
 class Ranks:

@@ -83,6 +83,7 @@ def outcomes_of(ranks, folder, boxed):
     return ranks.run(trained, 5, str(folder))
 
 
+@pytest.mark.inductor
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_the_measured_peak_is_the_predicted_one_and_under_the_limit(outcomes):

@@ -93,6 +93,7 @@ def order_in_code(rank, world_size):
     ]
 
 
+@pytest.mark.inductor
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_the_generated_code_keeps_the_order(two_ranks):
