@@ -25,12 +25,8 @@ ROWS = 24  # of one step, on all ranks together: 1, 2, 3, 4, 6 or 8 ranks have e
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Train a small GPT on a number of hosts that varies."
-    )
-    parser.add_argument(
-        "--folder", type=Path, default=Path("checkpoints"), help="seen by all hosts"
-    )
+    parser = argparse.ArgumentParser(description="Train a small GPT on the hosts that are there.")
+    parser.add_argument("--folder", type=Path, default=Path("checkpoints"), help="for all hosts")
     parser.add_argument("--memory-limit", help="for one rank, such as 8MiB (default: none)")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
@@ -73,10 +69,8 @@ def main() -> None:
         dist.all_reduce(mean)
         if rank == 0:
             if step == begun:
-                took = f"{time.perf_counter() - started:.1f} s"
-                print(
-                    f"{ranks} ranks go on after step {begun}, {took} after their start", flush=True
-                )
+                seconds = time.perf_counter() - started
+                print(f"{ranks} ranks go on after step {begun}, {seconds:.1f} s after their start")
             print(f"step {step + 1}  loss {mean.item() / ranks:.6f}  ranks {ranks}", flush=True)
         if (step + 1) % args.every == 0:
             save(model, optimizer, step + 1, args.folder)

@@ -109,6 +109,21 @@ def join_ranks() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
+def show_report(model: nn.Module, peak_bytes: int, console: Console, html: Path | None) -> None:
+    """Print step time and peak memory, predicted and measured; on rank 0 write the page too."""
+    if osdp_compile.plan_of(model) is None:
+        console.print(f"measured peak memory: {format_bytes(peak_bytes)}")
+        if html:
+            console.print("no page: one rank without a limit has no plan")
+        return
+    report = osdp_compile.report(model, peak_bytes=peak_bytes)
+    console.print(report)
+    if html and not console.quiet:
+        html.parent.mkdir(parents=True, exist_ok=True)
+        report.save_html(html)
+        console.print(f"the plan, the step and its memory as a page: open {html}")
+
+
 def main() -> None:
     args = arguments()
     rank, world_size = join_ranks()
@@ -167,19 +182,7 @@ def main() -> None:
         sample = generate(compiled, "def read(self", args.sample)
         console.print(sample, markup=False, highlight=False)
 
-    if plan is None:
-        console.print(f"measured peak memory: {format_bytes(memory.peak_bytes)}")
-        if args.html:
-            console.print("no page: one rank without a limit has no plan")
-    else:
-        report = osdp_compile.report(model, peak_bytes=memory.peak_bytes)
-        console.print(report)
-        if args.html and rank == 0:
-            args.html.parent.mkdir(parents=True, exist_ok=True)
-            report.save_html(args.html)
-            console.print(
-                f"The plan, the step's timeline and its memory as a page: open {args.html}"
-            )
+    show_report(model, memory.peak_bytes, console, args.html)
     if dist.is_initialized():
         dist.destroy_process_group()
 
