@@ -11,6 +11,7 @@ group. A hardware profile describes the cluster:
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,8 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from osdp_compile.options import Accumulate, CheckedOptions, Search
 from osdp_compile.planning.planner_inputs import slices_of, stays_of
-from osdp_compile.planning.traced_step import trace
+from osdp_compile.planning.traced_step import TracedStep, trace
 from passes.pipeline import Pass
+from passes.simulate.chrome_trace import StepTimeline
 from passes.types.hardware import Hardware
 from passes.types.plan import Plan
 
@@ -79,27 +81,81 @@ def plan(
         InfeasibleLimit: if no plan fits; the message names the lowest feasible limit.
         OsdpError: if the model cannot be sharded, or has nothing to train.
     """
-    checked = CheckedOptions.parse(
-        {
-            "hardware": hardware,
-            "memory_limit": memory_limit,
-            "optimizer": optimizer,
-            "slices": slices,
-            "tensor_parallel": tensor_parallel,
-            "search": search,
-            "param_dtype": param_dtype,
-            "reduce_dtype": reduce_dtype,
-            "accumulate": accumulate,
-            "passes": None if passes is None else list(passes),
-        }
+    options = {
+        "hardware": hardware,
+        "memory_limit": memory_limit,
+        "optimizer": optimizer,
+        "slices": slices,
+        "tensor_parallel": tensor_parallel,
+        "search": search,
+        "param_dtype": param_dtype,
+        "reduce_dtype": reduce_dtype,
+        "accumulate": accumulate,
+        "passes": passes,
+    }
+    return _traced(model, args, kwargs, world_size, mesh, options).plan()
+
+
+@dataclasses.dataclass(frozen=True)
+class OfflineStep:
+    """A traced step, and the cluster to plan it for.
+
+    ``ranks``: number of ranks by mesh dimension, the outer first.
+    """
+
+    step: TracedStep
+    ranks: Mapping[str, int]
+    hardware: Hardware
+    limit_bytes: int | None
+    search: Search
+
+    def plan(self) -> Plan:
+        """The fastest plan under the limit.
+
+        Raises:
+            InfeasibleLimit: if no plan fits.
+        """
+        return self.step.plan(self.ranks, self.hardware, self.limit_bytes, self.search)
+
+    def simulated(self, plan: Plan) -> StepTimeline:
+        """The simulated step of a plan of :meth:`plan`."""
+        return self.step.simulated(plan, self.ranks, self.hardware)
+
+
+def offline_step(model: nn.Module, args: Sequence[Any] = (), **options: Any) -> OfflineStep:
+    """The traced step of :func:`plan`, which takes the same arguments and has the defaults.
+
+    Raises:
+        TypeError: for an argument that :func:`plan` does not have.
+        ValueError, OsdpError: as :func:`plan`.
+    """
+    bound = inspect.signature(plan).bind(model, args, **options)
+    bound.apply_defaults()
+    given = bound.arguments
+    _, _, kwargs, world_size, mesh = (
+        given.pop(name) for name in ("model", "args", "kwargs", "world_size", "mesh")
     )
+    return _traced(model, args, kwargs, world_size, mesh, given)
+
+
+def _traced(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    world_size: int | None,
+    mesh: Mapping[str, int] | DeviceMesh | None,
+    options: Mapping[str, Any],
+) -> OfflineStep:
+    """The traced step. ``options``: the other arguments of :func:`plan`."""
+    passes = options["passes"]
+    checked = CheckedOptions.parse({**options, "passes": None if passes is None else list(passes)})
     assert checked.hardware is not None
     ranks = mesh_sizes(world_size, mesh)
     step = trace(
         model,
         args,
         kwargs,
-        optimizer=optimizer,
+        optimizer=options["optimizer"],
         passes=checked.passes,
         precision=checked.precision,
         accumulate=checked.accumulate,
@@ -109,7 +165,7 @@ def plan(
         slices=slices_of(checked.slices, step.parameters),
         tensor_parallel=stays_of(checked.tensor_parallel, step.parameters),
     )
-    return step.plan(ranks, checked.hardware, checked.memory_limit_bytes, checked.search)
+    return OfflineStep(step, ranks, checked.hardware, checked.memory_limit_bytes, checked.search)
 
 
 def mesh_sizes(

@@ -97,6 +97,29 @@ def joined(names: Sequence[str]) -> str:
     return _NUMBER.sub(lambda _: next(parts), names[0])
 
 
+_RANGES = re.compile(r"(?<=\.)\{([\d.,]+)\}(?=[.:])")
+
+
+def expanded(name: str) -> list[str]:
+    """The names of a name with ranges, which :func:`joined` made.
+
+    >>> expanded("blocks.{0,2..3}.up.weight")
+    ['blocks.0.up.weight', 'blocks.2.up.weight', 'blocks.3.up.weight']
+    """
+    texts = _RANGES.split(name)  # text, ranges, text, ranges, ..., text
+    choices = [_numbers(text) if index % 2 else [text] for index, text in enumerate(texts)]
+    return ["".join(parts) for parts in itertools.product(*choices)]
+
+
+def _numbers(ranges: str) -> list[str]:
+    """The numbers of ``0,2..3``."""
+    found: list[str] = []
+    for part in ranges.split(","):
+        first, _, last = part.partition("..")
+        found += map(str, range(int(first), int(last or first) + 1))
+    return found
+
+
 def _span(numbers: list[int]) -> str:
     """Numbers as ``{0..3}``, with gaps ``{0,2,5..9}``, or one number by itself."""
     if len(numbers) == 1:

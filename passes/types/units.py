@@ -18,6 +18,7 @@ _UNITS = {
     "TIB": 2**40,
 }
 _BINARY = ("KiB", "MiB", "GiB", "TiB")
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 #: A limit with more significant digits in a unit was not given in that unit.
 _ROUND_DIGITS = 5
 #: A smaller limit without a unit is an error. No step fits into so few bytes.
@@ -81,6 +82,35 @@ def parse_limit(value: int | str) -> int:
             "A number without a unit counts bytes"
         )
     return size
+
+
+def parse_seconds(value: float | str) -> float:
+    """Seconds from a number of seconds, or a text with a unit (us, ms, s, min): ``"300ms"``.
+
+    Raises:
+        ValueError: for anything else, naming the units that are allowed. A text without a unit is
+            an error.
+
+    >>> parse_seconds("300ms")
+    0.3
+    >>> parse_seconds("1.5 min"), parse_seconds(2)
+    (90.0, 2.0)
+    """
+    allowed = "a number of seconds, or text with a unit, such as '300ms' or '2.5s' (us, ms, s, min)"
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"{value!r} is not a duration: give {allowed}")
+    if isinstance(value, str):
+        match = _TEXT.fullmatch(value)
+        if match is None or match[2].lower() not in _SECONDS:
+            raise ValueError(f"{value!r} is not a duration: give {allowed}")
+        seconds = float(match[1]) * _SECONDS[match[2].lower()]
+    else:
+        seconds = float(value)
+    if not 0 < seconds < math.inf:
+        raise ValueError(
+            f"{value!r} is not a duration: it must be finite and above zero; give {allowed}"
+        )
+    return seconds
 
 
 def format_bytes(size_bytes: float, decimal: bool = False, round_up: bool = False) -> str:

@@ -20,9 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import osdp_compile
 from osdp_compile.engine import backend
+from osdp_compile.integrations.budget import check_budget
 from osdp_compile.options import CheckedOptions
 from osdp_compile.trace import fake_world, trace_graphs
 from passes.pipeline import Pass, Stage
+from passes.types.plan import Plan
 from tests.project.pages import PAGES, ROOT, python_blocks
 
 RANKS = 16
@@ -126,6 +128,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 #: Pages whose code another test runs, or that quote this repository.
 ELSEWHERE = {
     "add_a_decision.md": "test_docs.py compares it with the files",
+    "budgets.md": "test_the_budget_of_the_page",
     "experiments.md": "quotes programs of their time",
     "hugging_face.md": "tests/osdp_compile/integrations/test_hf_trainer.py",
     "snapshots.md": "test_the_snapshot_of_the_page",
@@ -169,6 +172,22 @@ def test_the_snapshot_of_the_page() -> None:
     exec(compile(code, "snapshots.md", "exec"), given)
     given["test_my_model"](osdp_graphs)
     assert len(seen) == 2 and all(text.count("\n") > 3 for text in seen)
+
+
+def test_the_budget_of_the_page() -> None:
+    """The page's test with a fixture that writes the figures, to nowhere."""
+    (code,) = python_blocks(ROOT / "docs" / "budgets.md")
+    stored = mock.Mock(updates=True)
+    stored.read.return_value = None
+
+    def osdp_budget(model: nn.Module, *args: Any, **given: Any) -> Plan:
+        return check_budget(model, args, stored, **given)
+
+    given = {"MyModel": Model, "torch": torch}
+    exec(compile(code, "budgets.md", "exec"), given)
+    given["test_it_fits"](osdp_budget)
+    (text,) = stored.store.call_args.args
+    assert "blocks.{0..1}.up.weight" in text
 
 
 def test_pages_that_are_not_run_are_there() -> None:

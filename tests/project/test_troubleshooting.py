@@ -15,6 +15,9 @@ _LEAST_LETTERS = 4
 _OF_OURS = {"AssertionError", "AttributeError", "KeyError", "NotImplementedError", "StopIteration"}
 #: Functions that return a message, which others print or raise.
 _RETURNS_A_MESSAGE = {
+    "_above",
+    "_grown",
+    "_none_stored",
     "_other_ranks",
     "_unfit_mesh",
     "lacks",

@@ -12,6 +12,7 @@ from torch import nn
 import osdp_compile
 from examples.gpt import GPT, GPTConfig
 from osdp_compile import Decision, InfeasibleLimit, OsdpError, Plan
+from osdp_compile.planning.offline import offline_step
 from osdp_compile.planning.traced_step import predicted, trace
 from osdp_compile.trace import fake_world
 from osdp_compile.tracking.session import session_for
@@ -86,6 +87,27 @@ def test_a_thorough_plan_is_that_of_the_first_call_which_schedules_for_its_rung(
     peak_bytes = max(timeline.peak_bytes for timeline in compiled.timelines.values())
     assert peak_bytes == pytest.approx(predicted(offline).peak_bytes, rel=1e-4)
     torch._dynamo.reset()
+
+
+def test_a_step_has_the_arguments_of_plan_its_plan_and_its_simulation():
+    x = torch.ones(8, 64)
+    given = {"mesh": {"gpu": 8}, "hardware": SLOW, "memory_limit": "300KiB"}
+    step = offline_step(Narrow(), (x,), **given)
+    assert (step.ranks, step.limit_bytes, step.search) == ({"gpu": 8}, 300 << 10, "quick")
+    found = step.plan()
+    assert found == osdp_compile.plan(Narrow(), (x,), **given)
+    simulated = step.simulated(found)
+    assert simulated.peak.peak_bytes == predicted(found).peak_bytes
+    assert simulated.step_seconds == pytest.approx(predicted(found).step_seconds, rel=1e-9)
+
+
+def test_a_step_refuses_arguments_that_plan_does_not_have():
+    x = torch.ones(8, 64)
+    for name in ("memory_limits", "debug", "plan"):
+        with pytest.raises(TypeError, match=name):
+            offline_step(Narrow(), (x,), world_size=8, hardware=SLOW, **{name: None})
+    with pytest.raises(TypeError, match="hardware"):
+        offline_step(Narrow(), (x,), world_size=8)
 
 
 def test_nothing_is_started_and_nothing_changed():

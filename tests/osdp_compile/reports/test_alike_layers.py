@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from osdp_compile.reports.alike_layers import grouped_names, joined, ranged
+from osdp_compile.reports.alike_layers import expanded, grouped_names, joined, ranged
 
 
 @pytest.mark.parametrize(
@@ -36,3 +38,15 @@ def test_a_grid_with_a_gap_is_two_groups():
 def test_the_least_and_the_most_of_each_figure():
     reasons = ["gather 900 us, hidden", "gather 2.0 ms, hidden", "gather 1.5 ms, hidden"]
     assert ranged(reasons) == "gather 900 us to 2.0 ms, hidden"
+
+
+@given(st.sets(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1))
+def test_names_with_ranges_read_back(pairs):
+    names = [f"stages.{a}.blocks.{b}: mm" for a, b in sorted(pairs)]
+    found = [name for group in grouped_names(names) for name in expanded(joined(group))]
+    assert sorted(found) == sorted(names)
+
+
+def test_a_name_without_ranges_is_itself():
+    for name in ("head.weight", "up", "blocks.3.up.weight", "odd.{name}.weight", "{0..2}.weight"):
+        assert expanded(name) == [name]

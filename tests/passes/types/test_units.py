@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from passes.types.units import format_bytes, format_limit, format_seconds, parse_bytes
+from passes.types.units import (
+    format_bytes,
+    format_limit,
+    format_seconds,
+    parse_bytes,
+    parse_seconds,
+)
 
 
 @pytest.mark.parametrize(
@@ -105,3 +111,28 @@ def test_sizes_print_in_powers_of_1024(size_bytes, text):
 )
 def test_times_print_in_the_unit_that_reads_best(seconds, text):
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        (2, 2.0),
+        (0.3, 0.3),
+        ("300ms", 0.3),
+        ("300 MS", 0.3),
+        (" 2.5s ", 2.5),
+        (".5 us", 5e-7),
+        ("2min", 120.0),
+    ],
+)
+def test_durations_that_are_understood(given, seconds):
+    assert parse_seconds(given) == pytest.approx(seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [0, -1.0, "0ms", "-3ms", "300", "300h", "ms", "", True, None, float("inf"), float("nan")],
+)
+def test_other_durations_name_the_units(given):
+    with pytest.raises(ValueError, match=r"is not a duration: .*\(us, ms, s, min\)"):
+        parse_seconds(given)
