@@ -79,6 +79,9 @@ from torch._inductor.virtualized import V
 # 2.11.0 to 2.15.0: a graph input that stands for an object, such as a DeviceMesh.
 from torch._library.fake_class_registry import FakeScriptObject
 
+# 2.11.0, 2.13.0, 2.15.0: the levels of TORCH_LOGS.
+from torch._logging import _internal as torch_logs
+
 # 2.11.0 to 2.15.0: tensors with a shape and a device, without memory.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -144,6 +147,7 @@ __all__ = [
     "restart_tracing",
     "restart_with_constants",
     "settings",
+    "shown_by_torch",
     "skip_code",
     "tree_leaves",
     "tree_map_only",
@@ -372,6 +376,11 @@ def current_frame() -> int | None:
     """The id of the frame being compiled; the same for a recompilation; None outside Dynamo."""
     compiling = CompileContext.current_compile_id()
     return compiling.frame_id if compiling is not None else None
+
+
+def shown_by_torch(loggers: Sequence[str]) -> list[str]:
+    """Those of these loggers to which TORCH_LOGS or ``torch._logging.set_logs`` gave a level."""
+    return [name for name in loggers if name in torch_logs.log_state.log_qname_to_level]
 
 
 def recompile_reason() -> str | None:
