@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -47,9 +48,9 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 
-# CompileContext, 2.11.0, 2.13.0: the frame that Dynamo compiles.
+# CompileContext, CompileId, 2.11.0, 2.13.0, 2.15.0: the frame that Dynamo compiles.
 # TracingContext, 2.13.0: the fake tensor mode of the graph being compiled.
-from torch._guards import CompileContext, TracingContext
+from torch._guards import CompileContext, CompileId, TracingContext
 
 # 2.11.0 to 2.15.0: Inductor's settings, and those of each mode of torch.compile.
 from torch._inductor import config as inductor_config
@@ -79,7 +80,8 @@ from torch._inductor.virtualized import V
 # 2.11.0 to 2.15.0: a graph input that stands for an object, such as a DeviceMesh.
 from torch._library.fake_class_registry import FakeScriptObject
 
-# 2.11.0, 2.13.0, 2.15.0: the levels of TORCH_LOGS.
+# 2.11.0, 2.13.0, 2.15.0: an entry of TORCH_TRACE's log, which tlparse reads; the levels of
+# TORCH_LOGS, and that log.
 from torch._logging import _internal as torch_logs
 
 # 2.11.0 to 2.15.0: tensors with a shape and a device, without memory.
@@ -111,6 +113,7 @@ __all__ = [
     "CUSTOM_BACKWARDS",
     "MODULE_CALLS",
     "BaseSchedulerNode",
+    "CompileId",
     "FakeTensor",
     "FakeTensorMode",
     "InductorChoices",
@@ -123,6 +126,7 @@ __all__ = [
     "code_being_compiled",
     "compile_fx",
     "compile_fx_inner",
+    "compile_id",
     "compiled_library",
     "constant_floats",
     "copy_source",
@@ -138,6 +142,7 @@ __all__ = [
     "inductor_modes",
     "inductor_settings",
     "is_marked_by_fsdp",
+    "is_traced",
     "leave_mode",
     "raise_to_user",
     "real_meshes",
@@ -149,6 +154,7 @@ __all__ = [
     "settings",
     "shown_by_torch",
     "skip_code",
+    "trace_artifact",
     "tree_leaves",
     "tree_map_only",
     "whole_stand_in",
@@ -378,9 +384,46 @@ def current_frame() -> int | None:
     return compiling.frame_id if compiling is not None else None
 
 
+def compile_id() -> CompileId | None:
+    """The compilation under way, as torch's logs name it; None outside Dynamo."""
+    return CompileContext.current_compile_id()
+
+
 def shown_by_torch(loggers: Sequence[str]) -> list[str]:
     """Those of these loggers to which TORCH_LOGS or ``torch._logging.set_logs`` gave a level."""
     return [name for name in loggers if name in torch_logs.log_state.log_qname_to_level]
+
+
+def is_traced() -> bool:
+    """Whether torch's structured log (TORCH_TRACE) is written.
+
+    Without TORCH_TRACE torch's own handler has no folder, and leaves at the first entry. pytest
+    adds the handlers of the root logger; they write no structured log.
+    """
+    return any(
+        not isinstance(handler, torch_logs.LazyTraceHandler) or handler.root_dir is not None
+        for handler in torch_logs.trace_log.handlers
+        if handler not in logging.root.handlers
+    )
+
+
+def trace_artifact(
+    name: str, encoding: str, payload: Callable[[], str], compiled: CompileId | None
+) -> None:
+    """Write an artifact to torch's structured log. tlparse shows it as a file of this name.
+
+    Args:
+        name: without an ending; tlparse adds a number and the ending.
+        encoding: ``"string"`` or ``"json"``.
+        payload: called only if the log is written.
+        compiled: the compilation that it belongs to, if Dynamo compiles no frame now.
+    """
+    torch_logs.trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": encoding},
+        payload_fn=payload,
+        compile_id=compiled,
+    )
 
 
 def recompile_reason() -> str | None:
