@@ -5,10 +5,12 @@ No other file in ``osdp_compile/`` imports from ``torch._*``.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType, FrameType
@@ -52,6 +54,9 @@ from torch._functorch._aot_autograd.descriptors import (
 # TracingContext, 2.13.0: the fake tensor mode of the graph being compiled.
 from torch._guards import CompileContext, CompileId, TracingContext
 
+# 2.11.0 to 2.15.0: Inductor's entry point, with a hook for the compiler of each partition.
+from torch._inductor import compile_fx as inductor
+
 # 2.11.0 to 2.15.0: Inductor's settings, and those of each mode of torch.compile.
 from torch._inductor import config as inductor_config
 
@@ -64,9 +69,6 @@ from torch._inductor.choices import InductorChoices
 
 # 2.13.0: compiles C++ as Inductor compiles its own, into Inductor's cache, and loads it.
 from torch._inductor.codecache import CppCodeCache
-
-# 2.11.0 to 2.15.0: Inductor's entry point, with a hook for the compiler of each partition.
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 # 2.11.0 to 2.15.0: the hook for the partitioner.
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -107,6 +109,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from osdp_compile.live_objects import closed_over
+from osdp_compile.log_lines import is_rank_zero
 
 __all__ = [
     "COMPILED_CALLS",
@@ -204,6 +207,32 @@ def inductor_settings() -> dict[str, Any]:
     """Inductor's settings, each with its present value."""
     found: dict[str, Any] = inductor_config.get_config_copy()
     return found
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide warnings of Inductor about its own code.
+
+    On rank 0 these are warnings that no user can act on. On the other ranks they are all of them:
+    rank 0 compiles the same graphs.
+    """
+    # 2.13.0: max_autotune on a CPU; 2.15.0 no longer warns.
+    message = "TypedStorage is deprecated" if is_rank_zero() else ""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message, module=r"torch\._inductor\b")
+        yield
+
+
+def compile_fx(gm: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
+    """AOTAutograd and Inductor, as ``torch.compile`` calls them."""
+    with _quiet():
+        return inductor.compile_fx(gm, inputs, **options)
+
+
+def compile_fx_inner(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+    """Inductor, for one graph after AOTAutograd."""
+    with _quiet():
+        return inductor.compile_fx_inner(gm, inputs, **options)
 
 
 def inductor_modes() -> dict[str, dict[str, Any]]:
