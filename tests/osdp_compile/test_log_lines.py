@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -49,34 +50,35 @@ CASES = {
 }
 
 
-def started(code: str, torch_logs: str | None) -> subprocess.Popen[str]:
+def run(code: str, torch_logs: str | None) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("TORCH_LOGS", None)
     if torch_logs is not None:
         environment["TORCH_LOGS"] = torch_logs
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, "-c", code], env=environment, text=True, **pipes)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=500
+    )
 
 
-def seen(process: subprocess.Popen[str]) -> str:
-    printed, lines = process.communicate(timeout=300)
-    assert process.returncode == 0, lines
-    assert printed == ""
-    return lines
+def seen(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    return done.stderr
 
 
 @pytest.fixture(scope="module")
 def processes():
-    """Processes that log the same lines, all at once: each imports torch, which takes seconds."""
-    return {
-        name: started(START.format(configure=configure) + LINES, torch_logs)
-        for name, (torch_logs, configure, _) in CASES.items()
-    }
+    """Processes that log the same lines, two at a time: each imports torch, for seconds."""
+    with ThreadPoolExecutor(2) as pool:
+        yield {
+            name: pool.submit(run, START.format(configure=configure) + LINES, torch_logs)
+            for name, (torch_logs, configure, _) in CASES.items()
+        }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_torch_logs_chooses_the_lines_and_each_is_seen_once(processes, case):
-    lines = seen(processes[case])
+    lines = seen(processes[case].result())
     found = re.findall(r"^(\S+).*?(a warning|an event|a detail of a pass|a detail)$", lines, re.M)
     torch_logs, _, expected = CASES[case]
     assert [text for _, text in found] == expected, lines
@@ -95,16 +97,15 @@ leave_to_torch(["{name}"])
 @pytest.mark.parametrize("name", ["osdp", "osdp_compile"])
 def test_set_logs_takes_over_lines_that_were_shown_before(name):
     after = AFTER_THE_FIRST_LINE.format(name=name)
-    lines = seen(started(START.format(configure="") + LINES + after + LINES, None)).splitlines()
+    lines = seen(run(START.format(configure="") + LINES + after + LINES, None)).splitlines()
     assert lines[: len(EVENT)] == [f"[osdp] {text}" for text in EVENT]
     assert [line.split("] ")[1] for line in lines[len(EVENT) :]] == ALL
 
 
 def test_a_name_that_is_none_is_refused_by_torch():
     """What torch says of any name that it cannot find: the module osdp.py is there for that."""
-    process = started("import torch", "osdp_backend")
-    _, error = process.communicate(timeout=300)
-    assert process.returncode == 1 and "Invalid log settings: osdp_backend" in error
+    done = run("import torch", "osdp_backend")
+    assert done.returncode == 1 and "Invalid log settings: osdp_backend" in done.stderr
     assert (ROOT / "osdp.py").exists()
     assert 'py-modules = ["osdp"]' in (ROOT / "pyproject.toml").read_text()
 

@@ -65,7 +65,7 @@ def runs(tmp_path_factory):
     processes = [started(rank, folder) for rank, folder in enumerate(folders)]
     found = {}
     for rank, (process, folder) in enumerate(zip(processes, folders, strict=True)):
-        printed, lines = process.communicate(timeout=400)
+        printed, lines = process.communicate(timeout=500)
         assert process.returncode == 0, lines
         assert printed == ""
         found[rank] = lines, folder
