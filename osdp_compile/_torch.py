@@ -5,9 +5,12 @@ No other file in ``osdp_compile/`` imports from ``torch._*``.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType, FrameType
@@ -47,9 +50,12 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 
-# CompileContext, 2.11.0, 2.13.0: the frame that Dynamo compiles.
+# CompileContext, CompileId, 2.11.0, 2.13.0, 2.15.0: the frame that Dynamo compiles.
 # TracingContext, 2.13.0: the fake tensor mode of the graph being compiled.
-from torch._guards import CompileContext, TracingContext
+from torch._guards import CompileContext, CompileId, TracingContext
+
+# 2.11.0 to 2.15.0: Inductor's entry point, with a hook for the compiler of each partition.
+from torch._inductor import compile_fx as inductor
 
 # 2.11.0 to 2.15.0: Inductor's settings, and those of each mode of torch.compile.
 from torch._inductor import config as inductor_config
@@ -64,9 +70,6 @@ from torch._inductor.choices import InductorChoices
 # 2.13.0: compiles C++ as Inductor compiles its own, into Inductor's cache, and loads it.
 from torch._inductor.codecache import CppCodeCache
 
-# 2.11.0 to 2.15.0: Inductor's entry point, with a hook for the compiler of each partition.
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
 # 2.11.0 to 2.15.0: the hook for the partitioner.
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
@@ -78,6 +81,10 @@ from torch._inductor.virtualized import V
 
 # 2.11.0 to 2.15.0: a graph input that stands for an object, such as a DeviceMesh.
 from torch._library.fake_class_registry import FakeScriptObject
+
+# 2.11.0, 2.13.0, 2.15.0: an entry of TORCH_TRACE's log, which tlparse reads; the levels of
+# TORCH_LOGS, and that log.
+from torch._logging import _internal as torch_logs
 
 # 2.11.0 to 2.15.0: tensors with a shape and a device, without memory.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -102,12 +109,14 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from osdp_compile.live_objects import closed_over
+from osdp_compile.log_lines import is_rank_zero
 
 __all__ = [
     "COMPILED_CALLS",
     "CUSTOM_BACKWARDS",
     "MODULE_CALLS",
     "BaseSchedulerNode",
+    "CompileId",
     "FakeTensor",
     "FakeTensorMode",
     "InductorChoices",
@@ -120,6 +129,7 @@ __all__ = [
     "code_being_compiled",
     "compile_fx",
     "compile_fx_inner",
+    "compile_id",
     "compiled_library",
     "constant_floats",
     "copy_source",
@@ -135,6 +145,7 @@ __all__ = [
     "inductor_modes",
     "inductor_settings",
     "is_marked_by_fsdp",
+    "is_traced",
     "leave_mode",
     "raise_to_user",
     "real_meshes",
@@ -144,7 +155,9 @@ __all__ = [
     "restart_tracing",
     "restart_with_constants",
     "settings",
+    "shown_by_torch",
     "skip_code",
+    "trace_artifact",
     "tree_leaves",
     "tree_map_only",
     "whole_stand_in",
@@ -194,6 +207,32 @@ def inductor_settings() -> dict[str, Any]:
     """Inductor's settings, each with its present value."""
     found: dict[str, Any] = inductor_config.get_config_copy()
     return found
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide warnings of Inductor about its own code.
+
+    On rank 0 these are warnings that no user can act on. On the other ranks they are all of them:
+    rank 0 compiles the same graphs.
+    """
+    # 2.13.0: max_autotune on a CPU; 2.15.0 no longer warns.
+    message = "TypedStorage is deprecated" if is_rank_zero() else ""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message, module=r"torch\._inductor\b")
+        yield
+
+
+def compile_fx(gm: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
+    """AOTAutograd and Inductor, as ``torch.compile`` calls them."""
+    with _quiet():
+        return inductor.compile_fx(gm, inputs, **options)
+
+
+def compile_fx_inner(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+    """Inductor, for one graph after AOTAutograd."""
+    with _quiet():
+        return inductor.compile_fx_inner(gm, inputs, **options)
 
 
 def inductor_modes() -> dict[str, dict[str, Any]]:
@@ -372,6 +411,48 @@ def current_frame() -> int | None:
     """The id of the frame being compiled; the same for a recompilation; None outside Dynamo."""
     compiling = CompileContext.current_compile_id()
     return compiling.frame_id if compiling is not None else None
+
+
+def compile_id() -> CompileId | None:
+    """The compilation under way, as torch's logs name it; None outside Dynamo."""
+    return CompileContext.current_compile_id()
+
+
+def shown_by_torch(loggers: Sequence[str]) -> list[str]:
+    """Those of these loggers to which TORCH_LOGS or ``torch._logging.set_logs`` gave a level."""
+    return [name for name in loggers if name in torch_logs.log_state.log_qname_to_level]
+
+
+def is_traced() -> bool:
+    """Whether torch's structured log (TORCH_TRACE) is written.
+
+    Without TORCH_TRACE torch's own handler has no folder, and leaves at the first entry. pytest
+    adds the handlers of the root logger; they write no structured log.
+    """
+    return any(
+        not isinstance(handler, torch_logs.LazyTraceHandler) or handler.root_dir is not None
+        for handler in torch_logs.trace_log.handlers
+        if handler not in logging.root.handlers
+    )
+
+
+def trace_artifact(
+    name: str, encoding: str, payload: Callable[[], str], compiled: CompileId | None
+) -> None:
+    """Write an artifact to torch's structured log. tlparse shows it as a file of this name.
+
+    Args:
+        name: without an ending; tlparse adds a number and the ending.
+        encoding: ``"string"`` or ``"json"``.
+        payload: called only if the log is written.
+        compiled: the compilation that it belongs to, if Dynamo compiles no frame now.
+    """
+    torch_logs.trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": encoding},
+        payload_fn=payload,
+        compile_id=compiled,
+    )
 
 
 def recompile_reason() -> str | None:

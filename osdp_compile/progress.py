@@ -18,11 +18,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from osdp_compile.log_lines import ensure_visible, is_own_handler
+from osdp_compile.log_lines import ensure_visible, is_own_handler, is_rank_zero
 from passes.types.units import format_seconds
 
 log = logging.getLogger("osdp_compile")
@@ -167,5 +166,4 @@ def shortened(cause: str) -> str:
 def _is_shown() -> bool:
     """Whether this process shows progress: rank 0, if INFO is enabled."""
     ensure_visible(log)
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    return rank == 0 and log.isEnabledFor(logging.INFO)
+    return is_rank_zero() and log.isEnabledFor(logging.INFO)

@@ -23,7 +23,7 @@ from osdp_compile.engine.backend import compile_graph
 from osdp_compile.errors import OsdpError
 from osdp_compile.options import CheckedOptions
 from passes.graph.printer import graph_text
-from passes.pipeline import Pass, Stage
+from passes.pipeline import Pass, graph_name
 from passes.types.context import Context
 from passes.types.decision import Decision
 from passes.types.plan import Plan
@@ -90,8 +90,7 @@ def trace_graphs(
     texts: dict[str, str] = {}
 
     def observe(one: Pass, gm: fx.GraphModule, ctx: Context) -> None:
-        graph = "joint" if one.stage is Stage.JOINT else ctx.phase.value
-        texts[f"{graph}/{one.name}"] = graph_text(gm, ctx)
+        texts[f"{graph_name(one, ctx)}/{one.name}"] = graph_text(gm, ctx)
 
     def uncompiled(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         return make_boxed_func(gm.forward)

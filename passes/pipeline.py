@@ -96,6 +96,11 @@ def default_passes() -> list[Pass]:
     ]
 
 
+def graph_name(one: Pass, ctx: Context) -> str:
+    """A name for the graph that a pass gets: joint, forward, backward or inference."""
+    return "joint" if one.stage is Stage.JOINT else ctx.phase.value
+
+
 class PipelineError(ValueError):
     """This list of passes cannot run in this order."""
 

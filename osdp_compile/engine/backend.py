@@ -23,7 +23,7 @@ from osdp_compile.engine.first_call import first_call, first_call_of_sharded
 from osdp_compile.engine.lower import Compiler, lower, session_of
 from osdp_compile.engine.uncaught import raise_briefly
 from osdp_compile.errors import OsdpError
-from osdp_compile.log_lines import ensure_visible
+from osdp_compile.log_lines import NAMES, OF_ALL_RANKS, ensure_visible, leave_to_torch
 from osdp_compile.model.find_modules import plain_parameters
 from osdp_compile.model.mixed_precision import cast_while_traced, end_casting, is_cast
 from osdp_compile.model.wrapped import check_not_wrapped
@@ -82,6 +82,7 @@ def compile_graph(
     """
     if is_collecting():
         return collected(gm, inputs)
+    leave_to_torch(_torch.shown_by_torch(NAMES))
     _warn_of_newer_torch()
     alone = why_alone(options)
     if alone is not None and options.memory_limit_bytes is None and not _is_planned(inputs):
@@ -145,12 +146,11 @@ def why_alone(options: CheckedOptions) -> str | None:
 
 
 def _warn_of_newer_torch() -> None:
-    """Warn once, on rank 0, of a torch version that is newer than the tested ones."""
+    """Warn once of a torch version that is newer than the tested ones."""
     newer = newer_than_tested(torch.__version__)
-    other = dist.is_available() and dist.is_initialized() and dist.get_rank() != 0
-    if newer is not None and newer not in _said and not other:
+    if newer is not None and newer not in _said:
         _said.add(newer)
-        log.warning(newer)
+        log.warning(newer, extra=OF_ALL_RANKS)
 
 
 def say_once(message: str) -> None:

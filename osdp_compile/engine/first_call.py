@@ -25,6 +25,7 @@ from osdp_compile.engine.deferred_init import write_as_into_whole_ones
 from osdp_compile.engine.no_sync import begin_if_waiting, check_if_waiting
 from osdp_compile.engine.strip_markers import only_reads, unmarked
 from osdp_compile.errors import PlanMismatch
+from osdp_compile.log_lines import NAMES, OF_ALL_RANKS
 from osdp_compile.model.agreement import agree, fingerprint, from_rank_zero, on_every_rank
 from osdp_compile.model.find_modules import plain_parameters
 from osdp_compile.model.mixed_precision import end_casting
@@ -542,6 +543,7 @@ def _warn_of_whole(ctx: Context, options: CheckedOptions) -> None:
             "memory_limit=%s: build it on the meta device, and shard it with osdp_compile.shard",
             format_bytes(whole_bytes),
             format_limit(limit_bytes),
+            extra=OF_ALL_RANKS,
         )
 
 
@@ -566,7 +568,7 @@ def _log(session: Session) -> None:
     """Log the plan on rank 0."""
     if session.context.rank != 0:
         return
-    log_plan(session.plan, log)
+    log_plan(session.plan, log, in_one_line=bool(_torch.shown_by_torch(NAMES)))
     learned = session.context.hardware.in_force
     if learned.steps:
         log.info("planned with what %d earlier steps taught: %s", learned.steps, learned)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import osdp_compile.runtime.p2p  # noqa: F401  (the graphs call it)
 from osdp_compile import _torch, progress
 from osdp_compile.engine.agreeing import Sent, agreeing
 from osdp_compile.engine.double_backward import refusing_double_backward
+from osdp_compile.engine.graph_log import GraphLog
 from osdp_compile.engine.inductor_fusion import in_place
 from osdp_compile.errors import OsdpError
 from osdp_compile.model.find_modules import marked_name, placeholders, static_inputs
@@ -35,7 +37,7 @@ from passes.graph.step_module import graphs_of, step_module
 from passes.graph.verifier import check
 from passes.ops.markers import unshard_of, unshards
 from passes.ops.slicing import parameter_of
-from passes.pipeline import Observer, Pass, Stage, run
+from passes.pipeline import Observer, Pass, Stage, graph_name, run
 from passes.simulate.lent import returned_bytes
 from passes.simulate.simulator import simulate
 from passes.simulate.skeleton import skeleton_of
@@ -109,10 +111,9 @@ def lower(
     compiled, lowering = _lowered(gm, inputs, session, compile_inner, observe)
     if not lowering.step.parameters & session.plan.moved:
         return compiled
-    frame = lowering.step.frame
 
     def gathering(*given: Any) -> Any:
-        return _lowered(spare, given, session, compile_inner, observe, frame)[0]
+        return _lowered(spare, given, session, compile_inner, observe, lowering)[0]
 
     group = mesh.get_group()
     if backend_of(group, mesh.device_type) == "fake":
@@ -126,20 +127,21 @@ def _lowered(
     session: Session,
     compile_inner: Compiler | None,
     observe: Observer | None,
-    gathers_for: Hashable | None = None,
+    gathers_for: _Lowering | None = None,
 ) -> tuple[Any, _Lowering]:
     """A compiled graph and its lowering.
 
-    ``gathers_for``: the frame of a graph of which this one is the form that gathers all weights.
+    ``gathers_for``: the lowering of a graph of which this one is the form that gathers all weights.
     """
     context = session.context
     if gathers_for is not None:
         context = context.replace(moves_activations=False)
-    lowering = _Lowering(
-        gm, inputs, session, compile_inner or _torch.compile_fx_inner, observe, context
-    )
+    of_first_form = None if gathers_for is None else gathers_for.log
+    graph_log = GraphLog(session.plan, session.passes, of_first_form)
+    inner = compile_inner or _torch.compile_fx_inner
+    lowering = _Lowering(gm, inputs, session, inner, observe, context, graph_log)
     if gathers_for is not None:
-        lowering.step.frame = gathers_for
+        lowering.step.frame = gathers_for.step.frame
     shown: AbstractContextManager[None] = contextlib.nullcontext()
     if compile_inner is None:  # Inductor is slow
         shown = progress.compiling(_torch.recompile_reason(), first=not session.observed.graphs)
@@ -170,6 +172,7 @@ class _Lowering:
     It lives as long as the compiled graph. So it holds no real input.
 
     ``step``: the compiled graphs, filled in as they are lowered.
+    ``log``: log lines and artifacts.
     """
 
     def __init__(
@@ -180,13 +183,14 @@ class _Lowering:
         compile_inner: Compiler,
         observe: Observer | None,
         context: Context,
+        graph_log: GraphLog,
     ) -> None:
-        self._context = context
+        self._context, self.log = context, graph_log
         self._sent = Sent((), {})
         static = static_inputs(gm, inputs, _name_in_session)
         self._static, self._session, self._compile_inner = static, session, compile_inner
         self._parameters = frozenset(p.name for p in session.context.parameters)
-        self._watch = _observer(session, observe)
+        self._watch = _observer(session, observe, graph_log)
         own = tuple(sorted(name for name in static.values() if name in self._parameters))
         self.step = CompiledStep((_torch.current_frame(), own))
         self._symbols = symbols_of(inputs)
@@ -202,13 +206,13 @@ class _Lowering:
         """Partition a joint graph into forward and backward, and run the passes before lowering."""
         session, step = self._session, self.step
         _mark(joint, self._static, self._parameters, Phase.FORWARD)
-        joint = run(session.passes, Stage.JOINT, joint, self._context, self._watch)
+        joint = run(self.log.passes, Stage.JOINT, joint, self._context, self._watch)
         forward, backward = partitioned(joint, joint_inputs, **kwargs)
         _mark_kept(forward, backward)
         step.parameters = frozenset(unshard_of(node).name for node in unshards(forward.graph))
         _warn_of_rows_at_once(forward, step.parameters, session)
         both = step_module(forward, backward)
-        both = run(session.passes, Stage.STEP, both, self._context, self._watch)
+        both = run(self.log.passes, Stage.STEP, both, self._context, self._watch)
         _warn_of_not_recomputed(forward, NOT_RECOMPUTED.get(both, []), session)
         forward, backward = graphs_of(both)
         self._sends([forward, backward], NOT_MOVED.get(both, {}))
@@ -229,13 +233,13 @@ class _Lowering:
         held_bytes = others_bytes + (step.returned_bytes if phase is Phase.BACKWARD else 0)
         ctx = ctx.replace(base_bytes=ctx.base_bytes + held_bytes)
         if phase is Phase.INFERENCE:
-            graph = run(session.passes, Stage.JOINT, graph, ctx, self._watch)
+            graph = run(self.log.passes, Stage.JOINT, graph, ctx, self._watch)
             read = frozenset(unshard_of(node).name for node in unshards(graph.graph))
-        graph = run(session.passes, Stage.PARTS, graph, ctx, self._watch)
+        graph = run(self.log.passes, Stage.PARTS, graph, ctx, self._watch)
         if phase is Phase.INFERENCE:
             step.parameters = read
             self._sends([graph], NOT_MOVED.get(graph, {}))
-        _look_at(graph, ctx, session, step, others_bytes, self._difference)
+        _look_at(graph, ctx, session, step, others_bytes, self._difference, self.log)
         if self._symbols and phase in step.timelines:
             alive = {one.name for one in step.timelines[phase].peak_buffers}
             growing = GrowingPeak(graph.graph, alive, self._growing, self._symbols)
@@ -346,6 +350,7 @@ def _look_at(
     step: CompiledStep,
     others_bytes: int,
     difference: str,
+    graph_log: GraphLog,
 ) -> None:
     """Simulate a lowered graph in its final order; keep its timeline, compare it with the limit.
 
@@ -359,16 +364,21 @@ def _look_at(
         own_bytes = ctx.accumulated_bytes // 2
         ctx = ctx.replace(base_bytes=ctx.base_bytes - own_bytes)
         base["accumulated"] = own_bytes
-    if ctx.phase is Phase.INFERENCE:
-        peak_bytes = ctx.base_bytes + simulate(gm.graph).peak_bytes
-        _warn_above_limit(session, step, ctx.phase, peak_bytes, difference)
-        return
     if ctx.phase is Phase.BACKWARD:
         base["returned"] = step.returned_bytes
     simulation = simulate(gm.graph)
+    described = functools.partial(
+        timeline_of, gm.graph, simulation, phase=ctx.phase.value, base=base
+    )
+    if ctx.phase is Phase.INFERENCE:
+        graph_log.schedule(ctx.phase.value, described)
+        peak_bytes = ctx.base_bytes + simulation.peak_bytes
+        _warn_above_limit(session, step, ctx.phase, peak_bytes, difference)
+        return
     if ctx.phase is Phase.FORWARD:
         step.kept_bytes = simulation.memory.kept_bytes
-    timeline = timeline_of(gm.graph, simulation, phase=ctx.phase.value, base=base)
+    timeline = described()
+    graph_log.schedule(ctx.phase.value, lambda: timeline)
     step.skeletons[ctx.phase] = skeleton_of(gm.graph)
     session.observed.compiled(step, ctx.phase, timeline)
     session.watch.runs(timeline.peak_bytes - timeline.base_bytes + others_bytes)
@@ -415,7 +425,7 @@ def _mark(
     mark_inputs(gm, names, parameters, phase)
 
 
-def _observer(session: Session, observe: Observer | None) -> Observer:
+def _observer(session: Session, observe: Observer | None, graph_log: GraphLog) -> Observer:
     debug = session.options.debug
     folder = debug if isinstance(debug, Path) else None
     counts: dict[str, int] = {}
@@ -425,6 +435,7 @@ def _observer(session: Session, observe: Observer | None) -> Observer:
             check(gm, one.name)
         if folder is not None and ctx.rank == 0:
             write(folder, one, gm, ctx, counts)
+        graph_log.after(one, gm, ctx)
         if observe is not None:
             observe(one, gm, ctx)
 
@@ -438,5 +449,5 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     number = counts.setdefault("files", 0)
     counts["files"] += 1
-    phase = "joint" if one.stage is Stage.JOINT else ctx.phase.value
-    (folder / f"{number:02d}-{phase}-{one.name}.txt").write_text(graph_text(gm, ctx))
+    name = f"{number:02d}-{graph_name(one, ctx)}-{one.name}.txt"
+    (folder / name).write_text(graph_text(gm, ctx))

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from osdp_compile import _torch
+from osdp_compile.log_lines import OF_ALL_RANKS
 from osdp_compile.model.shard_in_place import ModelParameter, model_parameters
 from osdp_compile.planning.capture import NeedsNoGradients
 from osdp_compile.planning.fake_model import fake_models
@@ -72,7 +73,8 @@ def captured_frames(
     if runs:
         log.warning(
             "the step could not be traced to its end before it was planned: parameters that only "
-            "later graphs read are replicated, and their activations are not in the prediction"
+            "later graphs read are replicated, and their activations are not in the prediction",
+            extra=OF_ALL_RANKS,
         )
     return _joined(runs, ctx)
 

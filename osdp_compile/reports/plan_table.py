@@ -24,11 +24,7 @@ def plan_table(plan: Plan) -> Table:
     Parameters that differ only in a layer's number share one row: ``blocks.{0..11}.up.weight``.
     The row's bytes are their sum, its seconds their range.
     """
-    limit = plan.memory_limit_bytes
-    title = f"osdp plan for {format_ranks(plan.world_size)}, " + (
-        f"limit {format_limit(limit)}" if limit is not None else "no memory limit"
-    )
-    table = Table(title=title, title_justify="left", header_style="bold")
+    table = Table(title=_title(plan), title_justify="left", header_style="bold")
     table.add_column("parameter", overflow="fold")
     table.add_column("shape")
     table.add_column("decision")
@@ -45,6 +41,13 @@ def plan_table(plan: Plan) -> Table:
             Text(ranged([row.reason for row in rows])),
         )
     return table
+
+
+def _title(plan: Plan) -> str:
+    limit = plan.memory_limit_bytes
+    return f"osdp plan for {format_ranks(plan.world_size)}, " + (
+        f"limit {format_limit(limit)}" if limit is not None else "no memory limit"
+    )
 
 
 def shape_text(row: ParameterPlan) -> str:
@@ -120,13 +123,34 @@ def plain_text(*parts: RenderableType, width: int | None = None) -> str:
     return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
 
 
-def log_plan(plan: Plan, log: logging.Logger) -> None:
+def plan_line(plan: Plan) -> str:
+    """The plan in one line: how many parameters are sharded, and the prediction."""
+    sharded = sum(row.decision.sharded for row in plan.parameters)
+    line = f"{_title(plan)}: {sharded} of {len(plan.parameters)} parameters sharded"
+    said = plan.prediction
+    if said is None:
+        return line
+    return (
+        f"{line}, predicted step {format_seconds(said.step_seconds)}, exposed communication "
+        f"{format_seconds(said.exposed_seconds)}, peak {format_bytes(said.peak_bytes)}"
+    )
+
+
+def log_plan(plan: Plan, log: logging.Logger, in_one_line: bool = False) -> None:
     """Log the plan once, at INFO.
 
     If the program has not configured logging, the logger gets a handler for standard error.
+
+    Args:
+        in_one_line: one line at INFO, and the table at DEBUG.
     """
     ensure_visible(log)
-    log.info("%s", plan_text(plan))
+    if not in_one_line:
+        log.info("%s", plan_text(plan))
+        return
+    log.info("%s", plan_line(plan))
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("%s", plan_text(plan))
 
 
 def shortened(label: str, shown: int = 2) -> str:

@@ -479,9 +479,13 @@ class Plan:
         except ValueError as error:
             raise ValueError(f"the plan is damaged: {error}; make a new one") from error
 
+    def to_json(self) -> str:
+        """The text of a saved plan."""
+        return json.dumps(self.to_dict(), indent=1) + "\n"
+
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        Path(path).write_text(self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

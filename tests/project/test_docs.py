@@ -93,7 +93,7 @@ def test_files_that_the_pages_name_are_there():
         path.name
         for folder in ("passes", "osdp_compile", "tests", "examples", "tools")
         for path in (ROOT / folder).rglob("*.py")
-    }
+    } | {path.name for path in ROOT.glob("*.py")}
     bare = set(re.findall(r"`(\w+\.py)`", text))
     assert len(bare) > 10
     assert not bare - code

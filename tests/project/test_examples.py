@@ -69,6 +69,7 @@ def test_training_a_gpt(tmp_path, inductor_cache, ranks):
     limit = ["--memory-limit", "8MiB", "--save-plan", "plan.json"] if ranks > 1 else []
     printed = torchrun(tmp_path, inductor_cache, ranks, "train_gpt.py", *small, *limit)
     assert "held-out loss" in printed and "measured" in printed
+    assert "Warning" not in printed and "[rank1]" not in printed
     assert ("a sample" in printed) == (ranks > 1)
     assert ("predicted" in printed) == (ranks > 1)
     assert (tmp_path / "plan.json").exists() == (ranks > 1)

@@ -12,7 +12,13 @@ import sys
 import pytest
 from rich.console import Console
 
-from osdp_compile.reports.plan_table import log_plan, plan_table, plan_text, prediction_lines
+from osdp_compile.reports.plan_table import (
+    log_plan,
+    plan_line,
+    plan_table,
+    plan_text,
+    prediction_lines,
+)
 from passes.types.decision import Decision
 from passes.types.plan import Collective, ParameterPlan, Plan, Prediction
 
@@ -174,6 +180,27 @@ def test_the_plan_is_one_record_at_info(caplog):
     (record,) = caplog.records
     assert record.levelno == logging.INFO
     assert record.getMessage() == plan_text(plan(row("w")))
+
+
+def test_the_plan_in_one_line_and_its_table_at_debug(caplog):
+    log = logging.getLogger("osdp_compile.test_report")
+    said = Prediction(0.002, 0.001, 0.001, 3 * MIB, {"parameters": 3 * MIB})
+    one = plan(row("up"), row("bias", WHOLE), memory_limit_bytes=4 * MIB, prediction=said)
+    line = (
+        "osdp plan for 2 ranks, limit 4 MiB: 1 of 2 parameters sharded, predicted step 2.0 ms, "
+        "exposed communication 1.0 ms, peak 3.00 MiB"
+    )
+    for level, seen in (
+        (logging.INFO, [("INFO", line)]),
+        (logging.DEBUG, [("INFO", line), ("DEBUG", plan_text(one))]),
+    ):
+        caplog.clear()
+        with caplog.at_level(level, logger=log.name):
+            log_plan(one, log, in_one_line=True)
+        assert [(record.levelname, record.getMessage()) for record in caplog.records] == seen
+    assert plan_line(plan(row("w"))) == (
+        "osdp plan for 2 ranks, no memory limit: 1 of 1 parameters sharded"
+    )
 
 
 LOGS_A_PLAN = """
