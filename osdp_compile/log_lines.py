@@ -1,7 +1,8 @@
 """The package's log: its loggers, the ranks that show lines, and a handler if there is none.
 
 Lines go to the logger ``osdp_compile``, and lines of ``passes/`` to ``passes``. Both propagate to
-the logger ``osdp``. ``TORCH_LOGS="+osdp"`` gives that one its level and its handler (``log_name/osdp``).
+the logger ``osdp``. ``TORCH_LOGS="+osdp"`` gives that one its level and its handler
+(``log_name/osdp``).
 """
 
 from __future__ import annotations
