@@ -18,8 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from gpt import GPT, GPTConfig
-from resume import load, save
+from resume import build, load, save
 
 ROWS = 24  # of one step, on all ranks together: 1, 2, 3, 4, 6 or 8 ranks have equal shares
 
@@ -53,12 +52,7 @@ def main() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if ROWS % ranks:
         raise SystemExit(f"{ROWS} rows cannot be shared equally by {ranks} ranks")
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab=64, layers=2, width=64, context=32))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    options = {"memory_limit": args.memory_limit}
-    compiled = torch.compile(model, backend="osdp", options=options)
-
+    model, optimizer, compiled = build(args.memory_limit)
     begun = load(model, optimizer, args.folder)
     for step in range(begun, args.steps):
         loss = compiled(*batch(step))

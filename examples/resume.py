@@ -68,15 +68,19 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def main() -> None:
-    args = arguments()
-    dist.init_process_group("gloo")
+def build(memory_limit: str | None):
+    """The model, its optimizer, and what runs it."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab=64, layers=2, width=64, context=32))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    options = {"memory_limit": args.memory_limit}
-    compiled = torch.compile(model, backend="osdp", options=options)
+    options = {"memory_limit": memory_limit}
+    return model, optimizer, torch.compile(model, backend="osdp", options=options)
 
+
+def main() -> None:
+    args = arguments()
+    dist.init_process_group("gloo")
+    model, optimizer, compiled = build(args.memory_limit)
     begun = load(model, optimizer, args.folder)
     for step in range(begun, args.steps):
         loss = compiled(*batch(step))
