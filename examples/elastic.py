@@ -55,7 +55,8 @@ def main() -> None:
     model, optimizer, compiled = build(args.memory_limit)
     begun = load(model, optimizer, args.folder)
     for step in range(begun, args.steps):
-        loss = compiled(*batch(step))
+        tokens, targets = batch(step)
+        loss = compiled(tokens, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
