@@ -20,6 +20,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -48,6 +49,13 @@ _ENVIRONMENT = {
     "OSDP_CACHE_DIR": "",  # no cached profiles: measure in every run
     "OSDP_DEBUG": "1",  # every graph is checked after every pass
 }
+
+
+def free_port() -> int:
+    """A port of this machine on which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 class RankFailed(AssertionError):

@@ -163,7 +163,7 @@ def _signs_of_life(group: dist.ProcessGroup) -> Iterator[None]:
 def _from_zero(value: Any, group: dist.ProcessGroup) -> Any:
     """Rank 0's value, on every rank. Others wait through its signs of life."""
     value = _send(value, group)
-    while dist.get_rank(group) != 0 and value == _WORKING:
+    while value == _WORKING:
         value = _send(value, group)
     return value
 

@@ -16,7 +16,7 @@ import torch
 from osdp_compile.planning.offline import OfflineStep
 from osdp_compile.planning.traced_step import predicted
 from osdp_compile.reports.alike_layers import expanded, grouped_names, joined
-from osdp_compile.reports.plan_table import decided, shortened
+from osdp_compile.reports.plan_table import decided, shape_text, shortened
 from osdp_compile.torch_versions import release
 from passes.simulate.timeline import Buffer
 from passes.types.context import Parameter
@@ -134,7 +134,7 @@ def parameter_figures(
     """By name; without a plan they have no decisions."""
     return {
         one.name: ParameterFigures(
-            f"{'x'.join(map(str, one.shape)) or 'scalar'} {one.dtype}",
+            f"{shape_text(one.shape)} {one.dtype}",
             one.full_bytes,
             "" if plan is None else decided(plan[one.name]),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import shutil
+from collections.abc import Sequence
 
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -35,7 +36,7 @@ def plan_table(plan: Plan) -> Table:
         saved = sum(row.saved_bytes for row in rows)
         table.add_row(
             Text(joined([row.name for row in rows])),  # Text: rich parses brackets in a str
-            shape_text(first),
+            shape_text(first.shape),
             decided(first),
             format_bytes(saved) if saved else "",
             Text(ranged([row.reason for row in rows])),
@@ -50,9 +51,9 @@ def _title(plan: Plan) -> str:
     )
 
 
-def shape_text(row: ParameterPlan) -> str:
+def shape_text(shape: Sequence[int]) -> str:
     """The sizes of a parameter."""
-    return "x".join(map(str, row.shape)) or "scalar"
+    return "x".join(map(str, shape)) or "scalar"
 
 
 def decided(row: ParameterPlan) -> str:

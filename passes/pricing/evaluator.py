@@ -143,7 +143,7 @@ class PlanEvaluator:
         return self.seen[key]
 
     def _price(self, key: Candidate) -> Evaluated:
-        self._last = None
+        self._last = None  # first, or its graphs outlive the collection
         if not gc.isenabled():
             gc.collect(0)  # the graphs of the last evaluation
         self._priced += 1

@@ -107,17 +107,17 @@ def train_dynamic(rank, world_size, make, differ):
     """Distance from one process; the number of compiled graphs that move activations; warnings."""
     torch.manual_seed(0)
     model = make().double()
+    by_words = make in (Words, Language)
 
     def some(step, micro, number):
         generator = torch.Generator().manual_seed(1000 * step + number)
         rows = 4 + 2 * step + (2 * number if differ and step >= 3 else 0)
-        if make in (Words, Language):
+        if by_words:
             return torch.randint(0, 64, (rows, 5), generator=generator)
         return torch.randn(rows, 8, generator=generator, dtype=torch.float64)
 
     recipe = Recipe(step=mean_square, optimizer=adamw, steps=6, batch=some)
     reference = Reference(copy.deepcopy(model), recipe, world_size)
-    by_words = make in (Words, Language)
     dims = {"words.weight": 0} if by_words else GATED if make is Gated else MLP
     plan = Plan.uniform(model.named_parameters(), "shard_regather", world_size=world_size)
     options = {"hardware": SLOW, "plan": plan.tensor_parallel(dims), "debug": True}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,10 +32,7 @@ dist.destroy_process_group()
 
 def printed_by_ranks(cache: Path, **variables: str) -> list[str]:
     """What each of two ranks prints: standard output, then standard error."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     given |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "500"}
     given |= {"TORCHINDUCTOR_CACHE_DIR": str(cache), **variables}
     processes = [

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.project.test_examples import EXAMPLES, environment, losses, torchrun
+from tests.ranks import free_port
 
 STEPS = 600
 #: A lost host is noticed after three seconds, and hosts that come are waited for one second.
@@ -84,9 +85,7 @@ def test_a_host_that_disappears_and_comes_back(tmp_path: Path, inductor_cache: P
     whole = losses(torchrun(tmp_path, inductor_cache, 2, "elastic.py", *asked))
     assert sorted(whole) == [*range(1, STEPS + 1)]
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     first = Host("first", port, tmp_path, inductor_cache, STEPS)
     hosts = [first]
     try:

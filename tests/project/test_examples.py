@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.chosen import more
+from tests.ranks import free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -81,10 +81,7 @@ class Ranks:
     """Two ranks of an example that may be killed; what rank 0 prints is ``printed``."""
 
     def __init__(self, folder: Path, cache: Path, script: str, *arguments: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
         self._ranks = [
             subprocess.Popen(
                 [sys.executable, str(EXAMPLES / script), *arguments],

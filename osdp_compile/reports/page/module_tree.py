@@ -37,7 +37,7 @@ def plan_rows(plan: Plan) -> tuple[Row, ...]:
         Row(
             name=joined([row.name for row in rows]),
             parameters=len(rows),
-            shape=shape_text(rows[0]),
+            shape=shape_text(rows[0].shape),
             decision=decided(rows[0]),
             key=_key(rows[0]),
             size_bytes=sum(map(_bytes, rows)),
@@ -91,7 +91,7 @@ def _times(module: Module, copies: int, name: str) -> Module:
 
 def _parameter(name: str, row: ParameterPlan) -> Module:
     sizes = {_key(row): _bytes(row)}
-    return Module(name, 1, math.prod(row.shape), sizes, shape_text(row), decided(row))
+    return Module(name, 1, math.prod(row.shape), sizes, shape_text(row.shape), decided(row))
 
 
 def _module(name: str, children: Sequence[Module]) -> Module:
