@@ -6,6 +6,7 @@
     sudo python -m benchmarks.compare --setting layer      # one wide MLP, few tokens
     sudo python -m benchmarks.compare --setting llama      # Hugging Face's; or conv
     sudo python -m benchmarks.compare --limits 8 --only    # osdp over a range of memory limits
+    python -m benchmarks.compare --local 8                 # on 8 GPUs of this machine, with NCCL
 
 Each way trains in fresh processes, one rank and one thread a host. First every way's peak
 is measured, then every way's steps are timed, round after round (``--repeats``), so that what
@@ -33,8 +34,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.hosts import Hosts, HostsError
+from benchmarks.gpu.share import NCCL
+from benchmarks.hosts import Hosts
 from benchmarks.launch import measure_on
+from benchmarks.processes import Processes, RanksError
 from benchmarks.train import Work
 from osdp_compile.calibration.calibrate import matmul_rate
 from passes.types.hardware import wire_bytes
@@ -146,7 +149,7 @@ class Row:
 
 
 def run(
-    hosts: Hosts, work: Work, names: list[str], limits: int, repeats: int, console: Console
+    hosts: Processes, work: Work, names: list[str], limits: int, repeats: int, console: Console
 ) -> list[Row]:
     """Measure every way. A way that fails is told, and the others go on."""
     rows = {name: Row(name, ROWS[name], OPTIONS.get(name, {})) for name in names}
@@ -158,7 +161,7 @@ def run(
             name = f"osdp, limit {format_bytes(limit)}"
             rows[name] = Row(name, "osdp", {"memory_limit": limit})
         told_rates = [rows[name] for name in (OVERLAP, KEEP_OVERLAP) if name in rows]
-        if told_rates:
+        if told_rates and isinstance(hosts, Hosts):
             # Measured here, so that every rank is told the same.
             rates = {
                 "bytes_per_second": hosts.bytes_per_second,
@@ -175,7 +178,7 @@ def run(
                     row.options = {**row.options, "memory_limit": rows["FSDP2"].peak_bytes}
                 try:
                     got = measure_on(hosts, work, row.way, phase, row.options, cache, profiles)
-                except HostsError as error:
+                except RanksError as error:
                     row.failed = str(error)
                     console.print(row.failed, style="red", markup=False, soft_wrap=True)
                     continue
@@ -183,7 +186,16 @@ def run(
     return list(rows.values())
 
 
-def _swept(hosts: Hosts, work: Work, count: int, cache: Path, profiles: Path | None) -> list[int]:
+def _ranks(local: int | None, hosts: int, rate: str, device: str) -> Processes:
+    """Hosts, or so many ranks of this machine."""
+    if local is None:
+        return Hosts(hosts, rate)
+    return Processes(local, NCCL if device == "cuda" else "gloo")
+
+
+def _swept(
+    hosts: Processes, work: Work, count: int, cache: Path, profiles: Path | None
+) -> list[int]:
     """Limits from the least that is feasible to what is used without one, evenly spaced."""
 
     def bytes_of(**options: Any) -> int:
@@ -361,7 +373,12 @@ def main() -> None:
     parser.add_argument("--setting", choices=list(SETTINGS), default="gpt")
     parser.add_argument("--hosts", type=int, help="in place of the setting's")
     parser.add_argument("--rate", help="what each host may send, in place of the setting's")
-    sizes = [field for field in dataclasses.fields(Work) if field.name != "task"]
+    parser.add_argument(
+        "--local",
+        type=int,
+        help="so many ranks of this machine, in place of hosts: on GPUs with NCCL if there are any",
+    )
+    sizes = [field for field in dataclasses.fields(Work) if field.type == "int"]
     for field in sizes:
         flag = "--" + field.name.replace("_", "-")
         parser.add_argument(flag, type=int, dest=field.name, help="in place of the setting's")
@@ -371,6 +388,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("compare.json"))
     given = parser.parse_args()
     names = list(ROWS) if given.only is None else given.only
+    if given.local:  # they are told the rates of hosts
+        names = [name for name in names if name not in (OVERLAP, KEEP_OVERLAP)]
     if {LIMITED, MOVES_LIMITED} & set(names) and "FSDP2" not in names:
         parser.error("a limit of FSDP2's peak needs 'FSDP2' too")
     if not names and not given.limits:
@@ -380,21 +399,27 @@ def main() -> None:
     if chosen.work.task and {"layers", "width", "batch", "context"} & set(changed):
         parser.error(f"--setting {given.setting} has sizes of its own")
     work = dataclasses.replace(chosen.work, **changed)
+    if given.local and torch.cuda.is_available():
+        work = dataclasses.replace(work, device="cuda")
     count, rate = given.hosts or chosen.hosts, given.rate or chosen.rate
-    as_set = not changed and (count, rate) == (chosen.hosts, chosen.rate)
+    as_set = not changed and not given.local and (count, rate) == (chosen.hosts, chosen.rate)
     console = Console()
     if not console.is_terminal:
         console = Console(width=180)
     try:
-        with Hosts(count, rate) as hosts:
+        with _ranks(given.local, count, rate, work.device) as hosts:
             rows = run(hosts, work, names, given.limits, given.repeats, console)
-            bound = bound_seconds(rows, wire_seconds(work, count, hosts.bytes_per_second))
-    except HostsError as error:
+    except RanksError as error:
         sys.exit(str(error))
+    bound = None
+    place = f"{given.local} ranks of this machine ({hosts.backend})"
+    if isinstance(hosts, Hosts):
+        bound = bound_seconds(rows, wire_seconds(work, count, hosts.bytes_per_second))
+        place = f"{count} hosts at {rate}"
     parameters = sum(p.numel() for p in work.model().parameters())
     title = (
         f"{work.task or f'GPT, batch {work.batch} x {work.context} a rank'}, "
-        f"{parameters / 1e6:.1f} M parameters, {count} hosts at {rate}, torch {torch.__version__}"
+        f"{parameters / 1e6:.1f} M parameters, {place}, torch {torch.__version__}"
     )
     if bound is not None:
         title += f", bound {bound:.2f} s"

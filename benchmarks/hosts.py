@@ -25,10 +25,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
+
+from benchmarks.processes import Processes, RanksError
 
 _PREFIX = "osdp-hosts"
 _DEVICE = "eth0"
@@ -37,11 +38,11 @@ _ADDRESS = "10.77.0.{}"
 _BURST = "256kb"
 
 
-class HostsError(RuntimeError):
-    """The hosts cannot be made, or a rank on them failed."""
+class HostsError(RanksError):
+    """The hosts cannot be made."""
 
 
-class Hosts:
+class Hosts(Processes):
     """``count`` hosts. ``rate``: as ``tc`` writes it, ``400mbit`` or ``1gbit``.
 
     ``ranks_per_host``: they share what their host may send, and reach each other without a limit.
@@ -51,12 +52,12 @@ class Hosts:
     """
 
     def __init__(self, count: int, rate: str, ranks_per_host: int = 1) -> None:
+        super().__init__(count * ranks_per_host)
         self.count = count
         self.ranks_per_host = ranks_per_host
         self.rate = rate
         self._prefix = f"{_PREFIX}-{os.getpid()}"
         self._port = 29500
-        self._ranks: list[subprocess.Popen[bytes]] = []
         self._old_handler: object = None
 
     @property
@@ -83,17 +84,9 @@ class Hosts:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
         """End the ranks and remove the hosts. May be called twice."""
-        self._end_ranks()
+        super().close()
         for name in _namespaces():
             if name.startswith(f"{self._prefix}-"):
                 subprocess.run(["ip", "netns", "del", name], check=False)
@@ -101,26 +94,26 @@ class Hosts:
             signal.signal(signal.SIGTERM, self._old_handler)  # type: ignore[arg-type]
             self._old_handler = None
 
-    def run(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str] | None = None,
-        timeout_seconds: float = 900.0,
-    ) -> None:
-        """Run a command as every rank on every host, with torch.distributed's variables set.
+    def port(self) -> int:
+        """The next port: one just closed may not be bound again at once."""
+        self._port += 1
+        return self._port
 
-        Raises:
-            HostsError: if a rank fails or the time is over, with the end of what it wrote.
-        """
-        self._port += 1  # one just closed may not be bound again at once
-        with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder:
-            logs = [Path(folder) / f"rank{rank}" for rank in range(self.ranks)]
-            try:
-                for rank, log in enumerate(logs):
-                    self._ranks.append(self._start(rank, command, environment or {}, log))
-                self._wait(logs, timeout_seconds)
-            finally:
-                self._end_ranks()
+    def command_prefix(self, rank: int) -> Sequence[str]:
+        """The command that runs another one on a rank's host."""
+        return ["ip", "netns", "exec", self._host(rank // self.ranks_per_host)]
+
+    def variables(self, rank: int, port: int) -> dict[str, str]:
+        """The environment variables by which a rank finds the others."""
+        return {
+            **super().variables(rank, port),
+            "LOCAL_RANK": str(rank % self.ranks_per_host),
+            "LOCAL_WORLD_SIZE": str(self.ranks_per_host),
+            "MASTER_ADDR": _ADDRESS.format(1),
+            # gloo would otherwise look for the interface of the machine's own name.
+            "GLOO_SOCKET_IFNAME": _DEVICE,
+            "TP_SOCKET_IFNAME": _DEVICE,
+        }
 
     def _build(self) -> None:
         switch = f"{self._prefix}-switch"
@@ -138,67 +131,8 @@ class Hosts:
             limit = f"tbf rate {self.rate} burst {_BURST} latency 100ms"
             _command(f"tc -n {host} qdisc add dev {_DEVICE} root {limit}")
 
-    @property
-    def ranks(self) -> int:
-        """Of all hosts together."""
-        return self.count * self.ranks_per_host
-
     def _host(self, number: int) -> str:
         return f"{self._prefix}-{number}"
-
-    def _start(
-        self, rank: int, command: Sequence[str], environment: Mapping[str, str], log: Path
-    ) -> subprocess.Popen[bytes]:
-        variables = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            **environment,
-            "RANK": str(rank),
-            "WORLD_SIZE": str(self.ranks),
-            "LOCAL_RANK": str(rank % self.ranks_per_host),
-            "LOCAL_WORLD_SIZE": str(self.ranks_per_host),
-            "MASTER_ADDR": _ADDRESS.format(1),
-            "MASTER_PORT": str(self._port),
-            # gloo would otherwise look for the interface of the machine's own name.
-            "GLOO_SOCKET_IFNAME": _DEVICE,
-            "TP_SOCKET_IFNAME": _DEVICE,
-        }
-        with log.open("wb") as output:
-            return subprocess.Popen(
-                ["ip", "netns", "exec", self._host(rank // self.ranks_per_host), *command],
-                env=variables,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that a rank's own children end with it
-            )
-
-    def _wait(self, logs: Sequence[Path], timeout_seconds: float) -> None:
-        deadline = time.monotonic() + timeout_seconds
-        while True:
-            codes = [rank.poll() for rank in self._ranks]
-            failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
-            if failed:
-                time.sleep(2)  # the others' last words
-                raise HostsError("\n".join(_last_words(rank, logs[rank]) for rank in failed))
-            if all(code == 0 for code in codes):
-                return
-            if time.monotonic() > deadline:
-                late = [rank for rank, code in enumerate(codes) if code is None]
-                words = "\n".join(_last_words(rank, logs[rank]) for rank in late)
-                raise HostsError(f"not done after {timeout_seconds:.0f} s\n{words}")
-            time.sleep(0.1)
-
-    def _end_ranks(self) -> None:
-        for rank in self._ranks:
-            if rank.poll() is None:
-                os.killpg(rank.pid, signal.SIGKILL)
-            rank.wait()
-        self._ranks.clear()
-
-
-def _last_words(rank: int, log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()
-    return "\n".join([f"--- rank {rank} failed:", *lines[-30:]])
 
 
 def _check_prerequisites() -> None:

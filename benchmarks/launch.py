@@ -11,14 +11,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hosts import Hosts
+from benchmarks.processes import Processes
 from benchmarks.train import Work
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def measure_on(
-    hosts: Hosts,
+    hosts: Processes,
     work: Work,
     way: str,
     phase: str,
@@ -26,18 +26,19 @@ def measure_on(
     cache: Path | None = None,
     profiles: Path | None = None,
 ) -> dict[str, Any]:
-    """Run ``benchmarks.train`` in fresh processes, one on each host.
+    """Run ``benchmarks.train`` in fresh processes, one for each rank.
 
     ``options``: of the osdp backend. ``cache``: of compiled code (None: a new one, cold).
     ``profiles``: as in :func:`environment`.
 
     Raises:
-        HostsError: if a rank fails.
+        RanksError: if a rank fails.
     """
     with tempfile.TemporaryDirectory(prefix="osdp-bench") as folder:
         out = Path(folder) / "result.json"
         command = [
             *(sys.executable, "-m", "benchmarks.train"),
+            *("--backend", hosts.backend),
             *("--way", way, "--phase", phase, "--out", str(out)),
             *("--work", json.dumps(dataclasses.asdict(work))),
             *("--options", json.dumps(options or {})),

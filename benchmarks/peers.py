@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -60,16 +60,20 @@ def fsdp2_compiled(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     return fsdp2(model, options)
 
 
+def _mesh(model: nn.Module) -> DeviceMesh:
+    """All ranks, on the device of the model."""
+    device = next(model.parameters()).device
+    return init_device_mesh(device.type, (dist.get_world_size(),))
+
+
 def simple_fsdp_compiled(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     """SimpleFSDP, the whole model compiled with Inductor."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return simple_fsdp.compiled(model, mesh)
+    return simple_fsdp.compiled(model, _mesh(model))
 
 
 def simple_fsdp_overlap(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     """SimpleFSDP with Inductor's overlap scheduling; ``options``: the rates it is told."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return simple_fsdp.compiled_with_overlap(model, mesh, **options)
+    return simple_fsdp.compiled_with_overlap(model, _mesh(model), **options)
 
 
 def simple_fsdp_keep_overlap(model: nn.Module, options: dict[str, Any]) -> nn.Module:

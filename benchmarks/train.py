@@ -30,9 +30,11 @@ import torch.distributed as dist
 from torch import nn
 
 import osdp_compile
+from benchmarks.gpu.share import use_gpu
 from benchmarks.peers import WAYS
 from benchmarks.tasks import ALL_TASKS, words
 from examples.gpt import GPT, GPTConfig
+from osdp_compile.calibration.collective_times import synchronize
 
 MEMORY_STEPS = 3
 PHASES = ("time", "memory", "first", "start", "least")
@@ -42,7 +44,7 @@ PHASES = ("time", "memory", "first", "start", "least")
 class Work:
     """What is trained: a GPT of this size, or one of ``benchmarks.tasks`` by its name.
 
-    ``batch``: sequences of ``context`` tokens a rank and step.
+    ``batch``: sequences of ``context`` tokens a rank and step. ``device``: ``cpu`` or ``cuda``.
     """
 
     task: str = ""
@@ -52,13 +54,15 @@ class Work:
     context: int = 128
     warmup_steps: int = 3
     timed_steps: int = 8
+    device: str = "cpu"
 
     def model(self) -> nn.Module:
         """The same parameters on every rank."""
         torch.manual_seed(0)
         if self.task:
-            return ALL_TASKS[self.task].model()
-        return GPT(GPTConfig(layers=self.layers, width=self.width, context=self.context))
+            return ALL_TASKS[self.task].model().to(self.device)
+        config = GPTConfig(layers=self.layers, width=self.width, context=self.context)
+        return GPT(config).to(self.device)
 
     @property
     def learning_rate(self) -> float:
@@ -71,7 +75,8 @@ class Work:
     def inputs_of(self, seed: int) -> tuple[Any, ...]:
         """Some batch."""
         make = ALL_TASKS[self.task].batch if self.task else words(1024, self.batch, self.context)
-        return make(torch.Generator().manual_seed(seed))
+        made = make(torch.Generator().manual_seed(seed))
+        return tuple(one.to(self.device) for one in made)
 
 
 def train(work: Work, way: str, options: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -79,15 +84,18 @@ def train(work: Work, way: str, options: dict[str, Any], steps: int) -> dict[str
     model = work.model()
     called = WAYS[way](model, options)
     optimizer = torch.optim.AdamW(called.parameters(), lr=work.learning_rate)
+    device = torch.device(work.device)
     losses: list[float] = []
     seconds: list[float] = []
     for step in range(steps):
         inputs = work.inputs(step)
+        synchronize(device)
         begin = time.perf_counter()
         loss = called(*inputs)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        synchronize(device)
         seconds.append(time.perf_counter() - begin)
         losses.append(loss.item())
     result: dict[str, Any] = {"losses": losses, "seconds": seconds}
@@ -157,7 +165,7 @@ def measure(
     if phase == "least":
         return {"least_bytes": least_bytes(work, options)}
     steps = MEMORY_STEPS if phase == "memory" else work.warmup_steps + work.timed_steps
-    memory = osdp_compile.PeakMemory() if phase == "memory" else None
+    memory = osdp_compile.PeakMemory(work.device) if phase == "memory" else None
     with memory or contextlib.nullcontext():
         result = train(work, way, options, steps)
     total = torch.tensor(result["losses"], dtype=torch.float64)
@@ -179,12 +187,15 @@ def main() -> None:
     parser.add_argument("--work", required=True, help="a Work as JSON")
     parser.add_argument("--options", default="{}", help="options of the osdp backend as JSON")
     parser.add_argument("--started", type=float, default=0.0, help="time.time() of the start")
+    parser.add_argument("--backend", default="gloo", help="of the process group")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("osdp_compile").setLevel(logging.WARNING)
-    dist.init_process_group("gloo")
     work = Work(**json.loads(given.work))
+    if work.device == "cuda":
+        use_gpu(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    dist.init_process_group(given.backend)
     result = measure(work, given.way, json.loads(given.options), given.phase, given.started)
     if dist.get_rank() == 0:
         given.out.write_text(json.dumps(result))

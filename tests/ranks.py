@@ -63,7 +63,7 @@ class RankFailed(AssertionError):
 
 
 class Ranks:
-    """``world_size`` processes in one gloo process group.
+    """``world_size`` processes in one process group.
 
     ``boxed``: graphs run without Inductor (:mod:`tests.boxed`). ``tests/conftest.py`` sets it for
     the time of a test.
@@ -77,12 +77,16 @@ class Ranks:
         cache: Path | None = None,
         preload: str = "tests.imported",
         environment: Mapping[str, str] | None = None,
+        backend: str = "gloo",
+        device: str = "cpu",
     ) -> None:
         """``cache``: Inductor's cache folder, shared by all ranks (None: Inductor's own).
 
         ``preload``: the module that the process imports from which ranks are forked. One process
         serves all ``Ranks``: the module of the first start counts.
         ``environment``: variables of the ranks; they override the test defaults.
+        ``backend``: of the process group. ``device``: ``"cuda"`` gives each rank a GPU, in turn;
+        several ranks may share one.
 
         The planner evaluates few plans on these ranks (:mod:`tests.searching`).
         """
@@ -90,6 +94,7 @@ class Ranks:
         self._cache = cache
         self._preload = preload
         self._environment = {**_ENVIRONMENT, **(environment or {})}
+        self._backend, self._device = backend, device
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -151,7 +156,7 @@ class Ranks:
         with mock.patch.dict(os.environ, environment):
             for rank in range(self.world_size):
                 ours, theirs = context.Pipe()
-                place = (rank, self.world_size, folder)
+                place = (rank, self.world_size, folder, self._backend, self._device)
                 of_rank = (theirs, *place, dict(os.environ))
                 process = context.Process(target=_rank_main, args=of_rank, daemon=True)
                 process.start()
@@ -215,6 +220,8 @@ def _rank_main(
     rank: int,
     world_size: int,
     folder: Path,
+    backend: str,
+    device: str,
     environment: dict[str, str],
 ) -> None:
     os.environ.clear()  # a fork has the environment of the first start
@@ -231,11 +238,14 @@ def _rank_main(
         import torch._dynamo
         import torch.distributed as dist
 
+        from benchmarks.gpu.share import use_gpu
         from tests.boxed import without_inductor
 
         torch.set_num_threads(1)
+        if device == "cuda":
+            use_gpu(rank, world_size)
         store = dist.FileStore(str(folder / "store"), world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         pipe.send((True, None))
         while True:
             function, args, kwargs, boxed = pipe.recv()

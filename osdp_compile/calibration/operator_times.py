@@ -28,6 +28,8 @@ from passes.types.hardware import Hardware
 log = logging.getLogger("osdp_compile")
 
 _ROUNDS = 5
+#: Runs between two synchronizations with a GPU, which take as long as a small operator.
+_RUNS_ON_GPU = 10
 
 
 def with_kernel_seconds(
@@ -102,16 +104,23 @@ def _run(node: fx.Node, device: torch.device) -> float:
     """Seconds of an operator on made-up inputs, after one warm-up run."""
     run = on_made_up_inputs(node, device)
     run()
+    runs = _RUNS_ON_GPU if device.type == "cuda" else 1
     synchronize(device)
     begin = time.perf_counter()
-    run()
+    for _ in range(runs):
+        run()
     synchronize(device)
-    return time.perf_counter() - begin
+    return (time.perf_counter() - begin) / runs
 
 
 def _like(value: Any, device: torch.device) -> Any:
-    """A real value for a fake one: small floats (no denormals), zeros for other types."""
+    """A real value for a fake one: small floats (no denormals), zeros for other types.
+
+    A tensor of a step on a GPU may be the CPU's, such as the seed of an attention's dropout.
+    """
     if isinstance(value, torch.Tensor):
+        if value.device.type == "cpu":
+            device = value.device
         shape, stride = concrete(value.shape), concrete(value.stride())
         made = torch.empty_strided(shape, stride, dtype=value.dtype, device=device)
         return made.fill_(0.01) if value.dtype.is_floating_point else made.zero_()

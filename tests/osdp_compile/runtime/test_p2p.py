@@ -72,13 +72,13 @@ CALL = re.compile(
 )
 
 
-def order_in_code(rank, world_size):
+def order_in_code(rank, world_size, device="cpu"):
     """The collectives in the scheduled graphs, and in the code that Inductor made of them."""
     config = GPTConfig(vocab=61, layers=2, width=64, heads=2, context=12)
-    model = GPT(config)
+    model = GPT(config).to(device)
     decisions = [Decision.SHARD_REGATHER, Decision.REPLICATE, Decision.SHARD_KEEP]
     plan = mixed_plan(model, decisions, bucket_bytes=4096, world_size=world_size)
-    tokens = torch.zeros(2, 12, dtype=torch.long)
+    tokens = torch.zeros(2, 12, dtype=torch.long, device=device)
     with tempfile.TemporaryDirectory() as folder:
         options = {"plan": plan, "hardware": SLOW, "debug": folder}
         compiled = torch.compile(model, backend="osdp", options=options)

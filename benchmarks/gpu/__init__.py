@@ -1,0 +1,1 @@
+"""A proof kit for GPUs; see :mod:`benchmarks.gpu.__main__`."""

@@ -1,0 +1,81 @@
+"""Two ranks train a GPT with DDP and with osdp: the same losses, over gloo and over NCCL.
+
+Where there is one GPU the ranks share it, so step times say nothing there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.share import NCCL
+from benchmarks.launch import measure_on
+from benchmarks.processes import Processes, RanksError
+from benchmarks.train import Work
+
+#: How far a loss may be from DDP's: rounding, grown over the steps.
+LOSS_TOLERANCE = 1e-4
+#: Of the peak without a limit.
+_LIMIT_SHARE = 0.75
+
+
+@dataclasses.dataclass
+class Outcome:
+    """One way to train over one backend.
+
+    ``difference``: the largest distance of a loss from DDP's over gloo.
+    """
+
+    backend: str
+    way: str
+    peak_bytes: int = 0
+    limit_bytes: int | None = None
+    predicted_bytes: int | None = None
+    difference: float | None = None
+    losses: list[float] = dataclasses.field(default_factory=list)
+    failed: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the losses are DDP's, and the peak within the limit."""
+        kept = self.limit_bytes is None or self.peak_bytes <= self.limit_bytes
+        return kept and self.difference is not None and self.difference <= LOSS_TOLERANCE
+
+
+def measure(device: str, dry: bool) -> list[Outcome]:
+    """DDP and osdp over gloo, and osdp over NCCL if the device is a GPU."""
+    small = {"layers": 2, "width": 256, "context": 64} if dry else {"layers": 4, "width": 512}
+    work = Work(**small, batch=4, device=device, warmup_steps=0)
+    outcomes = [_measured(work, "gloo", "DDP", {}, None)]
+    reference = outcomes[0].losses
+    for backend in ("gloo", NCCL) if device == "cuda" else ("gloo",):
+        free = _measured(work, backend, "osdp", {}, reference)
+        outcomes.append(free)
+        if not free.failed:
+            limit_bytes = int(_LIMIT_SHARE * free.peak_bytes)
+            options = {"memory_limit": limit_bytes}
+            outcomes.append(_measured(work, backend, "osdp", options, reference))
+    return outcomes
+
+
+def _measured(
+    work: Work,
+    backend: str,
+    way: str,
+    options: dict[str, Any],
+    reference: list[float] | None,
+) -> Outcome:
+    outcome = Outcome(backend, way, limit_bytes=options.get("memory_limit"))
+    with tempfile.TemporaryDirectory(prefix="osdp-bench") as folder, Processes(2, backend) as ranks:
+        try:
+            found = measure_on(ranks, work, way, "memory", options, Path(folder))
+        except RanksError as error:
+            outcome.failed = str(error)
+            return outcome
+    outcome.losses, outcome.peak_bytes = found["losses"], found["peak_bytes"]
+    outcome.predicted_bytes = found.get("predicted", {}).get("peak_bytes")
+    pairs = zip(outcome.losses, reference or outcome.losses, strict=True)
+    outcome.difference = max(abs(one - other) for one, other in pairs)
+    return outcome

@@ -1,0 +1,187 @@
+"""Is the prediction right on a GPU? A Llama trains alone, under the plans of eight ranks.
+
+The other ranks are a fake process group's: their collectives take no time, and the profile prices
+them at nothing. So the step is the compute time of one rank of eight, and the peak is its peak.
+
+``prepare`` measures the GPU and the step's operators and makes four plans: all replicated, all
+sharded and kept gathered, all sharded and gathered again, and the planner's under a limit between
+the last two. ``train`` measures one of them in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import fcntl
+import json
+import logging
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import osdp_compile
+from benchmarks.gpu.llama import Llama, LlamaConfig
+from benchmarks.launch import ROOT
+from osdp_compile import Decision, Hardware, Plan
+from osdp_compile.calibration.calibrate import calibrate
+from osdp_compile.calibration.operator_times import with_kernel_seconds
+from osdp_compile.calibration.optimizer_times import with_update_seconds
+from osdp_compile.planning.traced_step import predicted, trace
+from osdp_compile.trace import fake_world
+from passes.types.hardware import LinkRate
+
+RANKS = 8
+PLANS = ("replicate", "shard_keep", "shard_regather", "limit")
+_WARMUP_STEPS, _STEPS = 3, 8
+#: The share of a GPU's memory that one training is given room for, when several compile at once.
+_ROOM_BYTES = 24 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """What is trained; ``rows``: sequences of ``length`` tokens a rank."""
+
+    config: LlamaConfig = dataclasses.field(default_factory=LlamaConfig)
+    rows: int = 2
+    length: int = 2048
+    dtype: torch.dtype = torch.bfloat16
+
+    def model(self, device: torch.device) -> nn.Module:
+        with device:
+            return Llama(self.config).to(self.dtype)
+
+    def batch(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(0, self.config.vocab, (self.rows, self.length + 1), device=device)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+FULL = Size()
+SMALL = Size(LlamaConfig(512, 2, 128, 4, 2, 256), 2, 64, torch.float32)
+
+
+def prepare(size: Size, device: torch.device, folder: Path) -> None:
+    """Measure, and save the profile and the plans."""
+    with fake_world(RANKS):
+        hardware = calibrate(None, device, seconds=4.0).hardware
+        hardware = with_update_seconds(hardware, dist.group.WORLD, device, 1 << 30)
+        free = LinkRate(latency_seconds=0.0, seconds_per_byte=0.0)
+        kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+        hardware = dataclasses.replace(hardware, collectives=dict.fromkeys(kinds, free))
+        step = trace(size.model(device), size.batch(device))
+        context = step.context({"": RANKS}, hardware, None)
+        hardware = with_kernel_seconds(step.captured, context, device, 10.0, 8 << 30)
+    hardware.save(folder / "hardware.json")
+    ranks = {"": RANKS}
+    peaks = {}
+    for name in PLANS[:-1]:
+        plan = step.uniform(Decision.named(name), ranks, hardware)
+        plan.save(folder / f"{name}.json")
+        peaks[name] = predicted(plan).peak_bytes
+    least_bytes = step.least_bytes(ranks, hardware)
+    limit_bytes = (peaks["shard_regather"] + least_bytes) // 2
+    step.plan(ranks, hardware, limit_bytes).save(folder / "limit.json")
+
+
+def train(size: Size, device: torch.device, folder: Path, name: str) -> dict[str, Any]:
+    """Peak memory and step time of one plan, predicted and measured."""
+    plan = Plan.load(folder / f"{name}.json")
+    hardware = Hardware.load(folder / "hardware.json")
+    with fake_world(RANKS), osdp_compile.PeakMemory(device) as memory:
+        torch.manual_seed(0)
+        model = size.model(device)
+        optimizer = torch.optim.AdamW(model.parameters())
+        options = {"plan": plan, "hardware": hardware}
+        compiled = torch.compile(model, backend="osdp", options=options)  # type: ignore[call-overload]
+        batch = size.batch(device)
+
+        def seconds() -> float:
+            _synchronize(device)
+            begin = time.perf_counter()
+            compiled(*batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            _synchronize(device)
+            return time.perf_counter() - begin
+
+        begin = time.perf_counter()
+        compiled(*batch)  # compiles
+        compile_seconds = time.perf_counter() - begin
+        with _alone(folder):
+            times = [seconds() for _ in range(_WARMUP_STEPS + _STEPS)]
+    prediction = predicted(osdp_compile.plan_of(model) or plan)
+    return {
+        "plan": name,
+        "predicted_bytes": prediction.peak_bytes,
+        "measured_bytes": memory.peak_bytes,
+        "limit_bytes": plan.memory_limit_bytes,
+        "predicted_seconds": prediction.step_seconds,
+        "measured_seconds": statistics.median(times[_WARMUP_STEPS:]),
+        "compile_seconds": compile_seconds,
+    }
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """A context in which no other plan of the folder trains."""
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def measure(device: str, dry: bool, folder: Path) -> list[dict[str, Any]]:
+    """All plans, each in fresh processes; several compile at once if the GPU has room for them.
+
+    Raises:
+        RuntimeError: if a process fails, with the end of its output.
+    """
+    common = ["--device", device, "--folder", str(folder), *(["--dry"] if dry else [])]
+    _run(["prepare", *common])
+    jobs = 1
+    if device == "cuda":
+        jobs = torch.cuda.get_device_properties(0).total_memory // _ROOM_BYTES
+    with ThreadPoolExecutor(max(1, min(len(PLANS), jobs))) as pool:
+        list(pool.map(lambda name: _run(["train", "--plan", name, *common]), PLANS))
+    return [json.loads((folder / f"{name}-measured.json").read_text()) for name in PLANS]
+
+
+def _run(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu.predictions", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError("\n".join((done.stdout + done.stderr).splitlines()[-40:]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("phase", choices=("prepare", "train"))
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--plan", choices=PLANS)
+    parser.add_argument("--dry", action="store_true", help="a tiny model")
+    given = parser.parse_args()
+    logging.getLogger("osdp_compile").setLevel(logging.WARNING)
+    size, device = SMALL if given.dry else FULL, torch.device(given.device)
+    if given.phase == "prepare":
+        prepare(size, device, given.folder)
+        return
+    found = train(size, device, given.folder, given.plan)
+    (given.folder / f"{given.plan}-measured.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
