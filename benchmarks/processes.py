@@ -1,7 +1,7 @@
 """Processes of this machine as the ranks of a process group.
 
-    with Processes(2) as ranks:
-        ranks.run([sys.executable, "train.py"])
+with Processes(2) as ranks:
+    ranks.run([sys.executable, "train.py"])
 """
 
 from __future__ import annotations

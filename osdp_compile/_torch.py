@@ -561,6 +561,12 @@ def allocations_of(run: Callable[[], object]) -> list[int]:
     return [one.cpu_memory_usage() for one in events if one.kind() == "memory_alloc"]
 
 
+def free_cublas_workspaces() -> None:
+    """Free the memory that cuBLAS holds for this process's threads; it takes it again."""
+    # 2.11.0 to 2.15.0: the only way; CUDA graph trees use it.
+    torch._C._cuda_clearCublasWorkspaces()
+
+
 class Partitioner(CustomPartitionerFn):
     """A plain function as a partitioner for Inductor's settings."""
 

@@ -36,6 +36,7 @@ from osdp_compile import Decision, Hardware, Plan
 from osdp_compile.calibration.calibrate import calibrate
 from osdp_compile.calibration.operator_times import with_kernel_seconds
 from osdp_compile.calibration.optimizer_times import with_update_seconds
+from osdp_compile.calibration.workspaces import measured_workspaces
 from osdp_compile.planning.traced_step import predicted, trace
 from osdp_compile.trace import fake_world
 from passes.types.hardware import LinkRate
@@ -80,6 +81,8 @@ def prepare(size: Size, device: torch.device, folder: Path) -> None:
         step = trace(size.model(device), size.batch(device))
         context = step.context({"": RANKS}, hardware, None)
         hardware = with_kernel_seconds(step.captured, context, device, 10.0, 8 << 30)
+        workspaces = measured_workspaces(step.captured, device, 8 << 30)
+        step = dataclasses.replace(step, workspaces=workspaces)
     hardware.save(folder / "hardware.json")
     ranks = {"": RANKS}
     peaks = {}
@@ -118,11 +121,15 @@ def train(size: Size, device: torch.device, folder: Path, name: str) -> dict[str
         compile_seconds = time.perf_counter() - begin
         with _alone(folder):
             times = [seconds() for _ in range(_WARMUP_STEPS + _STEPS)]
+        requested_bytes = 0
+        if device.type == "cuda":
+            requested_bytes = torch.cuda.memory_stats(device)["requested_bytes.all.peak"]
     prediction = predicted(osdp_compile.plan_of(model) or plan)
     return {
         "plan": name,
         "predicted_bytes": prediction.peak_bytes,
         "measured_bytes": memory.peak_bytes,
+        "requested_bytes": requested_bytes,
         "limit_bytes": plan.memory_limit_bytes,
         "predicted_seconds": prediction.step_seconds,
         "measured_seconds": statistics.median(times[_WARMUP_STEPS:]),

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from osdp_compile import _torch
 from osdp_compile.calibration.collective_times import (
     KINDS,
     Link,
@@ -162,6 +163,7 @@ def _device_rates(
         "memory_bytes_per_second": _copy_bandwidth(device, budget_seconds, scratch_bytes),
         "launch_seconds": _launch_seconds(device),
         "allocator_alignment_bytes": 512 if device.type == "cuda" else 64,
+        "library_bytes": library_bytes(device),
         "memory_bytes": _memory_bytes(device),
     }
 
@@ -193,6 +195,24 @@ def _profile(
     made: list[Any] = [hardware.to_dict()]
     dist.broadcast_object_list(made, src=dist.get_global_rank(group, 0), group=group)
     return Hardware.from_dict(made[0])
+
+
+def library_bytes(device: torch.device) -> int:
+    """Bytes that cuBLAS keeps on a GPU for two threads: the forward's, and autograd's.
+
+    It takes them from torch's allocator at the first matrix product of a thread.
+    """
+    if device.type != "cuda":
+        return 0
+    _torch.free_cublas_workspaces()
+    before_bytes = torch.cuda.memory_allocated(device)
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.enable_grad():
+            x = torch.zeros(128, 128, device=device, dtype=dtype, requires_grad=True)
+            bias = torch.zeros(128, device=device, dtype=dtype)
+            (torch.nn.functional.linear(x, x, bias) @ x).sum().backward()
+        del x, bias
+    return torch.cuda.memory_allocated(device) - before_bytes
 
 
 def _memory_bytes(device: torch.device) -> int:

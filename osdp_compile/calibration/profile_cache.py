@@ -40,7 +40,7 @@ from passes.types.learned import Learned
 log = logging.getLogger("osdp_compile")
 
 #: Part of the hash; raised when the measurement changes, so that older files are not found.
-_FORMAT = 7
+_FORMAT = 8
 _MOST_SCRATCH_BYTES = 1 << 28
 _in_process: dict[str, Hardware] = {}
 _files: dict[str, Path] = {}  # the profiles' files, on the rank that writes

@@ -324,7 +324,7 @@ def _context_before_plan(
         world_size=size_of(groups.ranks),
         rank=rank_in(groups.ranks),
         group_name=name_of(groups.ranks),
-        base_bytes=held_bytes,
+        base_bytes=held_bytes + hardware.library_bytes,
         accumulated_bytes=accumulated_bytes,
         adds_gradients=options.accumulate == "reduced"
         or (not options.accumulate and any(one.parameter.grad is not None for one in entries)),
@@ -440,10 +440,9 @@ class _PlanDecision:
             keep(self._profile, group, device, self._groups.along)
 
     def _workspaces(self, spare_bytes: int) -> dict[str, int]:
-        on_cpu = self._groups.device.type == "cpu" and not self._groups.are_fake
-        if not on_cpu or self._captured is None:
+        if self._groups.are_fake or self._captured is None:
             return {}
-        return measured_workspaces(self._captured, spare_bytes)
+        return measured_workspaces(self._captured, self._groups.device, spare_bytes)
 
     def _prepare(self, to_train: bool) -> bool:
         """Check a given plan, trace the step if it is needed; True: measure its operators."""

@@ -72,6 +72,7 @@ class TracedStep:
     ``held_bytes``: buffers, the batch, memory that no graph shows, and ``accumulated_bytes`` (whole
     accumulated gradients). ``adds_gradients``, ``slices``, ``tensor_parallel``: as in the planner's
     context.
+    ``workspaces``: measured on the device, as in the planner's context; empty: formulas.
     ``few``: the folded step, if it was traced through few of its layers.
     """
 
@@ -84,6 +85,7 @@ class TracedStep:
     accumulated_bytes: int = 0
     adds_gradients: bool = False
     few: Folded | None = None
+    workspaces: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def captured(self) -> Captured:
@@ -134,13 +136,14 @@ class TracedStep:
             world_size=world_size,
             rank=0,
             group_name=_GROUP,
-            base_bytes=self.held_bytes,
+            base_bytes=self.held_bytes + hardware.library_bytes,
             accumulated_bytes=self.accumulated_bytes,
             adds_gradients=self.adds_gradients,
             limit_bytes=limit_bytes,
             uses_p2p=uses_p2p,
             slices=self.slices,
             tensor_parallel=self.tensor_parallel,
+            workspaces=self.workspaces,
             mesh_dims=mesh_dims_of(mesh_dims, hardware, uses_p2p),
         )
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import passes.ops.p2p  # noqa: F401  (defines the operators)
 from osdp_compile import _torch
-from osdp_compile.runtime.collectives import GLOO_STAGES, Group, backend_of
+from osdp_compile.runtime.collectives import GLOO_STAGES, GLOO_STAGES_OF_GPUS, Group, backend_of
 from osdp_compile.runtime.eager_markers import group_of
 
 #: Tag of our messages, so that they do not match a script's own send and recv.
@@ -35,6 +35,8 @@ def staged_kinds(group: Group, device: torch.device) -> frozenset[str]:
 
     P2P collectives make no copies.
     """
+    if device.type == "cuda" and backend_of(group, "cuda") == "gloo":
+        return GLOO_STAGES_OF_GPUS
     native = _on_gloo(group, device) and not group_uses_p2p(group, device)
     return GLOO_STAGES if native else frozenset()
 

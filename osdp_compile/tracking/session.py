@@ -18,7 +18,7 @@ from osdp_compile.planning.alternatives import SearchedStep
 from osdp_compile.tracking.memory_watch import Watch
 from osdp_compile.tracking.pending_model import waiting
 from osdp_compile.tracking.step_timer import Observed
-from passes.annotate.training_state import OTHER_MODELS, held_between_steps
+from passes.annotate.training_state import LIBRARIES, OTHER_MODELS, held_between_steps
 from passes.pipeline import Pass
 from passes.types.context import Context
 from passes.types.plan import Plan
@@ -59,6 +59,7 @@ def base_parts(session: Session) -> dict[str, int]:
     for kind, size_bytes in (
         ("accumulated", ctx.accumulated_bytes),
         (OTHER_MODELS, ctx.other_models_bytes),
+        (LIBRARIES, ctx.hardware.library_bytes),
     ):
         if size_bytes:
             parts[kind] = size_bytes

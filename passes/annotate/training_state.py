@@ -9,6 +9,7 @@ from passes.types.plan import Plan
 EARLIER_GRADIENTS = "earlier gradients"
 #: Bytes held by other models of the process.
 OTHER_MODELS = "other models"
+LIBRARIES = "libraries"
 
 
 def state_bytes(ctx: Context, plan: Plan) -> dict[str, int]:
@@ -87,5 +88,9 @@ def optimizer_seconds(ctx: Context, plan: Plan) -> float:
 
 def base_kinds(ctx: Context) -> dict[str, int]:
     """The bytes of the planner's ``ctx.base_bytes`` by kind."""
-    named = {"accumulated": ctx.accumulated_bytes, OTHER_MODELS: ctx.other_models_bytes}
+    named = {
+        "accumulated": ctx.accumulated_bytes,
+        OTHER_MODELS: ctx.other_models_bytes,
+        LIBRARIES: ctx.hardware.library_bytes,
+    }
     return {"inputs": ctx.base_bytes - sum(named.values()), **named}

@@ -128,6 +128,8 @@ class Hardware:
             ``all_to_all``. Over all ranks.
         dimensions: the same by name of a mesh dimension, over the ranks along it (``along``).
         allocator_alignment_bytes: sizes of device tensors are rounded up to a multiple.
+        library_bytes: memory that the device's libraries take from torch's allocator at their first
+            use, and keep: cuBLAS's workspaces.
         memory_bytes: size of the device's memory, which CPU ranks of one machine share; 0: unknown.
         device_type: torch's name of the device type, ``cpu`` or ``cuda``.
         source: origin of the figures, for people; "": unknown.
@@ -151,6 +153,7 @@ class Hardware:
     collectives: dict[str, LinkRate]
     dimensions: dict[str, dict[str, LinkRate]] = dataclasses.field(default_factory=dict)
     allocator_alignment_bytes: Count = 64
+    library_bytes: Count = 0
     memory_bytes: Count = 0
     device_type: str = "cpu"
     source: str = ""

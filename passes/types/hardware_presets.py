@@ -43,6 +43,9 @@ CUDA_LAUNCH_SECONDS = 4e-6
 
 _GPUS_OF_A_HOST = 8
 _CUDA_ALIGNMENT_BYTES = 512  # torch's caching allocator
+#: cuBLAS's workspace for one thread, which torch sets (getChosenWorkspaceSize in CUDABlas's handle
+#: pool): on Hopper, and before. The forward's thread has one, and autograd's.
+_HOPPER_WORKSPACE_BYTES, _WORKSPACE_BYTES = 4096 * 8 << 10, (4096 * 2 + 16 * 8) << 10
 #: One card per GPU, as in a DGX H100: InfiniBand NDR.
 _NDR_BITS_PER_SECOND = 400e9
 #: One card per GPU, as in a DGX A100: InfiniBand HDR.
@@ -104,11 +107,13 @@ def _gpu(
     link_bytes_per_second: float,
     card_bits_per_second: float,
     source: str,
+    workspace_bytes: int = _WORKSPACE_BYTES,
     hop_seconds: float = NVLINK_HOP_SECONDS,
 ) -> Hardware:
     """A GPU profile from published peak rates per second; ``link_bytes_per_second``: one direction.
 
     ``card_bits_per_second``: each GPU's share of its host's network cards.
+    ``workspace_bytes``: cuBLAS's, for one thread.
 
     The profile's ``float32`` rate is without TF32, torch's default. Under
     ``torch.set_float32_matmul_precision("high")``, replace it by the rate of ``tf32``.
@@ -130,6 +135,7 @@ def _gpu(
         launch_seconds=CUDA_LAUNCH_SECONDS,
         collectives=_nccl(link_bytes_per_second, NVLINK_LATENCY_SECONDS),
         allocator_alignment_bytes=_CUDA_ALIGNMENT_BYTES,
+        library_bytes=2 * workspace_bytes,
         memory_bytes=memory_bytes,
         device_type="cuda",
         hosts=Hosts(
@@ -178,6 +184,7 @@ PRESETS: dict[str, Hardware] = {
         memory_bytes=80 * 10**9,
         link_bytes_per_second=450e9,  # NVLink 4: 900 GB/s both ways together
         card_bits_per_second=_NDR_BITS_PER_SECOND,
+        workspace_bytes=_HOPPER_WORKSPACE_BYTES,
         source="NVIDIA H100 data sheet and architecture paper (SXM5)",
     ),
     "h200": _gpu(
@@ -189,6 +196,7 @@ PRESETS: dict[str, Hardware] = {
         memory_bytes=141 * 10**9,
         link_bytes_per_second=450e9,  # NVLink 4: 900 GB/s both ways together
         card_bits_per_second=_NDR_BITS_PER_SECOND,
+        workspace_bytes=_HOPPER_WORKSPACE_BYTES,
         source="NVIDIA H200 data sheet (SXM; compute as the H100)",
     ),
     "a100-40gb": _gpu(

@@ -16,6 +16,7 @@ from tests.osdp_compile.calibration.test_operator_times import kernels
 from tests.passes.captures import capture_step
 
 aten = torch.ops.aten
+CPU = torch.device("cpu")
 MOST_BYTES = 1 << 30
 
 
@@ -59,7 +60,7 @@ def counted_bytes(node):
 
 def test_each_operator_but_matrix_products_takes_what_is_counted(step):
     captured, _ = step
-    found = measured_workspaces(captured, MOST_BYTES)
+    found = measured_workspaces(captured, CPU, MOST_BYTES)
     nodes = kernels(captured)
     products = {
         key for key, one in nodes.items() if one.target in (aten.mm.default, aten.addmm.default)
@@ -71,7 +72,7 @@ def test_each_operator_but_matrix_products_takes_what_is_counted(step):
 
 def test_measurements_take_the_place_of_the_formula(step):
     captured, ctx = step
-    found = measured_workspaces(captured, MOST_BYTES)
+    found = measured_workspaces(captured, CPU, MOST_BYTES)
     plan = Plan.uniform(Model().named_parameters(), "shard_regather", world_size=4)
     lowered = predict(captured, plan, ctx.replace(workspaces=found), default_passes())
     nodes = kernels(lowered)
@@ -80,13 +81,13 @@ def test_measurements_take_the_place_of_the_formula(step):
 
 def test_an_operator_above_the_limit_is_not_run(step):
     captured, _ = step
-    assert measured_workspaces(captured, 0) == {}
+    assert measured_workspaces(captured, CPU, 0) == {}
 
 
 def test_a_profiler_of_the_user_goes_on(step):
     captured, _ = step
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        found = measured_workspaces(captured, MOST_BYTES)
+        found = measured_workspaces(captured, CPU, MOST_BYTES)
         torch.ones(4).exp()
-    assert found == measured_workspaces(captured, MOST_BYTES)
+    assert found == measured_workspaces(captured, CPU, MOST_BYTES)
     assert "aten::exp" in {event.key for event in profiler.key_averages()}
