@@ -366,7 +366,8 @@ def draw(rows: list[Row], title: str, bound: float | None, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
+def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
+    """The arguments, and the names of those that change a setting's sizes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -378,24 +379,35 @@ def main() -> None:
         type=int,
         help="so many ranks of this machine, in place of hosts: on GPUs with NCCL if there are any",
     )
-    sizes = [field for field in dataclasses.fields(Work) if field.type == "int"]
-    for field in sizes:
-        flag = "--" + field.name.replace("_", "-")
-        parser.add_argument(flag, type=int, dest=field.name, help="in place of the setting's")
+    sizes = [field.name for field in dataclasses.fields(Work) if field.type == "int"]
+    for name in sizes:
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=int, dest=name, help="in place of the setting's")
     parser.add_argument("--repeats", type=int, default=1, help="rounds of timing")
     parser.add_argument("--limits", type=int, default=0, help="so many memory limits for osdp, too")
     parser.add_argument("--only", nargs="*", choices=list(ROWS), help="these ways only")
     parser.add_argument("--out", type=Path, default=Path("compare.json"))
-    given = parser.parse_args()
+    return parser, sizes
+
+
+def _names(given: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
+    """The ways to measure."""
     names = list(ROWS) if given.only is None else given.only
-    if given.local:  # they are told the rates of hosts
+    if given.local:  # these are told the rates of hosts
         names = [name for name in names if name not in (OVERLAP, KEEP_OVERLAP)]
     if {LIMITED, MOVES_LIMITED} & set(names) and "FSDP2" not in names:
         parser.error("a limit of FSDP2's peak needs 'FSDP2' too")
     if not names and not given.limits:
         parser.error("nothing to measure: --only names no way, and --limits is 0")
+    return names
+
+
+def main() -> None:
+    parser, sizes = _parser()
+    given = parser.parse_args()
+    names = _names(given, parser)
     chosen = SETTINGS[given.setting]
-    changed = {f.name: getattr(given, f.name) for f in sizes if getattr(given, f.name) is not None}
+    changed = {name: getattr(given, name) for name in sizes if getattr(given, name) is not None}
     if chosen.work.task and {"layers", "width", "batch", "context"} & set(changed):
         parser.error(f"--setting {given.setting} has sizes of its own")
     work = dataclasses.replace(chosen.work, **changed)
@@ -427,22 +439,28 @@ def main() -> None:
     held = claims(rows, chosen if as_set else None, bound)
     for claim, holds in held.items():
         console.print(("[green]yes[/green] " if holds else "[red]no[/red]  ") + claim)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "title": title,
-        "hosts": count,
-        "rate": rate,
+        "place": place,
         "bound_seconds": bound,
         "work": dataclasses.asdict(work),
         "rows": [dataclasses.asdict(row) for row in rows],
         "claims": held,
     }
-    given.out.write_text(json.dumps(record, indent=1) + "\n")
-    picture = given.out.with_suffix(".png")
-    draw(rows, title, bound, picture)
-    console.print(f"[dim]saved {given.out} and {picture}[/dim]")
+    _save(record, rows, bound, given.out, console)
     if any(row.failed for row in rows):
         sys.exit(1)
+
+
+def _save(
+    record: dict[str, Any], rows: list[Row], bound: float | None, path: Path, console: Console
+) -> None:
+    """Write the record as JSON, and a picture beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    picture = path.with_suffix(".png")
+    draw(rows, record["title"], bound, picture)
+    console.print(f"[dim]saved {path} and {picture}[/dim]")
 
 
 if __name__ == "__main__":

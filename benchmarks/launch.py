@@ -49,6 +49,12 @@ def measure_on(
         return result
 
 
+def kept_code(folder: Path) -> Path:
+    """Inductor's cache of the environment; without one, a folder in ``folder``."""
+    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return Path(given) if given else folder / "code"
+
+
 def environment(cache: Path, profiles: Path | None = None) -> dict[str, str]:
     """Variables of a rank. ``cache``: of compiled code.
 

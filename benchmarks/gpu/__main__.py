@@ -33,7 +33,7 @@ from rich.table import Table
 
 from benchmarks.gpu import against_ddp, predictions
 from benchmarks.gpu.share import NCCL
-from benchmarks.launch import ROOT, environment
+from benchmarks.launch import ROOT, environment, kept_code
 from benchmarks.processes import Processes, RanksError
 from benchmarks.train import Work
 from passes.types.units import format_bytes, format_seconds
@@ -97,8 +97,8 @@ def run_against_ddp(setting: Setting, folder: Path) -> tuple[list[Check], Any]:
 
 def run_overlap(setting: Setting, folder: Path) -> tuple[list[Check], Any]:
     """The share of NCCL's time in which other kernels run."""
-    sizes = {"layers": 2, "width": 64} if setting.dry else {"layers": 8, "width": 1024}
-    work = Work(**sizes, device=setting.device)
+    layers, width = (2, 64) if setting.dry else (8, 1024)
+    work = Work(layers=layers, width=width, device=setting.device)
     out = folder / "overlap.json"
     backend = NCCL if setting.device == "cuda" else "gloo"
     command = [
@@ -106,7 +106,7 @@ def run_overlap(setting: Setting, folder: Path) -> tuple[list[Check], Any]:
         *("--work", json.dumps(dataclasses.asdict(work)), "--out", str(out)),
     ]
     with Processes(max(2, setting.gpus), backend) as ranks:
-        ranks.run(command, environment(folder / "cache"))
+        ranks.run(command, environment(kept_code(folder)))
     found = json.loads(out.read_text())
     sending, both = found["nccl_seconds"], found["both_seconds"]
     told = f"{format_seconds(both)} of {format_seconds(sending)} of NCCL's kernels beside others"
@@ -146,8 +146,8 @@ def run_peers(setting: Setting, folder: Path) -> tuple[list[Check], Any]:
         *("--out", str(out)),
     ]
     if setting.dry:
-        command += ["--layers", "1", "--width", "64", "--timed-steps", "2", "--only", "DDP"]
-        command += ["osdp, no limit"]
+        command += ["--layers", "1", "--width", "64", "--timed-steps", "2"]
+        command += ["--only", "osdp, no limit"]
     else:
         command += ["--layers", "12", "--width", "2048", "--batch", "8", "--context", "1024"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

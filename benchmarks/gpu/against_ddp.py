@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.share import NCCL
-from benchmarks.launch import measure_on
+from benchmarks.launch import kept_code, measure_on
 from benchmarks.processes import Processes, RanksError
 from benchmarks.train import Work
 
 #: How far a loss may be from DDP's: rounding, grown over the steps.
 LOSS_TOLERANCE = 1e-4
-#: Of the peak without a limit.
-_LIMIT_SHARE = 0.75
+#: Of osdp's peak without a limit; in a dry run of DDP's.
+_LIMIT_SHARE, _DRY_SHARE = 0.75, 0.6
 
 
 @dataclasses.dataclass
@@ -45,11 +45,18 @@ class Outcome:
 
 
 def measure(device: str, dry: bool) -> list[Outcome]:
-    """DDP and osdp over gloo, and osdp over NCCL if the device is a GPU."""
-    small = {"layers": 2, "width": 256, "context": 64} if dry else {"layers": 4, "width": 512}
-    work = Work(**small, batch=4, device=device, warmup_steps=0)
+    """DDP and osdp over gloo, and osdp over NCCL if the device is a GPU.
+
+    ``dry``: a small model, only under a limit.
+    """
+    work = Work(device=device, warmup_steps=0)
+    if dry:
+        work = dataclasses.replace(work, layers=2, width=256, context=64)
     outcomes = [_measured(work, "gloo", "DDP", {}, None)]
-    reference = outcomes[0].losses
+    reference, ddp_bytes = outcomes[0].losses, outcomes[0].peak_bytes
+    if dry:
+        options = {"memory_limit": int(_DRY_SHARE * ddp_bytes)}
+        return [*outcomes, _measured(work, "gloo", "osdp", options, reference)]
     for backend in ("gloo", NCCL) if device == "cuda" else ("gloo",):
         free = _measured(work, backend, "osdp", {}, reference)
         outcomes.append(free)
@@ -70,7 +77,7 @@ def _measured(
     outcome = Outcome(backend, way, limit_bytes=options.get("memory_limit"))
     with tempfile.TemporaryDirectory(prefix="osdp-bench") as folder, Processes(2, backend) as ranks:
         try:
-            found = measure_on(ranks, work, way, "memory", options, Path(folder))
+            found = measure_on(ranks, work, way, "memory", options, kept_code(Path(folder)))
         except RanksError as error:
             outcome.failed = str(error)
             return outcome

@@ -42,7 +42,7 @@ class Attention(nn.Module):
         each = self.heads // self.groups
         k, v = k.repeat_interleave(each, 1), v.repeat_interleave(each, 1)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.out(attended.transpose(1, 2).flatten(2))
 
 
 def turned(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
@@ -67,7 +67,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.attention(self.norm1(x), turns)
         y = self.norm2(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))  # type: ignore[no-any-return]
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
 class Llama(nn.Module):

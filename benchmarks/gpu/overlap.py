@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.share import use_gpu
@@ -47,7 +48,7 @@ def overlap_of(events: Iterable[Any]) -> dict[str, float]:
     """Seconds of NCCL's kernels, of all others, and of both at once, from a profiler's events."""
     spans: dict[bool, _Spans] = {True: [], False: []}
     for event in events:
-        if event.device_type != torch.autograd.DeviceType.CPU and not event.name.startswith("Mem"):
+        if event.device_type != DeviceType.CPU and not event.name.startswith("Mem"):
             span = (event.time_range.start / 1e6, event.time_range.end / 1e6)
             spans["nccl" in event.name.lower()].append(span)
     sending, computing = united(spans[True]), united(spans[False])
@@ -64,7 +65,8 @@ def measure(work: Work) -> dict[str, float]:
     plan = Plan.uniform(
         model.named_parameters(), "shard_regather", world_size=dist.get_world_size()
     )
-    compiled = torch.compile(model, backend="osdp", options={"plan": plan})  # type: ignore[call-overload]
+    options: dict[str, Any] = {"plan": plan}
+    compiled = torch.compile(model, backend="osdp", options=options)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step(number: int) -> None:

@@ -103,8 +103,8 @@ def train(size: Size, device: torch.device, folder: Path, name: str) -> dict[str
         torch.manual_seed(0)
         model = size.model(device)
         optimizer = torch.optim.AdamW(model.parameters())
-        options = {"plan": plan, "hardware": hardware}
-        compiled = torch.compile(model, backend="osdp", options=options)  # type: ignore[call-overload]
+        options: dict[str, Any] = {"plan": plan, "hardware": hardware}
+        compiled = torch.compile(model, backend="osdp", options=options)
         batch = size.batch(device)
 
         def seconds() -> float:
@@ -153,17 +153,19 @@ def _alone(folder: Path) -> Iterator[None]:
 def measure(device: str, dry: bool, folder: Path) -> list[dict[str, Any]]:
     """All plans, each in fresh processes; several compile at once if the GPU has room for them.
 
+    ``dry``: a tiny model, and two of the plans.
+
     Raises:
         RuntimeError: if a process fails, with the end of its output.
     """
     common = ["--device", device, "--folder", str(folder), *(["--dry"] if dry else [])]
     _run(["prepare", *common])
-    jobs = 1
+    plans, jobs = PLANS[::3] if dry else PLANS, 1
     if device == "cuda":
         jobs = torch.cuda.get_device_properties(0).total_memory // _ROOM_BYTES
-    with ThreadPoolExecutor(max(1, min(len(PLANS), jobs))) as pool:
-        list(pool.map(lambda name: _run(["train", "--plan", name, *common]), PLANS))
-    return [json.loads((folder / f"{name}-measured.json").read_text()) for name in PLANS]
+    with ThreadPoolExecutor(max(1, min(len(plans), jobs))) as pool:
+        list(pool.map(lambda name: _run(["train", "--plan", name, *common]), plans))
+    return [json.loads((folder / f"{name}-measured.json").read_text()) for name in plans]
 
 
 def _run(arguments: list[str]) -> None:

@@ -25,7 +25,7 @@ log = logging.getLogger("osdp_compile")
 
 _CPU = torch.device("cpu")
 _aten = torch.ops.aten
-#: On a CPU matrix products take their temporary memory from their library and not from torch's allocator.
+#: On a CPU, matrix products take temporary memory from their library, not from torch's allocator.
 _WITHOUT = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
 
 
@@ -64,7 +64,7 @@ def _measuring(device: torch.device) -> Iterator[Callable[[fx.Node], int]]:
 
 
 def _on_gpu(node: fx.Node, device: torch.device) -> int:
-    """The bytes that an operator frees while it runs: the user's peak statistics stay as they are."""
+    """Bytes that an operator frees while it runs. The peak statistics stay the user's own."""
     run = on_made_up_inputs(node, device)
     run()  # libraries take what they keep
     before_bytes = _freed_bytes(device)

@@ -37,6 +37,8 @@ from tests.training import (
 )
 
 DEVICE = os.environ.get("OSDP_TEST_DEVICE") or ("cuda" if torch.cuda.is_available() else "")
+#: A process of a GPU test compiles no C++.
+PRELOAD = "tests.imported" if DEVICE == "cpu" else "osdp_compile.engine.backend"
 CONFIG = GPTConfig(vocab=61, layers=2, width=64, heads=2, context=12)
 
 pytestmark = [
@@ -51,14 +53,14 @@ pytestmark = [
 def pair(inductor_cache):
     """Two ranks: on GPUs over NCCL."""
     backend = "gloo" if DEVICE == "cpu" else "nccl"
-    with Ranks(2, inductor_cache, backend=backend, device=DEVICE) as ranks:
+    with Ranks(2, inductor_cache, PRELOAD, backend=backend, device=DEVICE) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="module")
 def gloo_pair(inductor_cache):
     """Two ranks over gloo."""
-    with Ranks(2, inductor_cache, device=DEVICE) as ranks:
+    with Ranks(2, inductor_cache, PRELOAD, device=DEVICE) as ranks:
         yield ranks
 
 
