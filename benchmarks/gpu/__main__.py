@@ -97,7 +97,7 @@ def run_against_ddp(setting: Setting, folder: Path) -> tuple[list[Check], Any]:
 
 def run_overlap(setting: Setting, folder: Path) -> tuple[list[Check], Any]:
     """The share of NCCL's time in which other kernels run."""
-    layers, width = (2, 64) if setting.dry else (8, 1024)
+    layers, width = (1, 64) if setting.dry else (8, 1024)
     work = Work(layers=layers, width=width, device=setting.device)
     out = folder / "overlap.json"
     backend = NCCL if setting.device == "cuda" else "gloo"

@@ -67,7 +67,7 @@ class Size:
 
 
 FULL = Size()
-SMALL = Size(LlamaConfig(512, 2, 128, 4, 2, 256), 2, 64, torch.float32)
+SMALL = Size(LlamaConfig(512, 1, 128, 4, 2, 256), 2, 64, torch.float32)
 
 
 def prepare(size: Size, device: torch.device, folder: Path) -> None:

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import fx, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from osdp_compile import _torch, progress
-from osdp_compile.calibration.profile_cache import hardware_of, keep, keep_learned
-from osdp_compile.calibration.step_times import with_step_seconds
-from osdp_compile.calibration.workspaces import measured_workspaces
+from osdp_compile.calibration.profile_cache import hardware_of, keep_learned
 from osdp_compile.engine.deferred_init import write_as_into_whole_ones
 from osdp_compile.engine.no_sync import begin_if_waiting, check_if_waiting
+from osdp_compile.engine.plan_decision import Groups, PlanDecision, Step
 from osdp_compile.engine.strip_markers import only_reads, unmarked
-from osdp_compile.errors import PlanMismatch
 from osdp_compile.log_lines import NAMES, OF_ALL_RANKS
 from osdp_compile.model.agreement import agree, fingerprint, from_rank_zero, on_every_rank
 from osdp_compile.model.find_modules import plain_parameters
@@ -33,7 +26,6 @@ from osdp_compile.model.shard_in_place import (
     ModelParameter,
     Reading,
     buffers_of,
-    check_fits,
     held_elsewhere,
     keep_in_place,
     shard_in_place,
@@ -42,74 +34,39 @@ from osdp_compile.model.shard_in_place import (
 from osdp_compile.optim.checks import check_works_on_rows
 from osdp_compile.optim.rebind import OptimizerIndex
 from osdp_compile.options import CheckedOptions
-from osdp_compile.planning.alternatives import SearchedStep
-from osdp_compile.planning.frames import captured_frames, unseen_bytes_of
-from osdp_compile.planning.plan_cache import KeptPlan, find, pass_lines, path_of, plans_folder
-from osdp_compile.planning.plan_cache import keep as keep_plan
+from osdp_compile.planning.frames import captured_frames
 from osdp_compile.planning.planner_inputs import (
     accumulated_bytes_of,
     captured_step,
     described,
     held_bytes_of,
     owned_parameters,
-    slices_of,
-    stays_of,
 )
-from osdp_compile.planning.step_key import Uncertain, captured_lines, dynamo_lines
-from osdp_compile.planning.traced_step import planned_whole
 from osdp_compile.reports.plan_table import log_plan
-from osdp_compile.runtime.collectives import Group, backend_of, name_of, rank_in, size_of
+from osdp_compile.runtime.collectives import name_of, rank_in, size_of
 from osdp_compile.runtime.current_call import interrupted_call
 from osdp_compile.runtime.eager_markers import register_group
 from osdp_compile.runtime.meshes import (
     flat_mesh,
     group_of_mesh,
     groups_along,
-    mesh_dim,
-    mesh_dims_of,
     number_of_ranks,
     own_mesh,
 )
 from osdp_compile.runtime.p2p import group_uses_p2p, staged_kinds
 from osdp_compile.tracking.learning import trace_steps
-from osdp_compile.tracking.other_models import OtherModels, other_models, planned_under_share
+from osdp_compile.tracking.other_models import OtherModels, other_models
 from osdp_compile.tracking.pending_model import PendingModel, end_waiting
 from osdp_compile.tracking.session import Session, base_parts, remember, session_for
 from osdp_compile.tracking.uncovered import compiled_models
 from passes.annotate.training_state import held_between_steps
-from passes.capture.captured_step import NothingMoves, NothingSaved
 from passes.graph.captured import Captured
 from passes.pipeline import Pass, default_passes, validate
-from passes.plan.planner import complete
-from passes.types.context import Context, MeshDim
-from passes.types.hardware import Hardware
+from passes.types.context import Context
 from passes.types.plan import Plan
 from passes.types.units import format_bytes, format_limit
 
 log = logging.getLogger("osdp_compile")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """The planned graph and its model.
-
-    ``mesh``: over all ranks; None: there is one.
-    ``captured``: returns the training step with whole parameters. Rank 0 calls it; if the step
-    has several frames, every rank.
-    ``frames``: the step may be several graphs, separated by graph breaks.
-    ``lay_out``: shards the model by the context's plan; returns the new parameters.
-    ``reading``: how modules then read the parameters.
-    """
-
-    gm: fx.GraphModule
-    inputs: Sequence[Any]
-    roots: Sequence[tuple[str, nn.Module]]
-    entries: Sequence[ModelParameter]
-    mesh: DeviceMesh | None
-    captured: Callable[[Context, Sequence[Pass]], Captured]
-    lay_out: Callable[[Context, OptimizerIndex], Sequence[nn.Parameter]]
-    reading: Reading
-    frames: bool = False
 
 
 def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: CheckedOptions) -> Session:
@@ -148,7 +105,7 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: CheckedOption
         return shard_in_place(entries, own, context, optimizers, reading)
 
     given = inputs if call is None else _torch.tree_leaves((call.args, call.kwargs))
-    step = _Step(
+    step = Step(
         gm, given, roots, entries, mesh, captured, lay_out, reading, frames=call is not None
     )
     session = _session(step, options)
@@ -201,7 +158,7 @@ def first_call_of_sharded(
         return [entry.parameter for entry in entries]
 
     reading = laid_out.reading
-    step = _Step(gm, inputs, [("", root)], entries, mesh, captured, lay_out, reading)
+    step = Step(gm, inputs, [("", root)], entries, mesh, captured, lay_out, reading)
     session = _session(step, given, to_train=trains)
     if trains:
         end_waiting(root)
@@ -209,38 +166,14 @@ def first_call_of_sharded(
         _log(session)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Groups:
-    """The process groups of a first call.
-
-    ``ranks``: of all ranks. ``along``: by mesh dimension, the outer first; empty for a flat mesh.
-    ``uses_p2p``: gathers and scatters are P2P messages.
-    """
-
-    ranks: Group
-    along: Mapping[str, dist.ProcessGroup]
-    device: torch.device
-    uses_p2p: bool
-
-    @property
-    def are_fake(self) -> bool:
-        """Whether their collectives do nothing: the other ranks do not exist."""
-        return backend_of(self.ranks, self.device.type) == "fake"
-
-    def mesh_dims(self, hardware: Hardware) -> tuple[MeshDim, MeshDim] | None:
-        """The mesh dimensions along which the profile has rates."""
-        dims = [mesh_dim(name, group) for name, group in self.along.items()]
-        return mesh_dims_of(dims, hardware, self.uses_p2p)
-
-
 @progress.of_first_call
-def _session(step: _Step, options: CheckedOptions, to_train: bool = True) -> Session:
+def _session(step: Step, options: CheckedOptions, to_train: bool = True) -> Session:
     """Agree on the options, measure, decide on a plan, shard the model. Collective."""
     passes = tuple(options.passes or default_passes())
     validate(passes)
     entries, ranks = step.entries, group_of_mesh(step.mesh)
     device = entries[0].parameter.device
-    groups = _Groups(ranks, groups_along(options.mesh), device, group_uses_p2p(ranks, device))
+    groups = Groups(ranks, groups_along(options.mesh), device, group_uses_p2p(ranks, device))
     check_if_waiting([entry.parameter for entry in entries], options)
     lines = [*options.lines(), *fingerprint(step.gm, entries)]
     agree([f"gathers and scatters by messages: {groups.uses_p2p}", *lines], ranks)
@@ -250,7 +183,7 @@ def _session(step: _Step, options: CheckedOptions, to_train: bool = True) -> Ses
     if options.memory_limit_bytes is not None:
         others = other_models(entries, ranks, _compiled)
     context, spare_bytes = _context_before_plan(step, options, groups, optimizers, others)
-    decision = _PlanDecision(step, options, passes, groups, others, context)
+    decision = PlanDecision(step, options, passes, groups, others, context)
     if step.frames and not (options.plan is not None and options.plan.order):
         decision.trace_frames()
     plan = decision.found()
@@ -291,9 +224,9 @@ def _session(step: _Step, options: CheckedOptions, to_train: bool = True) -> Ses
 
 
 def _context_before_plan(
-    step: _Step,
+    step: Step,
     options: CheckedOptions,
-    groups: _Groups,
+    groups: Groups,
     optimizers: OptimizerIndex,
     others: OtherModels,
 ) -> tuple[Context, int]:
@@ -340,175 +273,7 @@ def _context_before_plan(
     return context, spare_bytes
 
 
-class _PlanDecision:
-    """The way of one step to its plan: trace, measure operators, plan.
-
-    ``context``: the context to plan with. Tracing and measuring complete it.
-    ``step_key``: identifies the step in the profile (``Hardware.for_step``); rank 0's.
-    ``searched``: the step, on the rank that searched the plan.
-    """
-
-    def __init__(
-        self,
-        step: _Step,
-        options: CheckedOptions,
-        passes: Sequence[Pass],
-        groups: _Groups,
-        others: OtherModels,
-        context: Context,
-    ) -> None:
-        self.step_key = from_rank_zero(lambda: _step_key(step, options), groups.ranks)
-        self._step, self._options, self._passes = step, options, passes
-        self._groups, self._others = groups, others
-        self._profile = context.hardware
-        self.context = self._by_profile(context)
-        self._captured: Captured | None = None  # on rank 0; with several frames on all ranks
-        self._lines: list[str] | None = None  # the step as text, on rank 0; None: no plan is kept
-        self.searched: SearchedStep | None = None
-
-    def _by_profile(self, context: Context) -> Context:
-        """A context with the prices of the profile, corrected for this step."""
-        hardware = self._profile.for_step(self.step_key)
-        return context.replace(hardware=hardware, mesh_dims=self._groups.mesh_dims(hardware))
-
-    def _trace(self) -> Captured:
-        progress.stage("tracing")
-        with _torch.with_settings(self._options.inductor or {}):
-            self._captured = self._step.captured(self.context, self._passes)
-        return self._captured
-
-    def trace_frames(self) -> None:
-        """Trace a step of several frames. Collective.
-
-        The graph break may be at a collective of the model itself: all ranks run it.
-        """
-        unseen_bytes = unseen_bytes_of(self._trace(), self.context)
-        self.context = self.context.replace(base_bytes=self.context.base_bytes + unseen_bytes)
-
-    def found(self) -> Plan | None:
-        """The kept plan of an earlier run with the same step, options and machine. Collective."""
-        kept = from_rank_zero(self._find, self._groups.ranks)
-        if kept is None:
-            return None
-        self.context = self.context.replace(workspaces=kept.workspaces)
-        return kept.plan
-
-    def _find(self) -> KeptPlan | None:
-        if self._groups.are_fake or self._options.plan is not None or plans_folder() is None:
-            return None
-        try:
-            self._lines = self._step_lines()
-        except Uncertain as why:
-            log.debug("no plan is kept for this step: %s", why)
-        path = self._path()
-        return None if path is None else find(path, self.context)
-
-    def _step_lines(self) -> list[str]:
-        """The step as text: the Dynamo graph if that is enough, else the captured graphs."""
-        step = self._step
-        decided = [*self._options.lines(), *pass_lines(self._passes), repr(self._others)]
-        if not step.frames:
-            names = {id(entry.parameter): entry.name for entry in step.entries}
-            own = {i: names[id(one)] for i, one in enumerate(step.inputs) if id(one) in names}
-            try:
-                return [*decided, *dynamo_lines(step.gm, step.inputs, own)]
-            except Uncertain as why:
-                log.debug("the step is traced to look for its plan: %s", why)
-        return [*decided, *captured_lines(self._captured or self._trace())]
-
-    def _path(self) -> Path | None:
-        """The file of the step's plan with the context's profile; None: no plan is kept."""
-        try:
-            return None if self._lines is None else path_of(self._lines, self.context)
-        except Uncertain as why:
-            log.debug("no plan is kept for this step: %s", why)
-            return None
-
-    def measure_operators(self, spare_bytes: int, to_train: bool) -> None:
-        """Trace the step, and measure its operators, if the plan is not known yet. Collective."""
-        group, device = self._groups.ranks, self._groups.device
-        measures = from_rank_zero(lambda: self._prepare(to_train), group)
-        measured = self._profile
-        if measures:
-            progress.stage("measuring operators")
-            plain = self.context.replace(hardware=self._profile)
-            measured = with_step_seconds(self._captured, plain, group, device, spare_bytes)
-        self._profile = from_rank_zero(lambda: measured, group)
-        workspaces = from_rank_zero(lambda: self._workspaces(spare_bytes), group)
-        self.context = self._by_profile(self.context.replace(workspaces=workspaces))
-        if measures:  # keep it also if the limit is refused: the error's limit is of this profile
-            keep(self._profile, group, device, self._groups.along)
-
-    def _workspaces(self, spare_bytes: int) -> dict[str, int]:
-        if self._groups.are_fake or self._captured is None:
-            return {}
-        return measured_workspaces(self._captured, self._groups.device, spare_bytes)
-
-    def _prepare(self, to_train: bool) -> bool:
-        """Check a given plan, trace the step if it is needed; True: measure its operators."""
-        given = self._options.plan
-        if given is not None:
-            check_fits(
-                given,
-                self._step.entries,
-                self.context.world_size,
-                _name_of_given_plan(self._step),
-                self.context.ranks_of_a_host,
-            )
-            is_saved = given.order and given.prediction is not None
-            if is_saved or not to_train:
-                return False
-        if self._captured is None:
-            self._trace()
-        return self._options.hardware is None and not self._groups.are_fake
-
-    def plan(self) -> Plan:
-        """The given plan, completed for the traced step, or the planner's plan."""
-        options, given = self._options, self._options.plan
-        if self._captured is None:
-            assert given is not None
-            return given
-        if given is not None:
-            try:
-                return complete(given, self._captured, self.context, self._passes)
-            except (NothingSaved, NothingMoves) as error:
-                raise PlanMismatch(f"the plan given in options does not fit: {error}") from None
-        progress.stage("planning")
-        self.searched = SearchedStep(self._captured, self.context, tuple(self._passes))
-        if options.memory_limit_bytes is None:
-            made = self._plan_under(None)
-        else:
-            whole_bytes = sum(one.full_bytes for one in self.context.parameters)
-            made = planned_under_share(
-                self._plan_under, self._others, options.memory_limit_bytes, whole_bytes
-            )
-        path = self._path()
-        if path is not None:
-            keep_plan(made, self.context, path)
-        return made
-
-    def _plan_under(self, limit_bytes: int | None) -> Plan:
-        assert self._captured is not None
-        slices = slices_of(self._options.slices, self.context.parameters)
-        stays = stays_of(self._options.tensor_parallel, self.context.parameters)
-        context = self.context.replace(
-            slices=slices, tensor_parallel=stays, limit_bytes=limit_bytes
-        )
-        return planned_whole(self._captured, context, self._passes, self._options.search)
-
-
-def _step_key(step: _Step, options: CheckedOptions) -> str:
-    """Identifies a training step in the profile: its parameters, operations and input shapes."""
-    inputs = [
-        f"input {tuple(one.shape)} {one.dtype}"
-        for one in step.inputs
-        if isinstance(one, torch.Tensor) and not isinstance(one, nn.Parameter)
-    ]
-    lines = [*fingerprint(step.gm, step.entries), *inputs, str(options.precision)]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-def _trace_steps(session: Session, step_key: str, groups: _Groups) -> None:
+def _trace_steps(session: Session, step_key: str, groups: Groups) -> None:
     """Trace some of the steps to come, on ranks that compute on CPUs; learn from them."""
     if groups.device.type != "cpu" or groups.are_fake:
         return
@@ -522,14 +287,6 @@ def _trace_steps(session: Session, step_key: str, groups: _Groups) -> None:
         along=groups.along,
     )
     trace_steps(session, kept if learns else None)
-
-
-def _name_of_given_plan(step: _Step) -> str:
-    """The plan in the options, for messages; with several frames it names their models."""
-    if not step.frames:
-        return "plan given in options"
-    models = " and ".join(type(root).__name__ for _, root in step.roots)
-    return f"plan given in options, which is for all of {models},"
 
 
 def _warn_of_whole(ctx: Context, options: CheckedOptions) -> None:

@@ -13,7 +13,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import osdp_compile
-from osdp_compile.engine import first_call
+from osdp_compile.engine import first_call, plan_decision
+from osdp_compile.planning.traced_step import planned_whole
 from osdp_compile.tracking.other_models import OtherModels
 from tests.ranks import Ranks
 from tests.training import SLOW
@@ -45,7 +46,7 @@ def started(rank, world_size, folder, limit, rows=8):
     options = {"memory_limit": limit, "hardware": SLOW}
     compiled = torch.compile(model, backend="osdp", options=options)
     losses = []
-    planner = mock.patch.object(first_call, "planned_whole", wraps=first_call.planned_whole)
+    planner = mock.patch.object(plan_decision, "planned_whole", wraps=planned_whole)
     try:
         with mock.patch.dict(os.environ, {"OSDP_CACHE_DIR": folder}), planner as planned:
             for step in range(3):
@@ -90,7 +91,7 @@ def planner_calls(rank, world_size, folder, starts):
     counts = []
     alone = mock.patch.object(first_call, "other_models", lambda *_: OtherModels())
     stop = mock.patch.object(first_call, "register_group", side_effect=RuntimeError("decided"))
-    planner = mock.patch.object(first_call, "planned_whole", wraps=first_call.planned_whole)
+    planner = mock.patch.object(plan_decision, "planned_whole", wraps=planned_whole)
     with mock.patch.dict(os.environ, {"OSDP_CACHE_DIR": folder}), alone, stop, planner as planned:
         for start in starts:
             if start == "damage":

@@ -15,7 +15,7 @@ from torch import nn
 
 from osdp_compile import plan_of, report
 from osdp_compile.calibration import profile_cache
-from osdp_compile.engine import first_call
+from osdp_compile.engine import plan_decision
 from osdp_compile.tracking import step_trace
 from osdp_compile.tracking.session import session_for
 from osdp_compile.tracking.step_trace import TRACED_STEPS, WARM_STEPS
@@ -61,7 +61,7 @@ def on_a_machine(folder):
         mock.patch.dict(os.environ, {"OSDP_CACHE_DIR": folder}),
         mock.patch.object(profile_cache, "measure_hardware", lambda *_, **__: FAST),
         mock.patch.object(profile_cache, "rates_hold", lambda *_: True),
-        mock.patch.object(first_call, "with_step_seconds", lambda _, ctx, *__: ctx.hardware),
+        mock.patch.object(plan_decision, "with_step_seconds", lambda _, ctx, *__: ctx.hardware),
         mock.patch.object(step_trace, "_MOST_SPREAD", float("inf")),
     )
 
