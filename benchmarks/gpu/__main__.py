@@ -155,7 +155,11 @@ def run_peers(setting: Setting, folder: Path) -> tuple[list[Check], Any]:
     if not out.exists():
         return [Check("peers", "benchmarks.compare", done.stderr[-300:], False)], None
     record = json.loads(out.read_text())
-    checks = [Check("peers", what, "", holds) for what, holds in record["claims"].items()]
+    checks = [
+        Check("peers", row["name"], row["failed"][-300:], not row["failed"])
+        for row in record["rows"]
+    ]
+    checks += [Check("peers", what, "", holds) for what, holds in record["claims"].items()]
     return checks, record
 
 

@@ -47,12 +47,12 @@ from passes.capture.fold_layers import Folded
 from passes.graph.captured import Captured
 from passes.pipeline import Pass
 from passes.plan.even_out import evened
-from passes.plan.explain import explained
-from passes.plan.gains import gains, gains_of_moves, gains_of_slices
 from passes.plan.search import Search
 from passes.pricing.evaluator import Finished, PlanEvaluator
 from passes.pricing.orders import orders, with_fastest_order
 from passes.pricing.predict import predict
+from passes.reasons.explain import explained
+from passes.reasons.gains import gains, gains_of_moves, gains_of_slices
 from passes.types.context import Context
 from passes.types.plan import Plan, Prediction
 from passes.types.units import format_bytes, format_limit, format_ranks, is_decimal

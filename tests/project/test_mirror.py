@@ -14,6 +14,7 @@ FOLDERS = (
     "overlap",
     "plan",
     "pricing",
+    "reasons",
     "recompute",
     "shard",
     "simulate",

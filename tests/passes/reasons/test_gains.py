@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from passes.pipeline import default_passes
-from passes.plan.gains import _gain, gains
 from passes.plan.planner import Infeasible, complete, make_plan
 from passes.pricing.evaluator import PlanEvaluator
 from passes.pricing.prices import Prices
+from passes.reasons.gains import _gain, gains
 from passes.types.decision import Decision
 from passes.types.units import format_bytes
 from tests.passes.captures import capture_step

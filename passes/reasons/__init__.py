@@ -1,0 +1,1 @@
+"""Reasons: what each decision of a plan gains, in words."""
