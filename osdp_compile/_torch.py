@@ -669,6 +669,13 @@ def without_autograd_cache() -> Any:
     return functorch_config.patch(enable_autograd_cache=False)
 
 
+def is_profiled() -> bool:
+    """Whether a profiler records this thread."""
+    # 2.11.0 to 2.15.0
+    enabled: bool = torch._C._autograd._profiler_enabled()
+    return enabled
+
+
 def hooks_saved_tensors() -> bool:
     """Whether hooks pack the tensors that autograd saves now."""
     # 2.11.0 to 2.15.0: AOTAutograd asks this too; True: also while tracing.

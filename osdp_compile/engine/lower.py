@@ -26,6 +26,7 @@ from osdp_compile.planning.capture import partitioned
 from osdp_compile.runtime.collectives import backend_of
 from osdp_compile.tracking.larger_inputs import GrowingPeak, of_symbolic_size, symbols_of
 from osdp_compile.tracking.memory_watch import GraphInput, watched
+from osdp_compile.tracking.profiler_ranges import ranges_of
 from osdp_compile.tracking.session import Session, base_parts, find
 from osdp_compile.tracking.step_timer import OTHER_FRAMES, CompiledStep, timed
 from passes._torch import copied_graph
@@ -380,6 +381,7 @@ def _look_at(
     timeline = described()
     graph_log.schedule(ctx.phase.value, lambda: timeline)
     step.skeletons[ctx.phase] = skeleton_of(gm.graph)
+    step.ranges.of[ctx.phase] = ranges_of(gm.graph, timeline)
     session.observed.compiled(step, ctx.phase, timeline)
     session.watch.runs(timeline.peak_bytes - timeline.base_bytes + others_bytes)
     _warn_above_limit(session, step, ctx.phase, timeline.peak_bytes, difference)

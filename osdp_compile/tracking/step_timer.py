@@ -16,7 +16,9 @@ from typing import Any
 
 from torch import fx
 
+from osdp_compile import _torch
 from osdp_compile.tracking.larger_inputs import GrowingPeak
+from osdp_compile.tracking.profiler_ranges import ProfilerRanges
 from osdp_compile.tracking.step_trace import WARM_STEPS, StepTraces
 from passes.simulate.timeline import Timeline
 from passes.types.context import Phase
@@ -39,6 +41,7 @@ class CompiledStep:
         self.frame = frame
         self.timelines: dict[Phase, Timeline] = {}
         self.skeletons: dict[Phase, fx.Graph] = {}
+        self.ranges = ProfilerRanges()
         #: For graphs with dynamic shapes: bytes of a call at the peak above the prediction.
         self.growing: dict[Phase, GrowingPeak] = {}
         #: Bytes that the forward returns to its caller. The caller holds them in the backward.
@@ -178,6 +181,8 @@ def timed(
 
     def stamped(*args: Any, **kwargs: Any) -> Any:
         observed.forward_started(step.frame)
+        if _torch.is_profiled():
+            return step.ranges.forward(function, args, kwargs)
         traces = observed.traces_of(step)
         if traces is not None:
             return traces.forward(function, args, kwargs)

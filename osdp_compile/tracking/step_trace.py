@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from osdp_compile import _torch
 from osdp_compile.calibration.evidence import MeasuredGraph, MeasuredStep, middle_half
 from osdp_compile.optim.step_hooks import after_steps, before_steps
+from osdp_compile.tracking.profiler_ranges import operator_name
 from passes.simulate.skeleton import is_computing
 from passes.types.context import Phase
 
@@ -64,12 +65,12 @@ class CallTimes(_torch.TorchDispatchMode):
     def along(self, skeleton: fx.Graph) -> MeasuredGraph | None:
         """The times along a skeleton; None: other collectives and waits were called."""
         called = [node for node in skeleton.nodes if node.op == "call_function"]
-        points = [_name(node.target) for node in called if not is_computing(node)]
+        points = [operator_name(node.target) for node in called if not is_computing(node)]
         seconds: list[float] = []
         found: list[str] = []
         own, last = 0.0, self.begin
         for func, begin, end in self.calls:
-            name = _name(func)
+            name = operator_name(func)
             if name in points:
                 found.append(name)
                 seconds += [own, begin - last - own, end - begin]
@@ -78,12 +79,6 @@ class CallTimes(_torch.TorchDispatchMode):
                 own += end - begin
         seconds += [own, self.end - last - own]
         return MeasuredGraph(skeleton, tuple(seconds)) if found == points else None
-
-
-def _name(operator: Any) -> str:
-    """The name of an operator, equal for its variant in place."""
-    packet = getattr(operator, "overloadpacket", operator)
-    return str(packet).removesuffix("_out").rstrip("_")
 
 
 @dataclasses.dataclass

@@ -1,0 +1,113 @@
+"""Profiler ranges: names for a step's phases, collectives and waits in ``torch.profiler`` traces.
+
+While a profiler records, the graphs of a training step run under a mode that sees their calls of
+operators. It gives each start of a collective the label that the simulated trace has for it
+(``passes/simulate/chrome_trace.py``), such as ``gather blocks.0.up.weight``, and each wait
+``wait: gather blocks.0.up.weight``. The two traces can then be laid one above the other. Without a
+profiler the graphs run without the mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx
+from torch.profiler import record_function
+
+from osdp_compile import _torch
+from passes.graph.fx_utils import WAIT, is_collective
+from passes.simulate.timeline import COMPUTE, Timeline
+from passes.types.context import Phase
+
+
+class Range(NamedTuple):
+    """``operator``: its name, equal for its variant in place."""
+
+    operator: str
+    label: str
+
+
+def operator_name(operator: Any) -> str:
+    """The name of an operator, equal for its variants in place and with an output."""
+    packet = getattr(operator, "overloadpacket", operator)
+    return str(packet).removesuffix("_out").rstrip("_")
+
+
+def ranges_of(graph: fx.Graph, timeline: Timeline) -> tuple[Range, ...]:
+    """The ranges of a lowered graph's collectives and waits, in its order."""
+    labels = {one.name: one.label for one in timeline.events if one.stream != COMPUTE}
+    found = []
+    for node in graph.nodes:
+        started = node.args[0] if node.target is WAIT else None
+        if is_collective(node):
+            found.append(Range(operator_name(node.target), labels[node.name]))
+        elif isinstance(started, fx.Node) and started.name in labels:
+            found.append(Range(operator_name(node.target), f"wait: {labels[started.name]}"))
+    return tuple(found)
+
+
+class _Ranges(_torch.TorchDispatchMode):
+    """Gives the calls of one graph their ranges. The first call out of order ends them."""
+
+    def __init__(self, phase: Phase, ranges: Sequence[Range]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._left = list(reversed(ranges))
+        self._operators = {one.operator for one in ranges}
+        self._phase: AbstractContextManager[Any] = record_function(f"osdp: {phase.value}")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = operator_name(func)
+        if name not in self._operators or not self._left:
+            return func(*args, **(kwargs or {}))
+        expected = self._left.pop()
+        if expected.operator != name:
+            self._left.clear()
+            return func(*args, **(kwargs or {}))
+        with record_function(expected.label):
+            return func(*args, **(kwargs or {}))
+
+    def start(self) -> None:
+        self._phase.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        """End it, also where autograd ended it because of an error in a backward."""
+        _torch.leave_mode(self)
+        self._phase.__exit__(None, None, None)
+
+
+class ProfilerRanges:
+    """The ranges of a compiled step by phase, in the order of its graphs."""
+
+    def __init__(self) -> None:
+        self.of: dict[Phase, Sequence[Range]] = {}
+        self._open: list[_Ranges] = []
+
+    def forward(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a compiled forward with its ranges; its backward gets its own when it runs."""
+        self._stop()  # after an error in a backward
+        self._start(Phase.FORWARD)
+        try:
+            outputs = function(*args, **kwargs)
+        finally:
+            self._stop()
+        node = next(
+            (one.grad_fn for one in outputs if isinstance(one, Tensor) and one.grad_fn), None
+        )
+        if node is not None:
+            node.register_prehook(lambda _: self._start(Phase.BACKWARD))
+            node.register_hook(lambda *_: self._stop())
+        return outputs
+
+    def _start(self, phase: Phase) -> None:
+        if _torch.is_profiled():
+            self._open.append(_Ranges(phase, self.of.get(phase, ())))
+            self._open[-1].start()
+
+    def _stop(self) -> None:
+        while self._open:
+            self._open.pop().stop()
