@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from osdp_compile.errors import OsdpError
+from osdp_compile.integrations.step_logger import step_figures
 from osdp_compile.model.shard_in_place import model_parameters
 from osdp_compile.model.state_dict import part_of
 from osdp_compile.optim.rebind import stays_whole
@@ -47,6 +48,10 @@ class OsdpTrainerMixin:
     for ``from_pretrained``, and ``optimizer.pt`` with whole tensors. Rank 0 writes them. Training
     can continue under another plan, on another number of ranks, or in a plain Trainer.
 
+    The logs of training have the step's measured and predicted figures
+    (:func:`osdp_compile.integrations.step_logger.step_figures`), in TensorBoard or wherever
+    ``report_to`` sends them.
+
     Args:
         osdp_options: the options of ``torch.compile(..., backend="osdp", options=...)``.
 
@@ -71,6 +76,12 @@ class OsdpTrainerMixin:
                 "the model is compiled already: give the Trainer the model itself, and the "
                 "options of torch.compile as osdp_options={...}"
             )
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log as a Trainer does; training's logs with the figures of the step."""
+        if "loss" in logs:
+            logs = {**logs, **step_figures(self.model)}
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
         _check(self.args)

@@ -98,6 +98,8 @@ def by_osdp(
         osdp_options={"plan": plan_of(model, kind), "hardware": SLOW},
     )
     result = trained(trainer, begun)
+    figures = [one.get("osdp/predicted_step_seconds") for one in trainer.state.log_history[-4:]]
+    assert any(figures), "the log has no figures of the step"
     assert trainer.args.torch_compile_backend == "osdp"
     assert all(isinstance(one, DTensor) for one in model.parameters()) == kind.sharded
     assert osdp_compile.plan_of(model) is not None
