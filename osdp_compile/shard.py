@@ -39,7 +39,7 @@ from osdp_compile.options import CheckedOptions
 from osdp_compile.runtime.collectives import backend_of
 from osdp_compile.runtime.eager_markers import register_group
 from osdp_compile.runtime.meshes import flat_mesh, groups_along, mesh_dim, own_mesh
-from osdp_compile.tracking.pending_model import PendingModel, wait_for_first_call
+from osdp_compile.tracking.pending_model import PendingModel, keep_for_one_rank, wait_for_first_call
 from osdp_compile.tracking.session import plan_of
 from passes.types.context import Context
 from passes.types.hardware import generic
@@ -64,7 +64,8 @@ def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) 
     a single process), and the model cannot be called uncompiled. The first compiled call
     broadcasts rank 0's buffers and replicated parameters; each rank keeps its own rows.
 
-    Without a process group, or with one rank, nothing is sharded, as with the backend.
+    Without a process group, or with one rank, nothing is sharded. A plan for one rank is kept all
+    the same: what it recomputes, and its slices. A plan for more ranks is not.
 
     Args:
         model: a module, or the result of ``torch.compile`` for it.
@@ -87,11 +88,13 @@ def shard(model: M, plan: Plan | str | Path, *, mesh: DeviceMesh | None = None) 
     options = CheckedOptions.parse({"plan": plan, "mesh": mesh})
     if options.plan is None:
         raise ValueError("plan=None: give an osdp_compile.Plan, or the path of a saved one")
+    root: nn.Module = getattr(model, "_orig_mod", model)
     alone = why_alone(options)
     if alone is not None:
         say_once(f"{alone}: nothing is sharded")
+        if options.plan.world_size == 1:
+            keep_for_one_rank(root, options.plan)
         return model
-    root: nn.Module = getattr(model, "_orig_mod", model)
     flat = flat_mesh(options.mesh, _device_type(root))
     group = flat.get_group()
     entries = on_every_rank(lambda: _shardable(root, flat), group)

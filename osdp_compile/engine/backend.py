@@ -33,7 +33,7 @@ from osdp_compile.planning.planner_inputs import step_roots
 from osdp_compile.runtime.current_call import interrupted_call
 from osdp_compile.runtime.meshes import number_of_ranks
 from osdp_compile.torch_versions import newer_than_tested
-from osdp_compile.tracking.pending_model import waiting
+from osdp_compile.tracking.pending_model import plan_for_one_rank, waiting
 from osdp_compile.tracking.session import check_kept, find
 from osdp_compile.tracking.uncovered import leave_alone, watch_optimizers
 from passes.pipeline import Observer
@@ -85,7 +85,11 @@ def compile_graph(
     leave_to_torch(_torch.shown_by_torch(NAMES))
     _warn_of_newer_torch()
     alone = why_alone(options)
-    if alone is not None and options.memory_limit_bytes is None and not _is_planned(inputs):
+    if alone is not None and options.plan is None:
+        kept = plan_for_one_rank(inputs)
+        options = options if kept is None else options.with_plan(kept)
+    plans = options.memory_limit_bytes is not None or options.plan is not None
+    if alone is not None and not plans and not _is_planned(inputs):
         say_once(f"{alone}: compiling with Inductor, nothing is sharded")
         leave_alone(inputs)
         return _torch.compile_fx(gm, list(inputs), config_patches=dict(options.inductor or {}))

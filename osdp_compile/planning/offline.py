@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -174,7 +173,7 @@ def mesh_sizes(
     """Mesh dimension -> number of ranks, the outer first, from the user's arguments.
 
     Raises:
-        ValueError: unless exactly one of the two is given, well formed, with two ranks or more.
+        ValueError: unless exactly one of the two is given, well formed.
     """
     if isinstance(mesh, DeviceMesh):
         names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
@@ -185,17 +184,11 @@ def mesh_sizes(
         assert world_size is not None
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise ValueError(f"world_size={world_size!r} is not a number of ranks")
-        return _several({"ranks": world_size})
+        return {"ranks": world_size}
     sizes = dict(mesh)
     if not 1 <= len(sizes) <= 2:
         raise ValueError(f"mesh={sizes!r} has {len(sizes)} dimensions: one or two are supported")
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"mesh={sizes!r}: {name!r} is not a number of ranks")
-    return _several(sizes)
-
-
-def _several(sizes: dict[str, int]) -> dict[str, int]:
-    if math.prod(sizes.values()) == 1:
-        raise ValueError("one rank has nothing to shard over: give two or more")
     return sizes

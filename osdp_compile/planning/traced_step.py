@@ -119,15 +119,16 @@ class TracedStep:
         Raises:
             OsdpError: if the profile lacks rates of collectives.
         """
+        world_size = math.prod(ranks.values())
         lacking = [kind for kind in _KINDS if kind not in hardware.collectives]
-        if lacking:
+        if lacking and world_size > 1:
             raise OsdpError(
                 f"the hardware profile {hardware.name!r} has no rates for {', '.join(lacking)}: "
                 "measure it with several ranks, torchrun ... -m osdp_compile calibrate"
             )
-        world_size = math.prod(ranks.values())
         hardware = hardware.over(ranks)
-        uses_p2p = hardware.collectives["all_gather"].carried_out == "messages"
+        gather = hardware.collectives.get("all_gather")
+        uses_p2p = gather is not None and gather.carried_out == "messages"
         mesh_dims = [MeshDim(name, size, f"{_GROUP}_{name}") for name, size in ranks.items()]
         return Context(
             plan=Plan((), world_size=world_size),

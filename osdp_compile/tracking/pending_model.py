@@ -139,6 +139,30 @@ def _check(entry: ModelParameter, laid_out: PendingModel) -> None:
 _of_root: WeakKeyDictionary[nn.Module, PendingModel] = WeakKeyDictionary()
 
 
+#: One rank's plans of ``osdp_compile.shard``, by root.
+_plans_of_one_rank: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
+
+
+def keep_for_one_rank(root: nn.Module, plan: Plan) -> None:
+    """Remember a plan for a model that trains on one rank: nothing of it is sharded."""
+    _plans_of_one_rank[root] = plan
+
+
+def plan_for_one_rank(parameters: Iterable[Any]) -> Plan | None:
+    """The plan that ``osdp_compile.shard`` got for the model of some of these parameters."""
+    if not _plans_of_one_rank:
+        return None
+    wanted = {id(parameter) for parameter in parameters}
+    return next(
+        (
+            plan
+            for root, plan in list(_plans_of_one_rank.items())
+            if any(id(parameter) in wanted for parameter in root.parameters())
+        ),
+        None,
+    )
+
+
 def wait_for_first_call(root: nn.Module, laid_out: PendingModel) -> None:
     """Remember a model's placement until its first call."""
     _of_root[root] = laid_out

@@ -240,3 +240,18 @@ def test_without_a_limit_nothing_is_planned():
     train(model, {"hardware": ALONE})
     assert plan_of(model) is None
     assert type(model) is LanguageModel
+
+
+@pytest.mark.parametrize("way", ["option", "shard"])
+def test_a_plan_that_was_made_before_is_kept(way):
+    limit = least_bytes() * 9 // 8
+    tokens = torch.zeros(2, 129, dtype=torch.long)
+    made = osdp_compile.plan(
+        model_of(), (tokens,), world_size=1, hardware=ALONE, memory_limit=limit
+    )
+    assert made.recompute and not made.shards
+    model = model_of()
+    if way == "shard":
+        assert osdp_compile.shard(model, made) is model
+    train(model, {"hardware": ALONE, **({"plan": made} if way == "option" else {})})
+    assert plan_of(model) == made

@@ -223,7 +223,7 @@ def test_meshes_of_hosts_are_an_axis_too(here, capsys):
     ("arguments", "said"),
     [
         (["swept_models:any_batch"], "give --world-sizes, or --mesh"),
-        (["swept_models:any_batch", "--world-sizes", "1,2"], "one rank has nothing to shard"),
+        (["swept_models:any_batch", "--world-sizes", "0,2"], "is not a number of ranks"),
         (["--world-sizes", "2"], "give MODULE:FUNCTION, or --hf-config"),
         (
             ["swept_models:one_batch", "--world-sizes", "2", "--batch-sizes", "2"],
