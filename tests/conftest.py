@@ -68,6 +68,7 @@ def pytest_collection_finish() -> None:
     """Exclude the objects of imports and test collection from garbage collection."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000)  # as on ranks (tests/imported.py)
 
 
 @pytest.fixture(scope="session", autouse=True)

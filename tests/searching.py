@@ -11,7 +11,7 @@ from passes.plan.constants import CONSTANTS
 
 #: Evaluation budget here. ``tests/passes`` tests the search itself. Tests of the command line and
 #: of the examples use the full budget.
-_SHORT = dataclasses.replace(CONSTANTS, most_plans=40)
+_SHORT = dataclasses.replace(CONSTANTS, most_plans=16)
 
 
 def short_searches() -> AbstractContextManager[Any]:
