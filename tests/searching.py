@@ -9,8 +9,8 @@ from unittest import mock
 
 from passes.plan.constants import CONSTANTS
 
-#: Evaluation budget here. ``tests/passes`` tests the search itself. Tests of the command line and
-#: of the examples use the full budget.
+#: Evaluation budget here. ``tests/passes`` tests the search itself. Most tests of the command
+#: line and those of the examples use the full budget.
 _FEW = 16
 
 

@@ -69,6 +69,7 @@ def _attention(rank, world_size, keys, bias):
     return apart, norms, plan_in_force(model).moved, str(model.o.weight.placements)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("ranks, keys, bias", [("two_ranks", 2, True), ("four_ranks", 4, False)])
 def test_attention_by_heads_trains_like_one_process(request, ranks, keys, bias):
     found = request.getfixturevalue(ranks).run(_attention, keys, bias)

@@ -114,6 +114,7 @@ def test_a_batch_size_is_passed_on(here, capsys):
     assert saved[0].peak["activations"] < saved[1].peak["activations"]
 
 
+@pytest.mark.usefixtures("short_search")
 def test_the_batch_size_of_the_highest_throughput(here, capsys):
     arguments = ["models_of_mine:any_batch", "--world-size", "8", "--memory-limit", "24MB"]
     assert run(*arguments, "--batch-sizes", "1,64,100000", "--out", "plan.json") == 0
@@ -127,6 +128,7 @@ def test_the_batch_size_of_the_highest_throughput(here, capsys):
     assert found.peak_bytes <= 24_000_000
 
 
+@pytest.mark.usefixtures("short_search")
 def test_step_time_against_memory(here, capsys):
     pytest.importorskip("matplotlib")
     arguments = ["models_of_mine:one_batch", "--world-size", "8", "--frontier", "frontier.png"]

@@ -112,7 +112,10 @@ def test_memory_is_filled_slice_by_slice():
     assert seconds == sorted(seconds, reverse=True) and seconds[-1] < seconds[0]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(one, marks=pytest.mark.thorough if one != "even" else ()) for one in MODELS],
+)
 def test_an_infeasible_limit_says_the_least_and_that_works(model: str):
     step, ctx = captured(model)
     with pytest.raises(Infeasible, match="is below the least possible") as caught:
