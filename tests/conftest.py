@@ -15,8 +15,9 @@ from tests.ranks import Ranks
 from tests.searching import short_searches
 
 #: Files that take a minute or more and do not use the fixtures with ranks.
-_LONG_FILES = ("test_examples.py", "test_offline.py", "test_planner.py", "test_prediction.py")
-_LONG_FILES += ("test_slice_some.py", "test_snapshots.py")
+_LONG_FILES = ("test_examples.py", "test_few_layers.py", "test_logs.py", "test_offline.py")
+_LONG_FILES += ("test_one_rank.py", "test_plan.py", "test_planner.py", "test_prediction.py")
+_LONG_FILES += ("test_search.py", "test_snapshots.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -68,6 +69,7 @@ def pytest_collection_finish() -> None:
     """Exclude the objects of imports and test collection from garbage collection."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000)  # as on ranks (tests/imported.py)
 
 
 @pytest.fixture(scope="session", autouse=True)

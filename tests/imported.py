@@ -16,3 +16,5 @@ torch._inductor.codecache.torch_key()  # reads all of Inductor's sources
 # Exclude these objects from walks over all objects: garbage collection, search for optimizers.
 gc.collect()
 gc.freeze()
+# Traces make many objects that live long: the default threshold costs a tenth of a rank's time.
+gc.set_threshold(50_000)

@@ -9,11 +9,12 @@ from unittest import mock
 
 from passes.plan.constants import CONSTANTS
 
-#: Evaluation budget here. ``tests/passes`` tests the search itself. Tests of the command line and
-#: of the examples use the full budget.
-_SHORT = dataclasses.replace(CONSTANTS, most_plans=40)
+#: Evaluation budget here. ``tests/passes`` tests the search itself. Most tests of the command
+#: line and those of the examples use the full budget.
+_FEW = 16
 
 
-def short_searches() -> AbstractContextManager[Any]:
+def short_searches(plans: int = _FEW) -> AbstractContextManager[Any]:
     """Limit the planner of this process to few plans, to shorten tests with a memory limit."""
-    return mock.patch("passes.plan.search.CONSTANTS", _SHORT)
+    short = dataclasses.replace(CONSTANTS, most_plans=plans)
+    return mock.patch("passes.plan.search.CONSTANTS", short)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import osdp_compile
 from osdp_compile import Decision, Hardware, Plan
@@ -136,18 +136,37 @@ def trains_like_reference(
     Returns rank 0's outcome, for further assertions.
     """
     recipe = recipe or Recipe()
-    outcomes = ranks.run(_train_both, make_model, plan, recipe, prepare)
+    return _equal(ranks.run(_train_both, make_model, plan, recipe, prepare), tolerance)
+
+
+def each_trains_like_reference(
+    ranks: Ranks,
+    make_model: Callable[[], nn.Module],
+    plan: dict[str, str] | str,
+    recipes: Mapping[str, Recipe],
+) -> dict[str, Outcome]:
+    """:func:`trains_like_reference` for several recipes, with one compiled model without buffers.
+
+    All optimizers exist at the first call. The model starts again for each recipe.
+    """
+    found = ranks.run(_train_each, make_model, plan, recipes)
+    return {name: _equal([of_rank[name] for of_rank in found], name=name) for name in recipes}
+
+
+def _equal(outcomes: list[Outcome], tolerance: float = 1e-5, name: str = "") -> Outcome:
+    """Rank 0's outcome, after the assertions of :func:`trains_like_reference`."""
     for rank, outcome in enumerate(outcomes):
         osdp, reference = outcome.osdp, outcome.reference
-        assert osdp.losses == _close(reference.losses, tolerance), f"losses of rank {rank}"
-        assert osdp.norms == _close(reference.norms, tolerance), f"gradient norms of rank {rank}"
+        where = f"rank {rank} {name}"
+        assert osdp.losses == _close(reference.losses, tolerance), f"losses of {where}"
+        assert osdp.norms == _close(reference.norms, tolerance), f"gradient norms of {where}"
         assert all(loss == loss for loss in osdp.losses), "a loss is not a number"
         assert list(osdp.parameters) == list(reference.parameters)
         assert list(osdp.buffers) == list(reference.buffers)
         assert outcome.state_names == outcome.reference_state_names
-        for name in [*osdp.parameters, *osdp.buffers]:
-            distance = outcome.distance(name)
-            assert distance <= tolerance, f"{name} is {distance} off on rank {rank}"
+        for tensor in [*osdp.parameters, *osdp.buffers]:
+            distance = outcome.distance(tensor)
+            assert distance <= tolerance, f"{tensor} is {distance} off on {where}"
         assert outcome.decisions == outcomes[0].decisions, "ranks have different plans"
         assert outcome.placements == {
             name: "shard" if Decision.named(decision).sharded else "replicate"
@@ -171,6 +190,30 @@ def _train_both(rank, world_size, make_model, plan, recipe, prepare) -> Outcome:
         if prepare is not None:
             prepare(model)
         trained = train_osdp(model, options, recipe, rank)
+    return _outcome(model, trained, reference, rank)
+
+
+def _train_each(rank, world_size, make_model, plan, recipes) -> dict[str, Outcome]:
+    torch.manual_seed(0)
+    model = make_model()
+    start = copy.deepcopy(model)
+    optimizers = {name: one.optimizer(model.parameters()) for name, one in recipes.items()}
+    options = plan_options(model, plan, Recipe(), world_size)
+    compiled = torch.compile(model, backend="osdp", options=options)
+    found = {}
+    for name, recipe in recipes.items():
+        with torch.no_grad():
+            for ours, given in zip(model.parameters(), start.parameters(), strict=True):
+                if found:
+                    given = distribute_tensor(given, ours.device_mesh, ours.placements)
+                ours.copy_(given)
+        reference = Reference(copy.deepcopy(start), recipe, world_size)
+        trained = train_compiled(compiled, model, optimizers[name], recipe, rank)
+        found[name] = _outcome(model, trained, reference, rank)
+    return found
+
+
+def _outcome(model: nn.Module, trained: Trained, reference: Reference, rank: int) -> Outcome:
     return Outcome(
         osdp=trained,
         reference=reference.train(rank),
@@ -222,7 +265,13 @@ class Reference:
 def train_osdp(model: nn.Module, options: dict[str, Any], recipe: Recipe, rank: int) -> Trained:
     """Run all steps of one rank; the model is compiled, and sharded at its first call."""
     compiled = torch.compile(model, backend="osdp", options=options)
-    optimizer = recipe.optimizer(model.parameters())
+    return train_compiled(compiled, model, recipe.optimizer(model.parameters()), recipe, rank)
+
+
+def train_compiled(
+    compiled: Any, model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, rank: int
+) -> Trained:
+    """Run all steps of one rank with a compiled model and an optimizer of its parameters."""
     scheduler = recipe.schedule(optimizer) if recipe.schedule else None
     losses, norms = [], []
     for step in range(recipe.steps):

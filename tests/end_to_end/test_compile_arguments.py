@@ -56,7 +56,7 @@ def lengths_of_a_dynamic_graph(rank, world_size, how):
     return first, others
 
 
-@pytest.mark.parametrize("how", ["all", "marked"])
+@pytest.mark.parametrize("how", ["all", pytest.param("marked", marks=pytest.mark.thorough)])
 def test_a_new_length_within_a_dynamic_graph_does_not_compile_again(two_ranks, how):
     for first, others in two_ranks.run(lengths_of_a_dynamic_graph, how):
         assert first == (True, 1)

@@ -114,7 +114,7 @@ def train(rank, world_size, plan, batch, dynamic):
     ("dynamic", "plan", "graphs"),
     [
         (None, "shard_keep", 2),
-        pytest.param("all", "sliced", 1, marks=pytest.mark.inductor),
+        pytest.param("all", "sliced", 1, marks=[pytest.mark.inductor, pytest.mark.thorough]),
         *more(("all", "shard_regather", 1), ("marked", "replicate", 1)),
     ],
 )

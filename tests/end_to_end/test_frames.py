@@ -71,16 +71,20 @@ CLIPPED = Recipe(max_norm=0.05, steps=4)
 
 
 _BROKEN = [
-    (BrokenInside, 0.5),
     (BrokenInArgument, "shard_keep"),
     (BrokenAfter, "shard_regather"),
     (BrokenInside, "replicate"),
 ]
+_PLANNED = (BrokenInside, 0.5)
 _MODELS = (BrokenInside, BrokenInArgument, BrokenAfter)
-_BROKEN += others(product(_MODELS, ("replicate", "shard_keep", "shard_regather", 0.5)), _BROKEN)
+_PLANS = ("replicate", "shard_keep", "shard_regather", 0.5)
+_OTHERS = others(product(_MODELS, _PLANS), [*_BROKEN, _PLANNED])
 
 
-@pytest.mark.parametrize(("model", "plan"), _BROKEN)
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [*_BROKEN, pytest.param(*_PLANNED, marks=pytest.mark.thorough), *_OTHERS],
+)
 def test_a_graph_break_inside_a_submodule(two_ranks, model, plan):
     outcome = trains_like_reference(two_ranks, model, plan, CLIPPED)
     if plan in ("shard_keep", "shard_regather"):
@@ -158,6 +162,7 @@ class AsksAndCalls(Asks):
         return doubled(super().forward(x))
 
 
+@pytest.mark.thorough
 def test_frames_without_parameters_are_compiled_again_after_the_step_is_traced(two_ranks):
     trains_like_reference(two_ranks, AsksAndCalls, "shard_regather", CLIPPED)
 

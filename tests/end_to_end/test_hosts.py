@@ -134,6 +134,7 @@ def test_stage_by_stage_and_within_hosts_equals_one_process(four_ranks):
     assert len(texts) == 3 and all("<host group>" in text for text in texts)
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 @pytest.mark.timeout(600)
 def test_a_model_laid_out_within_hosts_before_it_has_memory(four_ranks):
@@ -142,6 +143,7 @@ def test_a_model_laid_out_within_hosts_before_it_has_memory(four_ranks):
         assert set(found.placed.values()) == {"shard", "replicate", "shard within host"}
 
 
+@pytest.mark.thorough
 def test_flat_where_that_is_faster(four_ranks):
     for found in four_ranks.run(train, TARDY, FLAT_DECISIONS, SMALLER):
         assert found.apart < 1e-12

@@ -52,7 +52,9 @@ def _train(rank, world_size, make, rest, recipe):
     return apart, max(map(abs, norms)), placed, plan_in_force(model), differ
 
 
-@pytest.mark.parametrize("rest", ["replicate", "shard_regather"])
+@pytest.mark.parametrize(
+    "rest", [pytest.param("replicate", marks=pytest.mark.thorough), "shard_regather"]
+)
 def test_an_mlp_that_stays_trains_like_one_process(two_ranks, rest):
     for apart, norm, placed, plan, warnings in two_ranks.run(_train, Mlp, rest, recipe_of(batch)):
         assert apart < 1e-11 and norm < 1e-9 and not warnings
@@ -142,7 +144,7 @@ def _deviations(rank, world_size, autocast):
     return distance(ours), distance({n: p.detach() for n, p in parallel.named_parameters()})
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("autocast", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_no_further_from_one_process_than_twice_ddp(two_ranks, autocast):
     for ours, theirs in two_ranks.run(_deviations, autocast):
         assert 0 < ours <= 4 * theirs  # squares

@@ -134,6 +134,7 @@ def _float_batch(step, micro, rank):
     return batch(step, micro, rank).float()
 
 
+@pytest.mark.thorough
 def test_param_dtype(two_ranks):
     for moving, without in two_ranks.run(_in_bfloat16):
         assert 0 < moving <= 4 * without  # squares

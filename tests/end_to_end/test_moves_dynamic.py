@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from tests.chosen import more
 from tests.end_to_end.moving import Gated, Language, Mlp, Words, train_dynamic
 
 
-@pytest.mark.parametrize("make", [Mlp, Gated, Words, Language])
+@pytest.mark.parametrize(
+    "make", [Gated, pytest.param(Language, marks=pytest.mark.thorough), *more(Mlp, Words)]
+)
 def test_one_graph_for_all_sizes_moves_activations(two_ranks, make):
     for apart, travel, differ in two_ranks.run(train_dynamic, make, False):
         assert apart < 1e-11
         assert not travel and not differ
 
 
+@pytest.mark.thorough
 def test_one_graph_for_all_sizes_on_ranks_that_differ(two_ranks):
     for apart, travel, differ in two_ranks.run(train_dynamic, Mlp, True):
         assert apart < 1e-11

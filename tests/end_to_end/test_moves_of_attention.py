@@ -69,7 +69,11 @@ def _attention(rank, world_size, keys, bias):
     return apart, norms, plan_in_force(model).moved, str(model.o.weight.placements)
 
 
-@pytest.mark.parametrize("ranks, keys, bias", [("two_ranks", 2, True), ("four_ranks", 4, False)])
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "ranks, keys, bias",
+    [("two_ranks", 2, True), pytest.param("four_ranks", 4, False, marks=pytest.mark.thorough)],
+)
 def test_attention_by_heads_trains_like_one_process(request, ranks, keys, bias):
     found = request.getfixturevalue(ranks).run(_attention, keys, bias)
     for apart, norm, moved, placed in found:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.chosen import more
 from tests.end_to_end.moving import Language, Words, its_loss, mean_square
 from tests.training import (
     SLOW,
@@ -80,8 +81,15 @@ def _language(rank, world_size, tied, named):
     return apart, losses, norms, plan_in_force(model).moved, placed
 
 
-@pytest.mark.parametrize("ranks", ["two_ranks", "four_ranks"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("ranks", "tied"),
+    [
+        ("two_ranks", True),
+        ("four_ranks", False),
+        *more(("two_ranks", False), ("four_ranks", True)),
+    ],
+)
 def test_a_head_with_its_loss_trains_like_one_process(request, ranks, tied):
     named = "words.weight" if tied else "head.weight"
     for apart, losses, norms, moved, placed in request.getfixturevalue(ranks).run(

@@ -48,7 +48,9 @@ def uneven():
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("plan", ["shard_regather", "shard_keep", 0.3])
+@pytest.mark.parametrize(
+    "plan", ["shard_regather", "shard_keep", pytest.param(0.3, marks=pytest.mark.thorough)]
+)
 def test_trains_like_one_process(native_ranks, plan):
     trains_like_reference(native_ranks, uneven, plan, Recipe(max_norm=1.0))
 

@@ -24,6 +24,7 @@ from tests.chosen import more, others
 from tests.training import (
     Recipe,
     adamw,
+    each_trains_like_reference,
     finish_step,
     normal_batch,
     placements,
@@ -56,19 +57,26 @@ PLANS = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.thorough
-@PLANS
-def test_gradients_clipped_by_the_norm_of_the_whole(two_ranks, plan):
-    recipe = Recipe(max_norm=0.05, optimizer=adamw)
-    outcome = trains_like_reference(two_ranks, three_layers, plan, recipe)
-    assert len(outcome.osdp.norms) == recipe.steps
-    assert min(outcome.reference.norms) > recipe.max_norm, "nothing is clipped"
+def halved_each_step(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+
+def warmed_up(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 4)
 
 
 @PLANS
-def test_several_backwards_before_one_step(two_ranks, plan):
-    recipe = Recipe(backwards=3, optimizer=adamw)
-    trains_like_reference(two_ranks, three_layers, plan, recipe)
+def test_clipping_several_backwards_and_schedules(two_ranks, plan):
+    recipes = {
+        "clipped by the norm of the whole": Recipe(max_norm=0.05, optimizer=adamw),
+        "several backwards before a step": Recipe(backwards=3, optimizer=adamw),
+        "halved each step": Recipe(schedule=halved_each_step, optimizer=adamw, steps=4),
+        "warmed up": Recipe(schedule=warmed_up, optimizer=adamw, steps=4),
+    }
+    found = each_trains_like_reference(two_ranks, three_layers, plan, recipes)
+    clipped = found["clipped by the norm of the whole"]
+    assert len(clipped.osdp.norms) == 3
+    assert min(clipped.reference.norms) > 0.05, "nothing is clipped"
 
 
 def accumulate_into_zeros(rank, world_size, plan):
@@ -98,29 +106,20 @@ def test_gradients_kept_as_zeros_between_steps(two_ranks):
     assert max(two_ranks.run(accumulate_into_zeros, MIXED)) < 1e-6
 
 
-def halved_each_step(optimizer):
-    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-
-
-def warmed_up(optimizer):
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 4)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("schedule", [halved_each_step, warmed_up])
-def test_a_learning_rate_schedule(two_ranks, schedule):
-    recipe = Recipe(schedule=schedule, optimizer=adamw, steps=4)
-    trains_like_reference(two_ranks, three_layers, MIXED, recipe)
-
-
 def optimizer_of_kind(kind, parameters, **options):
     return getattr(torch.optim, kind)(parameters, **options)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
+def with_each(make, kinds):
+    """By name, a recipe for each optimizer that ``make(kind, parameters, **options)`` makes."""
+    return {
+        f"{kind} {options}": Recipe(optimizer=functools.partial(make, kind, **options))
+        for kind, options in kinds
+    }
+
+
+def test_elementwise_optimizers_work_on_shards_as_they_are(two_ranks):
+    kinds = [
         ("SGD", {"lr": 0.1}),
         ("Adam", {"lr": 1e-2, "eps": 1e-5, "amsgrad": True}),
         ("AdamW", {"lr": 1e-2, "eps": 1e-5, "foreach": False}),
@@ -133,12 +132,9 @@ def optimizer_of_kind(kind, parameters, **options):
         ("Adamax", {"lr": 1e-2, "eps": 1e-5}),
         ("NAdam", {"lr": 1e-2, "eps": 1e-5}),
         ("RAdam", {"lr": 1e-2, "eps": 1e-5}),
-    ],
-    ids=lambda value: value if isinstance(value, str) else " ".join(value),
-)
-def test_elementwise_optimizers_work_on_shards_as_they_are(two_ranks, kind, options):
-    optimizer = functools.partial(optimizer_of_kind, kind, **options)
-    trains_like_reference(two_ranks, three_layers, MIXED, Recipe(optimizer=optimizer))
+    ]
+    recipes = with_each(optimizer_of_kind, kinds)
+    each_trains_like_reference(two_ranks, three_layers, MIXED, recipes)
 
 
 def capturable_optimizer(kind, parameters, **options):
@@ -162,23 +158,18 @@ def capturable_optimizer(kind, parameters, **options):
     return optimizer
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("foreach", [True, *more(False)])
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
+def test_capturable_optimizers(two_ranks, foreach):
+    kinds = [
         ("Adam", {"lr": torch.tensor(0.01), "eps": 1e-5}),
         ("AdamW", {"lr": torch.tensor(0.01), "eps": 1e-5}),
         ("NAdam", {"lr": 0.01, "eps": 1e-5}),
         ("RMSprop", {"lr": 0.01, "eps": 1e-5}),
         ("Adadelta", {"lr": 0.5}),
         ("ASGD", {"lr": 0.1}),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_capturable_optimizers(two_ranks, kind, options, foreach):
-    optimizer = functools.partial(capturable_optimizer, kind, foreach=foreach, **options)
-    trains_like_reference(two_ranks, three_layers, MIXED, Recipe(optimizer=optimizer))
+    ]
+    recipes = with_each(functools.partial(capturable_optimizer, foreach=foreach), kinds)
+    each_trains_like_reference(two_ranks, three_layers, MIXED, recipes)
 
 
 def compiled_optimizer(kind, parameters, **options):
@@ -189,11 +180,10 @@ def compiled_optimizer(kind, parameters, **options):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("foreach", [False, True], ids=["looped", "foreach"])
-def test_a_compiled_optimizer(two_ranks, foreach):
-    options = {"lr": 1e-2, "eps": 1e-5, "foreach": foreach}
-    optimizer = functools.partial(compiled_optimizer, "AdamW", **options)
-    trains_like_reference(two_ranks, three_layers, MIXED, Recipe(optimizer=optimizer))
+def test_a_compiled_optimizer(two_ranks):
+    kinds = [("AdamW", {"lr": 1e-2, "eps": 1e-5, "foreach": foreach}) for foreach in (False, True)]
+    recipes = with_each(compiled_optimizer, kinds)
+    each_trains_like_reference(two_ranks, three_layers, MIXED, recipes)
 
 
 def uneven():

@@ -37,7 +37,9 @@ def test_a_first_dimension_the_world_does_not_divide(two_ranks, plan):
     assert set(outcome.placements.values()) == {"shard"}
 
 
-@pytest.mark.parametrize("plan", ["shard_keep", "shard_regather"])
+@pytest.mark.parametrize(
+    "plan", ["shard_keep", pytest.param("shard_regather", marks=pytest.mark.thorough)]
+)
 def test_a_rank_that_gets_no_row_at_all(four_ranks, plan):
     outcome = trains_like_reference(four_ranks, Odd, plan, Recipe(optimizer=adamw))
     assert outcome.placements["second.weight"] == outcome.placements["second.bias"] == "shard"
@@ -63,7 +65,10 @@ class Tiny(nn.Module):
 
 @pytest.mark.parametrize(
     "plan",
-    [pytest.param("shard_regather", marks=pytest.mark.inductor), pytest.param(0.5, id="planned")],
+    [
+        pytest.param("shard_regather", marks=pytest.mark.inductor),
+        pytest.param(0.5, id="planned", marks=pytest.mark.thorough),
+    ],
 )
 def test_scalars_and_tiny_parameters_are_replicated(two_ranks, plan):
     outcome = trains_like_reference(two_ranks, Tiny, plan)
@@ -95,7 +100,7 @@ def words(step, micro, rank):
     "plan",
     [
         pytest.param("shard_regather", marks=pytest.mark.inductor),
-        0.5,
+        pytest.param(0.5, marks=pytest.mark.thorough),
         *more("shard_keep", "replicate"),
     ],
 )

@@ -25,6 +25,8 @@ from passes.types.hardware import LinkRate
 from tests.chosen import more
 from tests.training import SLOW
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 #: Between hosts half of what flat collectives take for a byte, within a host hardly anything.
 TWO_LEVELS = dataclasses.replace(
     SLOW,

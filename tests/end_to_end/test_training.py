@@ -137,6 +137,7 @@ def test_the_planners_own_mix_equals_one_process(two_ranks):
     assert len(taken) > 1, "the limit does not force a mix"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("plan", "optimizer"),
     [("shard_regather", sgd), *more(("shard_keep", sgd), ("replicate", adamw))],

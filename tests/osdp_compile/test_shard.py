@@ -315,7 +315,7 @@ def after_first_call(model, **options) -> Plan:
     return found
 
 
-def test_nothing_is_planned_again_and_a_plan_by_hand_is_completed():
+def test_nothing_is_planned_again_and_a_plan_by_hand_is_completed(short_search):
     offline = osdp_compile.plan(on_meta(gpt), tokens(), world_size=8, hardware=SLOW)
     with fake_world(8):
         model = on_meta(gpt)

@@ -106,6 +106,7 @@ def test_the_core_is_there_and_a_row_says_what_pytest_said():
     assert "did not get to its end" in compat.row("2.15.0", compat.counts("Killed"), 1)
 
 
+@pytest.mark.thorough
 def test_an_environment_keeps_a_torch_that_is_there_and_follows_the_one_beside_python(tmp_path):
     said = environment.make(tmp_path / "new", None)
     own = environment.own_torch()

@@ -287,6 +287,7 @@ def calibrate_a_mesh(rank, world_size):
     return found.hardware.to_dict()
 
 
+@pytest.mark.thorough
 def test_every_dimension_of_a_mesh_has_its_own_rates(four_ranks):
     found = four_ranks.run(calibrate_a_mesh)
     assert all(one == found[0] for one in found)

@@ -12,6 +12,8 @@ import osdp_compile
 from osdp_compile import Plan
 from osdp_compile.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 MODULE = """
 import torch
 from torch import nn
@@ -114,6 +116,7 @@ def test_a_batch_size_is_passed_on(here, capsys):
     assert saved[0].peak["activations"] < saved[1].peak["activations"]
 
 
+@pytest.mark.thorough
 def test_the_batch_size_of_the_highest_throughput(here, capsys):
     arguments = ["models_of_mine:any_batch", "--world-size", "8", "--memory-limit", "24MB"]
     assert run(*arguments, "--batch-sizes", "1,64,100000", "--out", "plan.json") == 0
@@ -127,6 +130,7 @@ def test_the_batch_size_of_the_highest_throughput(here, capsys):
     assert found.peak_bytes <= 24_000_000
 
 
+@pytest.mark.thorough
 def test_step_time_against_memory(here, capsys):
     pytest.importorskip("matplotlib")
     arguments = ["models_of_mine:one_batch", "--world-size", "8", "--frontier", "frontier.png"]

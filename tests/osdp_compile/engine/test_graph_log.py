@@ -105,6 +105,7 @@ def expected_names() -> list[str]:
     return sorted(f"osdp_{one}" for one in [*joint, *graphs, *more])
 
 
+@pytest.mark.thorough
 def test_plan_graphs_and_schedule_are_artifacts_of_the_compilation_on_every_rank(runs):
     for rank in range(2):
         found = artifacts(runs[rank][1])

@@ -131,7 +131,6 @@ def trains_as_with_ddp(rank: int, world_size: int, folder: Path) -> None:
         assert_same(by_osdp(folder / "from ddp", begun=from_ddp), expected)
 
 
-@pytest.mark.inductor
 @pytest.mark.thorough
 def test_a_trainer_trains_saves_and_goes_on_as_with_ddp(two_ranks, tmp_path):
     two_ranks.run(trains_as_with_ddp, tmp_path)

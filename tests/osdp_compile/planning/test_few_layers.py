@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from unittest import mock
 
 import pytest
@@ -16,6 +17,7 @@ from osdp_compile.planning.traced_step import TracedStep, predicted, trace
 from passes.graph.metadata import PARAMETER
 from passes.types.decision import Decision
 from passes.types.plan import Plan
+from tests.chosen import more
 from tests.training import SLOW
 
 pytestmark = pytest.mark.usefixtures("short_search", "small_steps")
@@ -55,7 +57,7 @@ def gpt(layers: int) -> tuple[nn.Module, tuple, dict]:
     return model, (tokens[:, :-1], tokens[:, 1:]), {}
 
 
-MODELS = {"llama-12": (llama, 12), "llama-16": (llama, 16), "gpt-14": (gpt, 14)}
+MODELS = {"llama-12": (llama, 12), "gpt-14": (gpt, 14), "llama-16": (llama, 16)}
 
 
 def traced_in_full(model: nn.Module, args=(), kwargs=None) -> TracedStep:
@@ -63,13 +65,21 @@ def traced_in_full(model: nn.Module, args=(), kwargs=None) -> TracedStep:
         return trace(model, args, kwargs)
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def both(request) -> tuple[TracedStep, TracedStep]:
+@functools.cache
+def steps_of(name: str) -> tuple[TracedStep, TracedStep]:
     """A model's step from few layers, and from all of them."""
-    make, layers = MODELS[request.param]
+    make, layers = MODELS[name]
     with mock.patch.object(traced_step, "_MOST_NODES", 100):
         given = make(layers)
         return trace(*given), traced_in_full(*given)
+
+
+@pytest.fixture(
+    scope="module",
+    params=["gpt-14", pytest.param("llama-12", marks=pytest.mark.thorough), *more("llama-16")],
+)
+def both(request) -> tuple[TracedStep, TracedStep]:
+    return steps_of(request.param)
 
 
 def layers_read(step: TracedStep, prefix: str) -> set[str]:
@@ -138,8 +148,7 @@ def test_uniform_plans_need_no_trace_of_all_layers(both):
 
 @pytest.mark.thorough
 def test_slices_and_recomputing_ask_for_all_layers_once():
-    given = llama(12)
-    few, full = trace(*given), traced_in_full(*given)
+    few, full = steps_of("llama-12")
     traced = []
     lazy = dataclasses.replace(few, whole=lambda: traced.append(1) or full.captured)
     name = few.parameters[0].name
@@ -157,9 +166,9 @@ def test_slices_and_recomputing_ask_for_all_layers_once():
 
 
 def test_the_step_of_all_layers_is_traced_when_it_is_asked_for():
-    few = trace(*llama(12))
+    few, _ = steps_of("gpt-14")
     assert few.captured is few.captured
-    assert len(layers_read(dataclasses.replace(few, few=None), "model.layers.")) == 12
+    assert len(layers_read(dataclasses.replace(few, few=None), "blocks.")) == 14
 
 
 class Block(nn.Module):

@@ -69,6 +69,7 @@ class Narrow(nn.Module):
         return self.down(self.up(x).relu()).square().mean()
 
 
+@pytest.mark.thorough
 def test_a_thorough_plan_is_that_of_the_first_call_which_schedules_for_its_rung():
     x = torch.ones(8, 64)
     limit_bytes = round(1.04 * trace(Narrow(), (x,)).least_bytes({"ranks": 8}, SLOW)) | 1  # no rung

@@ -123,6 +123,7 @@ def test_the_report_compares_each_part_of_the_step(starts):
     assert parts.step_seconds == pytest.approx(first.measured_step_seconds, rel=0.9)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_few_steps_another_model_and_a_given_profile_learn_nothing(two_ranks, folder, starts):
     (path,) = Path(folder).glob("*.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -72,6 +73,7 @@ def planned(batch: int, **changes):
     return make_plan(captured, ctx, default_passes())
 
 
+@pytest.mark.thorough
 def test_the_planner_moves_the_smaller_thing() -> None:
     few, many = (planned(batch, tensor_parallel=True) for batch in (2, 256))
     up = "layers.0.up.weight"

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 
+import pytest
 import torch
 from torch import nn
 
@@ -61,6 +62,7 @@ def test_a_difference_that_gains_nothing_goes():
     assert after.prediction.step_seconds <= most_seconds
 
 
+@pytest.mark.thorough
 def test_a_difference_that_stays_gains_enough_or_is_needed_to_fit(monkeypatch):
     monkeypatch.setattr("passes.pricing.evaluator.PlanEvaluator.sets", [])
     step, ctx = captured()

@@ -74,6 +74,7 @@ def test_more_memory_is_never_slower_and_no_plan_is_above_its_limit():
     assert seconds_of(found[-1][1]) <= seconds_of(own)
 
 
+@pytest.mark.thorough
 def test_the_least_limit_is_that_of_the_quick_search():
     step, ctx = captured("hourglass", "slow")
     with pytest.raises(Infeasible) as quick:

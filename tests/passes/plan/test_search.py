@@ -31,6 +31,11 @@ from tests.passes.plan.test_planner import (
 )
 from tests.passes.split.test_split_operators import Guessing, Mlp
 
+EACH_MODEL = pytest.mark.parametrize(
+    "model",
+    [pytest.param(one, marks=pytest.mark.thorough if one != "even" else ()) for one in MODELS],
+)
+
 
 def planned(step: Captured, ctx: Context, limit_bytes: int | None) -> Plan:
     return make_plan(step, ctx.replace(limit_bytes=limit_bytes), default_passes())
@@ -83,6 +88,7 @@ def test_what_no_other_plan_fits_fits_in_slices(make, along):
     assert not sliced(planned(step, ctx, None))
 
 
+@pytest.mark.thorough
 def test_by_hand_whatever_else_is_decided():
     step, ctx = capture_step(Mlp(256, bias=True), torch.randn(3, 6), world_size=4)
     ctx = ctx.replace(slices=(("up.weight", 3, 0),))
@@ -112,7 +118,7 @@ def test_memory_is_filled_slice_by_slice():
     assert seconds == sorted(seconds, reverse=True) and seconds[-1] < seconds[0]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@EACH_MODEL
 def test_an_infeasible_limit_says_the_least_and_that_works(model: str):
     step, ctx = captured(model)
     with pytest.raises(Infeasible, match="is below the least possible") as caught:
@@ -121,7 +127,7 @@ def test_an_infeasible_limit_says_the_least_and_that_works(model: str):
     assert peak_of(make_plan(step, ctx.replace(limit_bytes=least), PASSES)) <= least
 
 
-@pytest.mark.parametrize("model", MODELS)
+@EACH_MODEL
 def test_the_least_limit_is_about_that_of_the_smallest_of_all_plans(model: str, monkeypatch):
     step, ctx = captured(model)
     # Those plans run nothing in slices, and recompute nothing.

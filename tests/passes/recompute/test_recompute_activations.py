@@ -210,6 +210,7 @@ def least_bytes(captured: Captured, ctx: Context) -> int:
     return infeasible.value.least_bytes
 
 
+@pytest.mark.thorough
 def test_the_planner_recomputes_under_a_limit_that_is_too_small_otherwise(monkeypatch):
     captured, ctx = of_layers()
     least = least_bytes(captured, ctx)
