@@ -255,6 +255,7 @@ def _rank_main(
             with without_inductor() if boxed else contextlib.nullcontext():
                 pipe.send((True, function(rank, world_size, *args, **kwargs)))
             gc.collect()  # free models and optimizers of this function
+            gc.freeze()  # what torch keeps of it: walks over all objects would take ever longer
     except EOFError:
         return
     except BaseException:

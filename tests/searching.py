@@ -11,7 +11,7 @@ from passes.plan.constants import CONSTANTS
 
 #: Evaluation budget here. ``tests/passes`` tests the search itself. Most tests of the command
 #: line and those of the examples use the full budget.
-_FEW = 16
+_FEW = 20
 
 
 def short_searches(plans: int = _FEW) -> AbstractContextManager[Any]:

@@ -322,4 +322,4 @@ def test_a_generator_and_its_discriminator_share_the_limit(two_ranks, generator_
     for one in two_ranks.run(adversaries, generator_first):
         assert one.peak_bytes <= one.limit_bytes
         # That its input requires gradients is not seen at the discriminator's first call.
-        assert all("requires gradients" in warning for warning in one.warnings)
+        assert all("requires gradients" in warning for warning in one.warnings), one
