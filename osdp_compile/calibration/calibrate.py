@@ -32,7 +32,7 @@ from osdp_compile.calibration.collective_times import (
 )
 from osdp_compile.runtime.collectives import Group, backend_of, size_of
 from osdp_compile.runtime.p2p import group_uses_p2p
-from passes.types.hardware import Hardware, generic
+from passes.types.hardware import BLOCK_RESTS_BYTES, Hardware, generic
 
 _LEAST_SCRATCH_BYTES = 1 << 23
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -198,9 +198,9 @@ def _profile(
 
 
 def library_bytes(device: torch.device) -> int:
-    """Bytes that cuBLAS keeps on a GPU for two threads: the forward's, and autograd's.
+    """``Hardware.library_bytes``: cuBLAS's workspaces for the forward's thread and autograd's.
 
-    It takes them from torch's allocator at the first matrix product of a thread.
+    It takes one from torch's allocator at the first matrix product of a thread.
     """
     if device.type != "cuda":
         return 0
@@ -212,7 +212,7 @@ def library_bytes(device: torch.device) -> int:
             bias = torch.zeros(128, device=device, dtype=dtype)
             (torch.nn.functional.linear(x, x, bias) @ x).sum().backward()
         del x, bias
-    return torch.cuda.memory_allocated(device) - before_bytes
+    return torch.cuda.memory_allocated(device) - before_bytes + BLOCK_RESTS_BYTES
 
 
 def _memory_bytes(device: torch.device) -> int:

@@ -29,9 +29,6 @@ from passes.types.context import Context, Parameter
 #: Memory that no graph shows: Adam's step counters, and small tensors that a collective's thread
 #: frees a moment late.
 UNSEEN_BYTES = 1 << 16
-#: The same on a GPU, with the rests of torch's blocks: one of more than 1 MiB may be up to 1 MiB
-#: larger than its tensor. All together took up to 7 MiB on an H100 and an H200.
-UNSEEN_BYTES_OF_GPUS = 8 << 20
 
 
 def owned_parameters(
@@ -173,6 +170,4 @@ def held_bytes_of(
     own = {id(entry.parameter) for entry in entries}
     held = {id(t): t for t in inputs if isinstance(t, torch.Tensor) and id(t) not in own}
     held.update((id(buffer), buffer) for buffer in buffers_of(roots))
-    on_cpu = entries[0].parameter.device.type == "cpu"
-    unseen_bytes = UNSEEN_BYTES if on_cpu else UNSEEN_BYTES_OF_GPUS
-    return sum(t.numel() * t.element_size() for t in held.values()) + unseen_bytes
+    return sum(t.numel() * t.element_size() for t in held.values()) + UNSEEN_BYTES

@@ -26,6 +26,9 @@ Count = Annotated[int, Meta(ge=0)]
 #: torch runs nine operators that read and write 88 bytes for 16.
 UPDATE_PASSES = 5.5
 
+#: A block of more than 1 MiB of CUDA's allocator may be up to 1 MiB larger than its tensor. The
+#: rests of all blocks together took up to 7 MiB on an H100 and an H200.
+BLOCK_RESTS_BYTES = 8 << 20
 
 #: Fields of a link by their names in older profiles.
 _RENAMED = {
@@ -128,8 +131,8 @@ class Hardware:
             ``all_to_all``. Over all ranks.
         dimensions: the same by name of a mesh dimension, over the ranks along it (``along``).
         allocator_alignment_bytes: sizes of device tensors are rounded up to a multiple.
-        library_bytes: memory that the device's libraries take from torch's allocator at their first
-            use, and keep: cuBLAS's workspaces.
+        library_bytes: memory of torch's allocator that no tensor of a script has: workspaces that
+            libraries keep (cuBLAS), and ``BLOCK_RESTS_BYTES``. On a CPU there is none.
         memory_bytes: size of the device's memory, which CPU ranks of one machine share; 0: unknown.
         device_type: torch's name of the device type, ``cpu`` or ``cuda``.
         source: origin of the figures, for people; "": unknown.

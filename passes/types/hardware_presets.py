@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from passes.types.hardware import Hardware, Hosts, LinkRate
+from passes.types.hardware import BLOCK_RESTS_BYTES, Hardware, Hosts, LinkRate
 
 #: Share of the peak FLOP/s: large matrix products reach 0.6 to 0.8, partly by the power limit.
 MATMUL_EFFICIENCY = 0.7
@@ -135,7 +135,7 @@ def _gpu(
         launch_seconds=CUDA_LAUNCH_SECONDS,
         collectives=_nccl(link_bytes_per_second, NVLINK_LATENCY_SECONDS),
         allocator_alignment_bytes=_CUDA_ALIGNMENT_BYTES,
-        library_bytes=2 * workspace_bytes,
+        library_bytes=2 * workspace_bytes + BLOCK_RESTS_BYTES,
         memory_bytes=memory_bytes,
         device_type="cuda",
         hosts=Hosts(

@@ -186,6 +186,14 @@ def test_the_optimizer_counts():
 
 
 @pytest.mark.parametrize(
+    ("hardware", "held_bytes"), [("h100-sxm", 72 << 20), ("a100-80gb", 25427968), (SLOW, 0)]
+)
+def test_memory_that_a_gpus_libraries_keep_is_counted(hardware, held_bytes):
+    peak = osdp_compile.plan(on_meta(), batch(), world_size=8, hardware=hardware).prediction.peak
+    assert peak.get("libraries", 0) == held_bytes
+
+
+@pytest.mark.parametrize(
     ("wrong", "said"),
     [
         ({}, "give world_size, or mesh"),
