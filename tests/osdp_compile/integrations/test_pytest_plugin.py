@@ -19,7 +19,7 @@ def test_a_budget_of_this_repository(osdp_budget, short_search):
             torch.ones(4, 64),
         )
     plan = osdp_budget(
-        model, x, world_size=64, hardware="h100-sxm", peak="1MiB", step="1ms", grows=0.5
+        model, x, world_size=64, hardware="h100-sxm", peak="73MiB", step="1ms", grows=0.5
     )
     assert isinstance(plan, Plan) and plan.world_size == 64
 

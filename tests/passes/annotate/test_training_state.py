@@ -8,6 +8,7 @@ import pytest
 
 from passes.annotate.training_state import (
     EARLIER_GRADIENTS,
+    LIBRARIES,
     OTHER_MODELS,
     base_kinds,
     gradient_bytes,
@@ -86,4 +87,7 @@ def test_the_learned_time_of_the_training_loop_is_added_to_it():
 
 def test_the_base_is_told_by_kind():
     ctx = mixed(base_bytes=100, accumulated_bytes=30, other_models_bytes=20)
-    assert base_kinds(ctx) == {"inputs": 50, "accumulated": 30, OTHER_MODELS: 20}
+    assert base_kinds(ctx) == {"inputs": 50, "accumulated": 30, OTHER_MODELS: 20, LIBRARIES: 0}
+    hardware = replace(ctx.hardware, library_bytes=8)
+    kinds = base_kinds(ctx.replace(hardware=hardware))
+    assert (kinds["inputs"], kinds[LIBRARIES]) == (42, 8)
