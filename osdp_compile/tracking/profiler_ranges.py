@@ -36,14 +36,18 @@ def operator_name(operator: Any) -> str:
 
 
 def ranges_of(graph: fx.Graph, timeline: Timeline) -> tuple[Range, ...]:
-    """The ranges of a lowered graph's collectives and waits, in its order."""
+    """The ranges of a lowered graph's collectives and waits, in its order.
+
+    A collective that takes no time has no event in the timeline. Its label is its node's name.
+    """
     labels = {one.name: one.label for one in timeline.events if one.stream != COMPUTE}
     found = []
     for node in graph.nodes:
         started = node.args[0] if node.target is WAIT else None
         if is_collective(node):
-            found.append(Range(operator_name(node.target), labels[node.name]))
-        elif isinstance(started, fx.Node) and started.name in labels:
+            label = labels.setdefault(node.name, node.name)
+            found.append(Range(operator_name(node.target), label))
+        elif isinstance(started, fx.Node) and is_collective(started):
             found.append(Range(operator_name(node.target), f"wait: {labels[started.name]}"))
     return tuple(found)
 
