@@ -86,7 +86,7 @@ class Hosts(Processes):
 
     def close(self) -> None:
         """End the ranks and remove the hosts. May be called twice."""
-        super().close()
+        self._end_ranks()
         for name in _namespaces():
             if name.startswith(f"{self._prefix}-"):
                 subprocess.run(["ip", "netns", "del", name], check=False)
@@ -185,14 +185,14 @@ def parser_for(description: str | None) -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def hosts_and_cache(count: int, rate: str, ranks_per_host: int = 1) -> Iterator[tuple[Hosts, Path]]:
-    """Hosts, and an empty folder for caches. A HostsError ends the program with its text."""
+    """Hosts, and an empty folder for caches. A RanksError ends the program with its text."""
     try:
         with (
             Hosts(count, rate, ranks_per_host) as hosts,
             tempfile.TemporaryDirectory(prefix="osdp-bench-cache") as folder,
         ):
             yield hosts, Path(folder)
-    except HostsError as error:
+    except RanksError as error:
         sys.exit(str(error))
 
 

@@ -107,7 +107,7 @@ def measure(
     Returns, by plan, the median step of each turn, of the slowest rank.
 
     Raises:
-        HostsError: if a rank fails.
+        RanksError: if a rank fails.
     """
     with tempfile.TemporaryDirectory(prefix="osdp-bench") as name:
         folder = Path(name)

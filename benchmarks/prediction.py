@@ -32,9 +32,10 @@ from torch import nn
 
 import osdp_compile
 from benchmarks import in_turns
-from benchmarks.hosts import Hosts, HostsError
+from benchmarks.hosts import Hosts
 from benchmarks.in_turns import Run
 from benchmarks.launch import environment
+from benchmarks.processes import RanksError
 from benchmarks.tasks import TASKS
 from benchmarks.train import over_ranks
 from osdp_compile import Decision, Plan
@@ -312,7 +313,7 @@ def main() -> None:
     wanted = [c for c in CONFIGURATIONS if given.only in (None, c.task)]
     try:
         outcomes = run(wanted, console)
-    except HostsError as error:
+    except RanksError as error:
         sys.exit(str(error))
     console.print(table(outcomes))
     held = claims(outcomes)

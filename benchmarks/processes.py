@@ -1,7 +1,9 @@
 """Processes of this machine as the ranks of a process group.
 
-with Processes(2) as ranks:
-    ranks.run([sys.executable, "train.py"])
+    with Processes(2) as ranks:
+        ranks.run([sys.executable, "train.py"])
+
+:class:`benchmarks.hosts.Hosts` puts them on hosts of their own.
 """
 
 from __future__ import annotations
@@ -21,6 +23,13 @@ _PREFIX = "osdp-ranks"
 
 class RanksError(RuntimeError):
     """A rank failed, or could not be started."""
+
+
+def free_port() -> int:
+    """A port of this machine on which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 class Processes:
@@ -46,6 +55,9 @@ class Processes:
 
     def close(self) -> None:
         """End the ranks. May be called twice."""
+        self._end_ranks()
+
+    def _end_ranks(self) -> None:
         for rank in self._running:
             if rank.poll() is None:
                 os.killpg(rank.pid, signal.SIGKILL)
@@ -61,7 +73,7 @@ class Processes:
         """Run a command as every rank, with torch.distributed's variables set.
 
         Raises:
-            RanksError: if a rank fails or the time is over, with the end of what it wrote.
+            RanksError: a rank fails, or the time is over. The message has the end of its output.
         """
         port = self.port()
         with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder:
@@ -73,13 +85,11 @@ class Processes:
                     self._running.append(_started(own, variables, log))
                 self._wait(logs, timeout_seconds)
             finally:
-                Processes.close(self)
+                self._end_ranks()
 
     def port(self) -> int:
         """A free port for the next run."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            return int(free.getsockname()[1])
+        return free_port()
 
     def command_prefix(self, rank: int) -> Sequence[str]:
         """The command that runs a rank's command."""
