@@ -367,7 +367,7 @@ def draw(rows: list[Row], title: str, bound: float | None, path: Path) -> None:
 
 
 def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
-    """The arguments, and the names of those that change a setting's sizes."""
+    """The parser, and the names of the arguments for sizes, which override a setting."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 import osdp_compile
-from benchmarks.gpu.share import use_gpu
+from benchmarks.gpu.share import join_ranks
 from benchmarks.peers import WAYS
 from benchmarks.tasks import ALL_TASKS, words
 from examples.gpt import GPT, GPTConfig
@@ -193,9 +193,7 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.getLogger("osdp_compile").setLevel(logging.WARNING)
     work = Work(**json.loads(given.work))
-    if work.device == "cuda":
-        use_gpu(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
-    dist.init_process_group(given.backend)
+    join_ranks(work.device, given.backend)
     result = measure(work, given.way, json.loads(given.options), given.phase, given.started)
     if dist.get_rank() == 0:
         given.out.write_text(json.dumps(result))

@@ -20,7 +20,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -49,13 +48,6 @@ _ENVIRONMENT = {
     "OSDP_CACHE_DIR": "",  # no cached profiles: measure in every run
     "OSDP_DEBUG": "1",  # every graph is checked after every pass
 }
-
-
-def free_port() -> int:
-    """A port of this machine on which nobody listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 class RankFailed(AssertionError):
@@ -238,11 +230,12 @@ def _rank_main(
         import torch._dynamo
         import torch.distributed as dist
 
-        from benchmarks.gpu.share import use_gpu
         from tests.boxed import without_inductor
 
         torch.set_num_threads(1)
         if device == "cuda":
+            from benchmarks.gpu.share import use_gpu
+
             use_gpu(rank, world_size)
         store = dist.FileStore(str(folder / "store"), world_size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)

@@ -1,4 +1,4 @@
-"""The proof kit for GPUs: does what is proved on CPUs hold on this machine's GPUs?
+"""The proof kit for GPUs: claims that are tested on CPUs, tested on this machine's GPUs.
 
     python -m benchmarks.gpu                # needs a GPU; at most eight minutes
     python -m benchmarks.gpu --dry          # the same code on CPUs, with tiny models
@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.gpu import against_ddp, predictions
@@ -44,7 +45,10 @@ BELOW, ABOVE, STEP_ERROR = 0.95, 1.02, 0.15
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """``device``: ``cuda`` or ``cpu``. ``gpus``: on this machine. ``dry``: tiny models."""
+    """``device``: ``cuda`` or ``cpu``. ``gpus``: on this machine. ``dry``: tiny models.
+
+    ``workers``: number of tests that run at once.
+    """
 
     device: str
     gpus: int
@@ -179,7 +183,7 @@ def table(checks: list[Check], title: str) -> Table:
         made.add_column(head)
     words = {True: "[green]yes[/green]", False: "[red]no[/red]", None: ""}
     for one in checks:
-        made.add_row(one.part, one.what, one.found.replace("[", r"\["), words[one.holds])
+        made.add_row(one.part, one.what, escape(one.found), words[one.holds])
     return made
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,10 @@ import torch.distributed as dist
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.share import use_gpu
+from benchmarks.gpu.share import join_ranks
 from benchmarks.train import Work
 from osdp_compile import Plan
+from osdp_compile.calibration.collective_times import synchronize
 
 _WARMUP_STEPS = 3
 _Spans = list[tuple[float, float]]
@@ -76,15 +76,15 @@ def measure(work: Work) -> dict[str, float]:
 
     for number in range(_WARMUP_STEPS):
         step(number)
+    device = torch.device(work.device)
     activities = [ProfilerActivity.CPU]
-    if work.device == "cuda":
+    if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-        torch.cuda.synchronize()
+    synchronize(device)
     dist.barrier()
     with profile(activities=activities) as trace:
         step(_WARMUP_STEPS)
-        if work.device == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
     return overlap_of(trace.events() or [])
 
 
@@ -96,9 +96,7 @@ def main() -> None:
     given = parser.parse_args()
     logging.getLogger("osdp_compile").setLevel(logging.WARNING)
     work = Work(**json.loads(given.work))
-    if work.device == "cuda":
-        use_gpu(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
-    dist.init_process_group(given.backend)
+    join_ranks(work.device, given.backend)
     found = measure(work)
     if dist.get_rank() == 0:
         given.out.write_text(json.dumps(found))

@@ -34,6 +34,7 @@ from benchmarks.gpu.llama import Llama, LlamaConfig
 from benchmarks.launch import ROOT
 from osdp_compile import Decision, Hardware, Plan
 from osdp_compile.calibration.calibrate import calibrate
+from osdp_compile.calibration.collective_times import synchronize
 from osdp_compile.calibration.operator_times import with_kernel_seconds
 from osdp_compile.calibration.optimizer_times import with_update_seconds
 from osdp_compile.calibration.workspaces import measured_workspaces
@@ -44,13 +45,13 @@ from passes.types.hardware import LinkRate
 RANKS = 8
 PLANS = ("replicate", "shard_keep", "shard_regather", "limit")
 _WARMUP_STEPS, _STEPS = 3, 8
-#: The share of a GPU's memory that one training is given room for, when several compile at once.
+#: Memory of one training. As many compile at once as the GPU has room for.
 _ROOM_BYTES = 24 << 30
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """What is trained; ``rows``: sequences of ``length`` tokens a rank."""
+    """A model, and its batch: each rank has ``rows`` sequences of ``length`` tokens."""
 
     config: LlamaConfig = dataclasses.field(default_factory=LlamaConfig)
     rows: int = 2
@@ -108,12 +109,12 @@ def train(size: Size, device: torch.device, folder: Path, name: str) -> dict[str
         batch = size.batch(device)
 
         def seconds() -> float:
-            _synchronize(device)
+            synchronize(device)
             begin = time.perf_counter()
             compiled(*batch).backward()
             optimizer.step()
             optimizer.zero_grad()
-            _synchronize(device)
+            synchronize(device)
             return time.perf_counter() - begin
 
         begin = time.perf_counter()
@@ -135,11 +136,6 @@ def train(size: Size, device: torch.device, folder: Path, name: str) -> dict[str
         "measured_seconds": statistics.median(times[_WARMUP_STEPS:]),
         "compile_seconds": compile_seconds,
     }
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @contextlib.contextmanager

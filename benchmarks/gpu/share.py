@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import torch
+import torch.distributed as dist
 
 #: A process group with NCCL on GPUs, and gloo for tensors on the CPU.
 NCCL = "cpu:gloo,cuda:nccl"
@@ -34,3 +35,13 @@ def use_gpu(rank: int, ranks: int) -> torch.device:
     device = torch.device("cuda", rank % gpus)
     torch.cuda.set_device(device)
     return device
+
+
+def join_ranks(device: str, backend: str) -> None:
+    """Start the process group of a rank that has torch.distributed's variables.
+
+    ``device``: ``cuda`` gives the rank a GPU first.
+    """
+    if device == "cuda":
+        use_gpu(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    dist.init_process_group(backend)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -30,6 +30,8 @@ from osdp_compile.model.shard_in_place import (
 from osdp_compile.options import CheckedOptions
 from passes.types.context import Context
 from passes.types.plan import Plan
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -150,17 +152,7 @@ def keep_for_one_rank(root: nn.Module, plan: Plan) -> None:
 
 def plan_for_one_rank(parameters: Iterable[Any]) -> Plan | None:
     """The plan that ``osdp_compile.shard`` got for the model of some of these parameters."""
-    if not _plans_of_one_rank:
-        return None
-    wanted = {id(parameter) for parameter in parameters}
-    return next(
-        (
-            plan
-            for root, plan in list(_plans_of_one_rank.items())
-            if any(id(parameter) in wanted for parameter in root.parameters())
-        ),
-        None,
-    )
+    return next((plan for _, plan in _owning(parameters, _plans_of_one_rank)), None)
 
 
 def wait_for_first_call(root: nn.Module, laid_out: PendingModel) -> None:
@@ -188,9 +180,16 @@ def is_waiting(mesh: DeviceMesh) -> bool:
 
 def waiting(parameters: Iterable[Any]) -> list[tuple[nn.Module, PendingModel]]:
     """The pending models that own some of these parameters, each with its record."""
+    return _owning(parameters, _of_root)
+
+
+def _owning(
+    parameters: Iterable[Any], records: WeakKeyDictionary[nn.Module, T]
+) -> list[tuple[nn.Module, T]]:
+    """The roots of records that own some of these parameters, each with its record."""
     wanted = {id(parameter) for parameter in parameters}
     return [
-        (root, laid_out)
-        for root, laid_out in list(_of_root.items())
+        (root, record)
+        for root, record in list(records.items())
         if any(id(parameter) in wanted for parameter in root.parameters())
     ]

@@ -10,13 +10,14 @@ profiler the graphs run without the mode.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-from torch import Tensor, fx
+from torch import fx
 from torch.profiler import record_function
 
 from osdp_compile import _torch
+from osdp_compile.tracking.compiled_calls import around_backward, operator_name
 from passes.graph.fx_utils import WAIT, is_collective
 from passes.simulate.timeline import COMPUTE, Timeline
 from passes.types.context import Phase
@@ -27,12 +28,6 @@ class Range(NamedTuple):
 
     operator: str
     label: str
-
-
-def operator_name(operator: Any) -> str:
-    """The name of an operator, equal for its variants in place and with an output."""
-    packet = getattr(operator, "overloadpacket", operator)
-    return str(packet).removesuffix("_out").rstrip("_")
 
 
 def ranges_of(graph: fx.Graph, timeline: Timeline) -> tuple[Range, ...]:
@@ -64,15 +59,19 @@ class _Ranges(_torch.TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        name = operator_name(func)
+        label = self._label(operator_name(func))
+        with nullcontext() if label is None else record_function(label):
+            return func(*args, **(kwargs or {}))
+
+    def _label(self, name: str) -> str | None:
+        """The label of a call; None: it has no range."""
         if name not in self._operators or not self._left:
-            return func(*args, **(kwargs or {}))
+            return None
         expected = self._left.pop()
-        if expected.operator != name:
-            self._left.clear()
-            return func(*args, **(kwargs or {}))
-        with record_function(expected.label):
-            return func(*args, **(kwargs or {}))
+        if expected.operator == name:
+            return expected.label
+        self._left.clear()
+        return None
 
     def start(self) -> None:
         self._phase.__enter__()
@@ -99,12 +98,7 @@ class ProfilerRanges:
             outputs = function(*args, **kwargs)
         finally:
             self._stop()
-        node = next(
-            (one.grad_fn for one in outputs if isinstance(one, Tensor) and one.grad_fn), None
-        )
-        if node is not None:
-            node.register_prehook(lambda _: self._start(Phase.BACKWARD))
-            node.register_hook(lambda *_: self._stop())
+        around_backward(outputs, lambda: self._start(Phase.BACKWARD), self._stop)
         return outputs
 
     def _start(self, phase: Phase) -> None:

@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 from torch.optim import Optimizer
 
 from osdp_compile import _torch
 from osdp_compile.calibration.evidence import MeasuredGraph, MeasuredStep, middle_half
 from osdp_compile.optim.step_hooks import after_steps, before_steps
-from osdp_compile.tracking.profiler_ranges import operator_name
+from osdp_compile.tracking.compiled_calls import around_backward, operator_name
 from passes.simulate.skeleton import is_computing
 from passes.types.context import Phase
 
@@ -156,12 +156,7 @@ class StepTraces:
             outputs = function(*args, **kwargs)
         finally:
             trace.forward.stop()
-        node = next(
-            (one.grad_fn for one in outputs if isinstance(one, Tensor) and one.grad_fn), None
-        )
-        if node is not None:
-            node.register_prehook(lambda _: trace.backward.start())
-            node.register_hook(lambda *_: trace.backward.stop())
+        around_backward(outputs, trace.backward.start, trace.backward.stop)
         return outputs
 
     def _optimizer_begins(self, optimizer: Optimizer, *_: Any) -> None:

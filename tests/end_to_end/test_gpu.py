@@ -185,8 +185,8 @@ def test_the_generated_code_keeps_the_order(pair):
 LARGE = GPTConfig(vocab=512, layers=2, width=512, heads=8, context=256)
 
 
-def peak(rank: int, world_size: int, limit_bytes: int | None) -> tuple[int, int, str]:
-    """The measured and the predicted peak of three steps, and the plan as text."""
+def peak(rank: int, world_size: int, limit_bytes: int | None) -> tuple[int, int]:
+    """The measured and the predicted peak of three steps."""
     options = {"hardware": SLOW, "memory_limit": limit_bytes}
     with PeakMemory(DEVICE) as memory:
         torch.manual_seed(0)
@@ -200,15 +200,14 @@ def peak(rank: int, world_size: int, limit_bytes: int | None) -> tuple[int, int,
             optimizer.zero_grad()
     plan = osdp_compile.plan_of(model)
     assert plan is not None and plan.prediction is not None
-    osdp_compile.report(model, peak_bytes=memory.peak_bytes)
-    return memory.peak_bytes, plan.prediction.peak_bytes, str(plan)
+    return memory.peak_bytes, plan.prediction.peak_bytes
 
 
 def test_the_measured_peak_is_the_predicted_one(pair):
-    for measured_bytes, predicted_bytes, _ in pair.run(peak, None):
+    for measured_bytes, predicted_bytes in pair.run(peak, None):
         assert 0.95 * predicted_bytes <= measured_bytes <= 1.02 * predicted_bytes
     limit_bytes = int(0.7 * predicted_bytes)
-    for measured_bytes, predicted_bytes, _ in pair.run(peak, limit_bytes):
+    for measured_bytes, predicted_bytes in pair.run(peak, limit_bytes):
         assert 0.95 * predicted_bytes <= measured_bytes <= limit_bytes
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import free_port
+from benchmarks.processes import free_port
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.processes import free_port
 from tests.project.test_examples import EXAMPLES, environment, losses, torchrun
-from tests.ranks import free_port
 
 STEPS = 600
 #: A lost host is noticed after three seconds, and hosts that come are waited for one second.

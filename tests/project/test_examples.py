@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.processes import free_port
 from tests.chosen import more
-from tests.ranks import free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

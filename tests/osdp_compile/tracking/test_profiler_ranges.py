@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 import osdp_compile
 from osdp_compile import Plan
 from osdp_compile.tracking import profiler_ranges
+from tests.osdp_compile.tracking.test_step_trace import Fails
 from tests.training import SLOW
 
 
@@ -75,22 +76,12 @@ def test_a_profiled_step_has_the_ranges_of_the_simulated_one(two_ranks, tmp_path
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_mode_ends_with_the_backward(fails):
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, gradient):
-            if fails:
-                raise ValueError("no memory")
-            return gradient
-
+    function = Fails.apply if fails else torch.neg
     weight = torch.ones(2, requires_grad=True)
     ranges = profiler_ranges.ProfilerRanges()
 
     def forward():
-        return ranges.forward(lambda x: (Function.apply(x),), (weight,), {})
+        return ranges.forward(lambda x: (function(x),), (weight,), {})
 
     with profile(activities=[ProfilerActivity.CPU]):
         (out,) = forward()
