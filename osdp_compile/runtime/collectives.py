@@ -19,9 +19,6 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 #: result out; it reduces and scatters a copy. Measured with 2.11.0, 2.13.0, 2.15.0.
 GLOO_STAGES = frozenset({"all_gather", "reduce_scatter"})
 
-#: The same on a GPU. It reduces and scatters a copy there, and gathers in the CPU's memory.
-GLOO_STAGES_OF_GPUS = frozenset({"reduce_scatter"})
-
 
 def backend_of(group: Group, device_type: str) -> str:
     """A group's backend for a device type: ``"gloo"``, ``"nccl"``, ``"fake"``; "": none.

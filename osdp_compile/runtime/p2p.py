@@ -2,6 +2,9 @@
 
 Reasons not to use gloo's own collectives: P2P messages fill the link, make no copies, and run no
 tensor code on gloo's threads, where it corrupts the heap (docs/experiments.md).
+
+On a GPU gloo sends no messages, and its functional all-gather reads GPU memory as if it were the
+CPU's. There its eager collectives run, which copy through the CPU's memory.
 """
 
 from __future__ import annotations
@@ -14,20 +17,22 @@ from torch import Tensor
 
 import passes.ops.p2p  # noqa: F401  (defines the operators)
 from osdp_compile import _torch
-from osdp_compile.runtime.collectives import GLOO_STAGES, GLOO_STAGES_OF_GPUS, Group, backend_of
+from osdp_compile.runtime.collectives import GLOO_STAGES, Group, all_gather_single, backend_of
 from osdp_compile.runtime.eager_markers import group_of
 
 #: Tag of our messages, so that they do not match a script's own send and recv.
 _TAG = 0x05D9
 
-#: For developers: the value 1, on every rank, selects gloo's own collectives. It runs NCCL's path
-#: without a GPU.
+#: For developers: the value 1, on every rank, selects gloo's own collectives on a CPU. It runs
+#: NCCL's path without a GPU.
 _NATIVE = "OSDP_NATIVE_COLLECTIVES"
 
 
 def group_uses_p2p(group: Group, device: torch.device) -> bool:
     """Whether this file runs the group's gathers and exchanges, instead of its backend."""
-    return _on_gloo(group, device) and os.environ.get(_NATIVE) != "1"
+    if backend_of(group, device.type) != "gloo":
+        return False
+    return device.type != "cpu" or os.environ.get(_NATIVE) != "1"
 
 
 def staged_kinds(group: Group, device: torch.device) -> frozenset[str]:
@@ -35,18 +40,14 @@ def staged_kinds(group: Group, device: torch.device) -> frozenset[str]:
 
     P2P collectives make no copies.
     """
-    if device.type == "cuda" and backend_of(group, "cuda") == "gloo":
-        return GLOO_STAGES_OF_GPUS
-    native = _on_gloo(group, device) and not group_uses_p2p(group, device)
-    return GLOO_STAGES if native else frozenset()
-
-
-def _on_gloo(group: Group, device: torch.device) -> bool:
-    return device.type == "cpu" and backend_of(group, "cpu") == "gloo"
+    is_gloo = backend_of(group, device.type) == "gloo"
+    return GLOO_STAGES if is_gloo and not group_uses_p2p(group, device) else frozenset()
 
 
 def start_gather(gathered: Tensor, part: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
     """Start the gather of every rank's part [k] into ``gathered`` [N * k]."""
+    if part.device.type != "cpu":
+        return [all_gather_single(gathered, part.view(-1), group=group, async_op=True)]
     rows = gathered.view(group.size(), -1)
     rows[group.rank()] = part.view(-1)
     return _start(rows, [part.view(-1)] * group.size(), group)
@@ -54,6 +55,8 @@ def start_gather(gathered: Tensor, part: Tensor, group: dist.ProcessGroup) -> li
 
 def start_exchange(received: Tensor, packed: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
     """Start an all-to-all: row r of ``packed`` [N * k] goes to rank r; ours to ``received``."""
+    if packed.device.type != "cpu":
+        return [dist.all_to_all_single(received, packed, group=group, async_op=True)]
     rows, sent = received.view(group.size(), -1), packed.view(group.size(), -1)
     rows[group.rank()] = sent[group.rank()]
     return _start(rows, list(sent), group)
@@ -69,7 +72,7 @@ def _start(rows: Tensor, sent: list[Tensor], group: dist.ProcessGroup) -> list[d
     return works
 
 
-@torch.library.impl("osdp::gather_parts", "CPU")
+@torch.library.impl("osdp::gather_parts", ("cpu", "cuda"))
 def _gather_parts(
     part: Tensor, ranks: int, group_name: str, *, sent: Tensor | None = None
 ) -> Tensor:
@@ -77,7 +80,7 @@ def _gather_parts(
     return _until_waited_for(gathered, start_gather(gathered, part, group_of(group_name)))
 
 
-@torch.library.impl("osdp::exchange", "CPU")
+@torch.library.impl("osdp::exchange", ("cpu", "cuda"))
 def _exchange(packed: Tensor, ranks: int, group_name: str) -> Tensor:
     received = torch.empty_like(packed)
     return _until_waited_for(received, start_exchange(received, packed, group_of(group_name)))

@@ -22,51 +22,80 @@ if TYPE_CHECKING:
     from passes.move.move_rules import Mover
 
 _aten = torch.ops.aten
-_FORWARD = _aten._scaled_dot_product_flash_attention_for_cpu.default
-_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-#: By operator: the number of its first arguments that have heads; the index of its dropout.
-ATTENTIONS: dict[Any, tuple[int, int]] = {_FORWARD: (3, 3), _BACKWARD: (6, 6)}
+_CPU = "_scaled_dot_product_flash_attention_for_cpu"
+#: On GPUs the first that takes the types, the sizes and the mask computes an attention.
+_KINDS = (
+    _CPU,
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+ATTENTIONS = tuple(
+    getattr(_aten, kind + direction).default for kind in _KINDS for direction in ("", "_backward")
+)
+#: Names of arguments whose dimensions are batch, heads, and others.
+_WITH_HEADS = {"grad_out", "grad_out_", "query", "key", "value", "out", "logsumexp"}
+_MASKS = {"attn_mask", "attn_bias"}
 _HEADS = 1
 
 
 def attended(mover: Mover, node: fx.Node) -> Placed:
     """An attention; its result has several tensors, all with batch and heads outermost.
 
+    Without dropout, states of random numbers are read by nothing.
+
     Raises:
         Refused: some operands have no heads of this rank. It names the weights that they need.
     """
-    count, dropout = ATTENTIONS[node.target]
-    own, needs = [], []
-    for one in node.args[:count]:
-        assert isinstance(one, fx.Node)
+    given = _named_arguments(node)
+    heads = [name for name in given if name in _WITH_HEADS]
+    own, needs = {}, []
+    for name in heads:
+        one = given[name]
         placed = mover.placed.get(one)
         if placed is None:
             found = origin(one, _HEADS)
             needs += [] if found is None else [found]
         elif (placed.tokens, placed.features) == (0, _HEADS) and one.meta["val"].dim() >= 3:
-            own.append(placed)
-    if len(own) < count:
+            own[name] = placed
+    if len(own) < len(heads):
         reason = f"{named(node)} reads tensors that are not sliced by heads"
         raise mover.refused(node, reason, needs)
-    if len(node.args) > dropout and node.args[dropout] != 0:
+    if given.get("dropout_p"):
         raise mover.refused(node, f"{named(node)} reads random numbers (dropout)")
-    names = frozenset(name for placed in own for name in placed.names)
-    kwargs: dict[str, Any] = dict(node.kwargs)
-    mask = kwargs.get("attn_mask")
-    if isinstance(mask, fx.Node):
-        kwargs["attn_mask"] = _mask(mover, mask, node, names)
-    made = mover.emit(node.target, (*(placed.node for placed in own), *node.args[count:]), kwargs)
-    return own[0].of(made)
+    names = frozenset(name for placed in own.values() for name in placed.names)
+    moved = {name: placed.node for name, placed in own.items()}
+    for name, one in given.items():
+        if name in _MASKS and isinstance(one, fx.Node):
+            moved[name] = _mask(mover, one, node, given, names)
+        elif name not in heads and isinstance(one, fx.Node) and one in mover.placed:
+            moved[name] = mover.placed[one].node  # a result of the forward's attention
+    count = len(node.args)
+    args = tuple(moved.get(name, value) for name, value in list(given.items())[:count])
+    kwargs = {name: moved.get(name, value) for name, value in list(given.items())[count:]}
+    made = mover.emit(node.target, args, kwargs)
+    return own["query"].of(made)
 
 
-def _mask(mover: Mover, mask: fx.Node, node: fx.Node, names: frozenset[str]) -> fx.Node:
+def _named_arguments(node: fx.Node) -> dict[str, Any]:
+    """An operator's arguments by name, in their order: positional ones, then others."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = (argument.name for argument in node.target._schema.arguments)
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _mask(
+    mover: Mover, mask: fx.Node, node: fx.Node, given: dict[str, Any], names: frozenset[str]
+) -> fx.Node:
     """A mask for the tokens and heads that this rank computes.
 
     Raises:
-        Refused: it has values that other ranks cannot get.
+        Refused: it has values that other ranks cannot get, or the operator is a GPU's, whose
+            masks have memory layouts of their own.
     """
-    first = 0 if node.target is _FORWARD else 1
-    query, key = arguments_of(node)[first : first + 2]
+    if node.target not in ATTENTIONS[:2]:
+        raise mover.refused(node, f"{named(node)} reads a mask on a GPU")
+    query, key = given["query"], given["key"]
     sizes = (*query.meta["val"].shape[:3], key.meta["val"].shape[2])
     made = spread(mover, mask, Frame(node, sizes, 0, _HEADS, names))
     if made is None:

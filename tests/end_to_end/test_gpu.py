@@ -5,6 +5,7 @@ Without a GPU the tests are skipped. ``OSDP_TEST_DEVICE=cpu`` runs them on the C
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 from collections.abc import Callable
@@ -20,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import osdp_compile
 from examples.gpt import GPT, GPTConfig
-from osdp_compile import PeakMemory, Plan
-from osdp_compile.calibration.calibrate import calibrate
+from osdp_compile import PeakMemory, Plan, _torch
+from osdp_compile.calibration.calibrate import calibrate, library_bytes
 from passes.types.decision import FLAT_DECISIONS
 from tests.end_to_end import moving
 from tests.osdp_compile.runtime.test_p2p import order_in_code
@@ -29,9 +30,12 @@ from tests.ranks import Ranks
 from tests.training import (
     SLOW,
     Recipe,
+    Reference,
     adamw,
     mixed_plan,
     plan_for,
+    plan_in_force,
+    train_osdp,
     trains_like_reference,
     whole,
 )
@@ -164,6 +168,47 @@ def test_activations_that_move(pair, model):
     trains(pair, doubled, moving.plan_for(doubled(), 2), recipe, tolerance=1e-10)
 
 
+class Attention(nn.Module):
+    """Causal attention of 4 heads; x: [rows, tokens, 64]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(64, 64, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            one(x).unflatten(-1, (4, 16)).transpose(1, 2) for one in (self.q, self.k, self.v)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.o(y.transpose(1, 2).flatten(2))
+
+
+def attention_by_heads(rank: int, world_size: int, dtype: torch.dtype) -> tuple[float, Any]:
+    """Distance from one process, and the weights that stay."""
+    torch.manual_seed(0)
+    model = Attention().to(DEVICE, dtype)
+
+    def sequences(step: int, micro: int, number: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * step + number)
+        return torch.randn(3, 32, 64, generator=generator).to(DEVICE, dtype)
+
+    recipe = dataclasses.replace(moving.recipe_of(sequences), steps=3)
+    reference = Reference(copy.deepcopy(model), recipe, world_size)
+    options = {"hardware": SLOW, "tensor_parallel": ["q.weight"], "debug": True}
+    ours, wanted = train_osdp(model, options, recipe, rank), reference.train(rank)
+    return ours.distance(wanted), plan_in_force(model).moved
+
+
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)], ids=["float", "bfloat16"]
+)
+def test_attention_by_heads(pair, dtype, tolerance):
+    """The types select other operators of attention."""
+    for apart, moved in pair.run(attention_by_heads, dtype):
+        assert apart < tolerance
+        assert moved == {f"{name}.weight" for name in "qkvo"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Doubled:
     """A module in double precision."""
@@ -187,7 +232,10 @@ LARGE = GPTConfig(vocab=512, layers=2, width=512, heads=8, context=256)
 
 def peak(rank: int, world_size: int, limit_bytes: int | None) -> tuple[int, int]:
     """The measured and the predicted peak of three steps."""
-    options = {"hardware": SLOW, "memory_limit": limit_bytes}
+    hardware = dataclasses.replace(SLOW, library_bytes=library_bytes(torch.device(DEVICE)))
+    if DEVICE == "cuda":  # so that those of the training are counted
+        _torch.free_cublas_workspaces()
+    options = {"hardware": hardware, "memory_limit": limit_bytes}
     with PeakMemory(DEVICE) as memory:
         torch.manual_seed(0)
         model = GPT(LARGE).to(DEVICE)

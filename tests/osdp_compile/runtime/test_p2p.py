@@ -121,6 +121,7 @@ def test_only_gloos_own_collectives_copy_the_whole_tensor(monkeypatch, native, k
     monkeypatch.setenv("OSDP_NATIVE_COLLECTIVES", native)
     monkeypatch.setattr("osdp_compile.runtime.p2p.backend_of", lambda group, device_type: "gloo")
     assert staged_kinds(None, torch.device("cpu")) == kinds
-    assert staged_kinds(None, torch.device("cuda")) == {"reduce_scatter"}
+    assert group_uses_p2p(None, torch.device("cuda")), "its own gather reads GPU memory as a CPU's"
+    assert staged_kinds(None, torch.device("cuda")) == frozenset()
     monkeypatch.setattr("osdp_compile.runtime.p2p.backend_of", lambda group, device_type: "nccl")
     assert staged_kinds(None, torch.device("cuda")) == frozenset()

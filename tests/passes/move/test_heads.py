@@ -8,7 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from passes.candidates.move_groups import find_move_groups
+from passes.capture.captured_step import lay_out
+from passes.move.heads import ATTENTIONS
+from passes.pipeline import default_passes
 from tests.passes.captures import capture_step
+from tests.passes.move import gpu_attention
 from tests.passes.move.test_move_activations import check_training, collectives
 
 WIDTH, HEADS, SIZE = 12, 4, 6
@@ -93,6 +97,38 @@ def test_attention_by_heads_computes_what_it_did(case: str) -> None:
     plan = check_training(model, given, group.dims, uses_p2p)
     if case == "causal":
         assert collectives(captured, plan, ctx)[0] == ["gather", "reduce"]
+
+
+class OnGpu(Attention):
+    """The same by an operator of GPUs; ``kind``: its name."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (
+            one(x).view(batch, length, -1, SIZE).transpose(1, 2) for one in (self.q, self.k, self.v)
+        )
+        y = gpu_attention.attend(self.kind, q, k, v)
+        out: Tensor = x + self.o(y.transpose(1, 2).reshape(batch, length, -1))
+        return out
+
+
+@pytest.mark.parametrize("kind", gpu_attention.KINDS)
+def test_the_operators_of_gpus(kind: str) -> None:
+    kept = gpu_attention.register()
+    model, given = OnGpu(kind), [torch.randn(3, 5, WIDTH) for _ in range(2)]
+    captured, ctx = capture_step(model, given[0], world_size=2)
+    (group,) = find_move_groups(captured, ctx).groups
+    plan = check_training(model, given, group.dims)
+    laid = lay_out(captured, plan, ctx, default_passes())
+    for gm in (laid.forward, laid.backward):  # and nothing of the whole attention
+        (node,) = (one for one in gm.graph.nodes if one.target in ATTENTIONS)
+        shapes = [one.meta["val"].shape for one in node.all_input_nodes]
+        assert {shape[:2] for shape in shapes if len(shape) > 2} == {(6, HEADS // 2)}
+    del kept
 
 
 REFUSED = {
