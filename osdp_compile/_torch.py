@@ -73,6 +73,10 @@ from torch._inductor.codecache import CppCodeCache
 # 2.11.0 to 2.15.0: the hook for the partitioner.
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
+# 2.11.0, 2.13.0, 2.15.0: ``should_prefer_unfused_addmm`` decides whether a product and a sum become
+# one ``addmm``.
+from torch._inductor.fx_passes import post_grad
+
 # 2.11.0 to 2.15.0: the nodes of fusion.
 from torch._inductor.scheduler import BaseSchedulerNode
 
@@ -647,6 +651,26 @@ def with_choices(choices: InductorChoices) -> AbstractContextManager[None]:
     """A context in which Inductor uses these choices, on this thread."""
     context: AbstractContextManager[None] = V.set_choices_handler(choices)
     return context
+
+
+@contextlib.contextmanager
+def with_products_apart(apart: Callable[[fx.Node, fx.Node], bool]) -> Iterator[None]:
+    """A context in which Inductor adds to a product in an operator of its own if ``apart`` says so.
+
+    ``apart``: of a product and of the sum that reads it, which come in the order of the graph.
+    """
+    prefers = post_grad.should_prefer_unfused_addmm
+
+    def prefers_apart(match: Any) -> Any:
+        total = match.output_node()
+        products = [one for one in match.nodes if one is not total]
+        return any(apart(product, total) for product in products) or prefers(match)
+
+    post_grad.should_prefer_unfused_addmm = prefers_apart
+    try:
+        yield
+    finally:
+        post_grad.should_prefer_unfused_addmm = prefers
 
 
 def fake_store() -> Any:

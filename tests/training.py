@@ -305,7 +305,23 @@ def finish_step(model, optimizer, scheduler, recipe: Recipe) -> list[float]:
 def whole(tensor: Tensor) -> Tensor:
     """A copy of the full tensor, of a DTensor or of a plain tensor."""
     tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    if isinstance(tensor, DTensor):
+        # On a GPU over gloo torch's gather of a DTensor ends in a segmentation fault.
+        device = tensor.device_mesh.device_type
+        is_fatal = device == "cuda" and dist.get_backend_config().endswith("cuda:gloo")
+        tensor = _gathered(tensor) if is_fatal else tensor.full_tensor()
+    return tensor.clone()
+
+
+def _gathered(tensor: DTensor) -> Tensor:
+    """The full tensor, over a mesh of one dimension, by way of the CPU."""
+    (placement,) = tensor.placements
+    local = tensor.to_local()
+    if not placement.is_shard():
+        return local
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, local.cpu())
+    return torch.cat(parts, placement.dim).to(local.device)
 
 
 def mean_over_ranks(loss: Tensor) -> float:

@@ -32,7 +32,7 @@ from weakref import WeakKeyDictionary
 from torch import fx
 
 from osdp_compile import _torch
-from passes.graph.fx_utils import is_alias, root_of
+from passes.graph.fx_utils import bytes_of, is_alias, root_of
 from passes.graph.metadata import COST
 
 #: By scheduler and node name: the place of the last extern kernel that the node needs, or -1.
@@ -67,8 +67,31 @@ class InPlace(_torch.InductorChoices):
 def in_place() -> Iterator[None]:
     """A context in which Inductor uses :class:`InPlace` and :func:`in_order`."""
     ordered = _torch.after_fusion(in_order, f"osdp_compile, fusion {_source_digest()}")
-    with _torch.with_choices(InPlace()), ordered:
+    apart = _torch.with_products_apart(puts_off_product)
+    with _torch.with_choices(InPlace()), ordered, apart:
         yield
+
+
+def puts_off_product(product: fx.Node, total: fx.Node) -> bool:
+    """Whether inputs of a product would live longer if a later sum computed it.
+
+    They are the inputs that it is the last to read, if they have more bytes than its result and
+    other operators run before the sum.
+    """
+    nodes = list(product.graph.nodes)
+    place = {node: at for at, node in enumerate(nodes)}
+    between = nodes[place[product] + 1 : place[total]]
+    if all(is_alias(node) for node in between):
+        return False
+    inputs = {root_of(node) for node in product.all_input_nodes}
+    freed = [one for one in inputs if _last_place(one, place) <= place[product]]
+    return sum(bytes_of(one.meta.get("val")) for one in freed) > bytes_of(product.meta["val"])
+
+
+def _last_place(node: fx.Node, place: dict[fx.Node, int]) -> int:
+    """The place of the last reader of a node or of its views."""
+    readers = (_last_place(one, place) if is_alias(one) else place[one] for one in node.users)
+    return max(readers, default=-1)
 
 
 @functools.cache

@@ -57,6 +57,21 @@ def frees_what_it_reads(x, one, other):
     return between, early * (other @ other)
 
 
+def product_and_late_sum(x, one, other):
+    """A product that is the last to read two results, and a late sum."""
+    early = x.sin() @ one.cos()
+    between = other @ other
+    return early + between.sin()
+
+
+def product_of_what_is_kept(x, one, other):
+    """The same of tensors that are read later, so that it frees nothing."""
+    wide, tall = x.sin(), one.cos()
+    early = wide @ tall
+    between = other @ other
+    return early + between.sin(), wide.sum(), tall.sum()
+
+
 def called(function) -> list[str]:
     """The products and the kernels of a function, in the order in which they are called."""
     torch._dynamo.reset()
@@ -125,3 +140,15 @@ def test_other_compilations_are_as_they_were():
     with in_place():
         called(read_and_kept)
     assert called(read_and_kept) == ["mm", "cpp_fused", "mm"]
+
+
+@pytest.mark.parametrize("function", [product_and_late_sum, product_of_what_is_kept])
+def test_inductor_by_itself_computes_a_product_with_a_late_sum(function):
+    assert [one for one in called(function) if one != "cpp_fused"] == ["mm", "addmm"]
+
+
+def test_a_product_that_frees_more_than_it_makes_does_not_wait_for_a_sum():
+    with in_place():
+        assert called(product_and_late_sum) == ["cpp_fused", "mm", "mm", "cpp_fused"]
+        products = [one for one in called(product_of_what_is_kept) if one != "cpp_fused"]
+        assert products == ["mm", "addmm"]
