@@ -270,7 +270,7 @@ def _context_before_plan(
         reduce_dtype=options.precision.reduce_dtype,
         mesh_dims=groups.mesh_dims(hardware),
     )
-    return context, spare_bytes
+    return context, spare_bytes - hardware.library_bytes
 
 
 def _trace_steps(session: Session, step_key: str, groups: Groups) -> None:
