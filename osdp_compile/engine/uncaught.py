@@ -31,9 +31,12 @@ from osdp_compile.errors import OsdpError
 _PATIENCE_SECONDS = 2.0
 #: Code that is not the user's.
 _NOT_THE_USERS = tuple(
-    str(Path(file).parent) + os.sep
-    for file in (torch.__file__, _torch.__file__, passes.__file__)
-    if file is not None
+    f"{folder}{os.sep}"
+    for folder in (
+        Path(torch.__file__).parent,
+        Path(__file__).parents[1],
+        Path(passes.__file__).parent,
+    )
 )
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
