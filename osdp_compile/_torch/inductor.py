@@ -198,7 +198,7 @@ def with_products_apart(apart: Callable[[fx.Node, fx.Node], bool]) -> Iterator[N
 
     ``apart``: of a product and of the sum that reads it, which come in the order of the graph.
     """
-    prefers = post_grad.should_prefer_unfused_addmm
+    prefers: Any = post_grad.should_prefer_unfused_addmm
 
     def prefers_apart(match: Any) -> Any:
         total = match.output_node()
