@@ -31,7 +31,7 @@ from torch._inductor.choices import InductorChoices
 # 2.13.0: compiles C++ as Inductor compiles its own, into Inductor's cache, and loads it.
 from torch._inductor.codecache import CppCodeCache
 
-# 2.11.0, 2.13.0, 2.15.0: ``should_prefer_unfused_addmm`` decides whether a product and a sum become
+# 2.13.0, 2.15.0: ``should_prefer_unfused_addmm`` decides whether a product and a sum become
 # one ``addmm``.
 from torch._inductor.fx_passes import post_grad
 
