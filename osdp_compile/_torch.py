@@ -1,12 +1,12 @@
-"""All private names of torch that the package uses, each with the checked versions.
+"""All private names of torch that the package uses; ``private_torch/`` has each by subject.
 
-No file of ``osdp_compile/`` outside this folder imports from ``torch._*``. Each file here has one
-subject, and imports none of the others.
+No other file of ``osdp_compile/`` imports from ``torch._*``. This is a file and not the folder's
+``__init__``: ``TORCH_LOGS="+osdp_compile"`` imports all folders while torch is imported.
 """
 
 from __future__ import annotations
 
-from osdp_compile._torch.aot import (
+from osdp_compile.private_torch.aot import (
     Partition,
     Partitioner,
     aot_input_index,
@@ -16,7 +16,7 @@ from osdp_compile._torch.aot import (
     result_index,
     tangent_result_index,
 )
-from osdp_compile._torch.calls import (
+from osdp_compile.private_torch.calls import (
     COMPILED_CALLS,
     CUSTOM_BACKWARDS,
     MODULE_CALLS,
@@ -29,7 +29,7 @@ from osdp_compile._torch.calls import (
     original_function,
     skip_code,
 )
-from osdp_compile._torch.distributed import (
+from osdp_compile.private_torch.distributed import (
     fake_store,
     flattened,
     handle_adafactor,
@@ -41,7 +41,7 @@ from osdp_compile._torch.distributed import (
     whole_stand_in,
     without_dtensor_handler,
 )
-from osdp_compile._torch.dynamo import (
+from osdp_compile.private_torch.dynamo import (
     RestartTracing,
     code_being_compiled,
     constant_floats,
@@ -53,7 +53,7 @@ from osdp_compile._torch.dynamo import (
     restart_with_constants,
     source_chain,
 )
-from osdp_compile._torch.inductor import (
+from osdp_compile.private_torch.inductor import (
     KEEP_ORDER,
     BaseSchedulerNode,
     InductorChoices,
@@ -71,7 +71,7 @@ from osdp_compile._torch.inductor import (
     with_settings,
     without_autograd_cache,
 )
-from osdp_compile._torch.logs import (
+from osdp_compile.private_torch.logs import (
     CompileId,
     compile_id,
     current_frame,
@@ -80,7 +80,7 @@ from osdp_compile._torch.logs import (
     shown_by_torch,
     trace_artifact,
 )
-from osdp_compile._torch.tensors import (
+from osdp_compile.private_torch.tensors import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,

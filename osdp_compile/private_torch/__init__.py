@@ -1,0 +1,1 @@
+"""Private torch, one subject a file; ``osdp_compile/_torch.py`` has all names."""
