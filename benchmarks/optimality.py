@@ -1,6 +1,6 @@
 """How near the planner's plan is to the best of all there are, priced by the same simulator.
 
-    python -m benchmarks.optimality                 # 330 instances; 150 took seven minutes
+    python -m benchmarks.optimality                 # 330 instances: half an hour on two cores
     python -m benchmarks.optimality --instances 20
 
 An instance is a random chain of layers, a random network, a number of ranks on a mesh of one
@@ -216,15 +216,18 @@ def main() -> None:
     seeds = given.seeds or range(given.first, given.first + given.instances)
     with multiprocessing.get_context("spawn").Pool(given.workers) as pool:
         made = pool.imap(looked_at, seeds)
-        found = list(track(made, "looking at every plan", len(seeds), console=console))
+        found = []
+        for one in track(made, "looking at every plan", len(seeds), console=console):
+            found.append(one)
+            if one.differs:
+                console.print(
+                    f"seed {one.seed}, {one.kind}, {one.parameters} parameters: {one.ratio:.4f}; "
+                    f"the best has {one.differs}",
+                    markup=False,
+                )
+            if not console.is_terminal and len(found) % 10 == 0:
+                console.print(f"{len(found)} of {len(seeds)} instances")
     console.print(table(found))
-    for one in sorted(found, key=lambda one: -one.ratio):
-        if one.differs:
-            console.print(
-                f"seed {one.seed}, {one.kind}, {one.parameters} parameters: {one.ratio:.4f}; "
-                f"the best has {one.differs}",
-                markup=False,
-            )
     record = {"instances": [dataclasses.asdict(one) for one in found]}
     conclude(console, claims(found), record, given.out)
 
