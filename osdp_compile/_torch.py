@@ -1,119 +1,135 @@
-"""All private names of torch that the package uses; ``private_torch/`` has each by subject.
+"""All private names of torch that the package uses, each with the checked versions.
 
-No other file of ``osdp_compile/`` imports from ``torch._*``. This is a file and not the folder's
-``__init__``: ``TORCH_LOGS="+osdp_compile"`` imports all folders while torch is imported.
+No other file in ``osdp_compile/`` imports from ``torch._*``.
 """
 
 from __future__ import annotations
 
-from osdp_compile.private_torch.aot import (
-    Partition,
-    Partitioner,
-    aot_input_index,
-    gradient_input_index,
-    hooks_saved_tensors,
-    is_saved,
-    result_index,
-    tangent_result_index,
+import contextlib
+import ctypes
+import functools
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import CodeType, FrameType
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor, fx, nn
+
+# 2.11.0 to 2.15.0: makes wait_tensor(tensor) wait for a Work; a tensor can have several.
+from torch._C._distributed_c10d import _register_work as register_work
+
+# 2.11.0 to 2.15.0: files of compiled functions and of Dynamo's compiler.
+from torch._dynamo import convert_frame, eval_frame
+
+# skip_code, 2.13.0: Dynamo does not compile the function by itself, but traces it inline.
+# _TorchDynamoContext, 2.11.0, 2.13.0, 2.15.0: its __call__ holds torch.compile's function wrapper.
+from torch._dynamo.eval_frame import _TorchDynamoContext, skip_code
+
+# 2.11.0 to 2.15.0: Dynamo lets a backend raise these. The restart makes it trace the frame again.
+from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
+
+# 2.11.0 to 2.15.0: the frame being traced; the floats that Dynamo makes constants when it
+# traces a frame again.
+from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
+
+# 2.11.0 to 2.15.0: see :func:`recompile_reason`.
+from torch._dynamo.utils import get_metrics_context
+
+# 2.11.0 to 2.15.0: AOTAutograd's settings, patched around one compilation.
+from torch._functorch import config as functorch_config
+
+# 2.11.0 to 2.15.0: origins of AOTAutograd's inputs and outputs (node.meta["desc"]).
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
 )
-from osdp_compile.private_torch.calls import (
-    COMPILED_CALLS,
-    CUSTOM_BACKWARDS,
-    MODULE_CALLS,
-    backend_of_compiled,
-    called_function,
-    called_module,
-    forget_compiled,
-    is_dynamos_compiler,
-    is_users_code,
-    original_function,
-    skip_code,
-)
-from osdp_compile.private_torch.distributed import (
-    fake_store,
-    flattened,
-    handle_adafactor,
-    handle_dtensor_operator,
-    is_marked_by_fsdp,
-    real_meshes,
-    reduced_by_ddp,
-    register_work,
-    whole_stand_in,
-    without_dtensor_handler,
-)
-from osdp_compile.private_torch.dynamo import (
-    RestartTracing,
-    code_being_compiled,
-    constant_floats,
-    copy_source,
-    ends_at_graph_break,
-    evaluate_prefixes,
-    raise_to_user,
-    restart_tracing,
-    restart_with_constants,
-    source_chain,
-)
-from osdp_compile.private_torch.inductor import (
-    KEEP_ORDER,
-    BaseSchedulerNode,
-    InductorChoices,
-    KernelPass,
-    V,
-    after_fusion,
-    compile_fx,
-    compile_fx_inner,
-    compiled_library,
-    inductor_modes,
-    inductor_settings,
-    settings,
-    with_choices,
-    with_products_apart,
-    with_settings,
-    without_autograd_cache,
-)
-from osdp_compile.private_torch.logs import (
-    CompileId,
-    compile_id,
-    current_frame,
-    is_traced,
-    recompile_reason,
-    shown_by_torch,
-    trace_artifact,
-)
-from osdp_compile.private_torch.tensors import (
-    FakeTensor,
-    FakeTensorMode,
+
+# CompileContext, CompileId, 2.11.0, 2.13.0, 2.15.0: the frame that Dynamo compiles.
+# TracingContext, 2.13.0: the fake tensor mode of the graph being compiled.
+from torch._guards import CompileContext, CompileId, TracingContext
+
+# 2.11.0 to 2.15.0: Inductor's entry point, with a hook for the compiler of each partition.
+from torch._inductor import compile_fx as inductor
+
+# 2.11.0 to 2.15.0: Inductor's settings, and those of each mode of torch.compile.
+from torch._inductor import config as inductor_config
+
+# 2.11.0 to 2.14.1: base classes of Inductor's custom passes.
+from torch._inductor import custom_graph_pass, list_mode_options
+
+# 2.11.0 to 2.15.0: Inductor's fusion hooks (``InductorChoices.can_fuse_vertical``); the hooks read
+# ``name_to_node``, ``ancestors``, ``min_order``, ``is_extern``, ``users``.
+from torch._inductor.choices import InductorChoices
+
+# 2.13.0: compiles C++ as Inductor compiles its own, into Inductor's cache, and loads it.
+from torch._inductor.codecache import CppCodeCache
+
+# 2.11.0 to 2.15.0: the hook for the partitioner.
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+# 2.13.0, 2.15.0: ``should_prefer_unfused_addmm`` decides whether a product and a sum become one
+# ``addmm``.
+from torch._inductor.fx_passes import post_grad
+
+# 2.11.0 to 2.15.0: the nodes of fusion.
+from torch._inductor.scheduler import BaseSchedulerNode
+
+# 2.11.0 to 2.15.0: holds Inductor's InductorChoices object.
+from torch._inductor.virtualized import V
+
+# 2.11.0 to 2.15.0: a graph input that stands for an object, such as a DeviceMesh.
+from torch._library.fake_class_registry import FakeScriptObject
+
+# 2.11.0, 2.13.0, 2.15.0: an entry of TORCH_TRACE's log, which tlparse reads; the levels of
+# TORCH_LOGS, and that log.
+from torch._logging import _internal as torch_logs
+
+# 2.11.0 to 2.15.0: tensors with a shape and a device, without memory.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+# 2.11.0 to 2.15.0: the node of an autograd.Function in the backward.
+from torch.autograd.function import BackwardCFunction
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+# 2.13.0: Adafactor's functional step of a group, on lists.
+from torch.optim import _adafactor
+
+# 2.11.0 to 2.15.0: a mode that sees the operators that compiled code calls; the innermost one of
+# a thread.
+from torch.utils._python_dispatch import (
     TorchDispatchMode,
-    allocations_of,
-    free_cublas_workspaces,
-    is_profiled,
-    leave_mode,
-    tree_leaves,
-    tree_map_only,
+    _get_current_dispatch_mode,
+    _push_mode,
 )
+
+# 2.11.0 to 2.15.0: leaves of nested containers and dataclasses such as model outputs.
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from osdp_compile.live_objects import closed_over
+from osdp_compile.log_lines import is_rank_zero
 
 __all__ = [
     "COMPILED_CALLS",
     "CUSTOM_BACKWARDS",
-    "KEEP_ORDER",
     "MODULE_CALLS",
     "BaseSchedulerNode",
     "CompileId",
     "FakeTensor",
     "FakeTensorMode",
     "InductorChoices",
-    "KernelPass",
-    "Partition",
     "Partitioner",
     "RestartTracing",
     "TorchDispatchMode",
     "V",
     "after_fusion",
-    "allocations_of",
     "aot_input_index",
-    "backend_of_compiled",
-    "called_function",
-    "called_module",
     "code_being_compiled",
     "compile_fx",
     "compile_fx_inner",
@@ -122,26 +138,19 @@ __all__ = [
     "constant_floats",
     "copy_source",
     "current_frame",
-    "ends_at_graph_break",
     "evaluate_prefixes",
     "fake_store",
     "flattened",
     "forget_compiled",
-    "free_cublas_workspaces",
     "gradient_input_index",
     "handle_adafactor",
     "handle_dtensor_operator",
     "hooks_saved_tensors",
     "inductor_modes",
     "inductor_settings",
-    "is_dynamos_compiler",
     "is_marked_by_fsdp",
-    "is_profiled",
-    "is_saved",
     "is_traced",
-    "is_users_code",
     "leave_mode",
-    "original_function",
     "raise_to_user",
     "real_meshes",
     "recompile_reason",
@@ -149,19 +158,615 @@ __all__ = [
     "register_work",
     "restart_tracing",
     "restart_with_constants",
-    "result_index",
     "settings",
     "shown_by_torch",
     "skip_code",
-    "source_chain",
-    "tangent_result_index",
     "trace_artifact",
     "tree_leaves",
     "tree_map_only",
     "whole_stand_in",
     "with_choices",
-    "with_products_apart",
     "with_settings",
     "without_autograd_cache",
     "without_dtensor_handler",
 ]
+
+#: Inductor settings that move, join or replace nodes of the given graph, or add tensors -> the
+#: values that turn this off. Each version has a different subset.
+_KEEPS_ORDER: dict[str, Any] = {
+    # Move nodes, in the graph and in the scheduler. From 2.14 on a pass after fusion, on by
+    # default, moves native collectives and their waits.
+    "reorder_for_peak_memory": False,
+    "reorder_for_locality": False,
+    "reorder_for_locality_in_training": False,
+    "reorder_for_compute_comm_overlap": False,
+    "aten_distributed_optimizations.enable_overlap_scheduling": False,
+    "aten_distributed_optimizations.enable_simple_overlap": False,
+    "triton.reorder_for_reducing_graph_partitions": False,
+    # Join or replace collectives.
+    "bucket_all_gathers_fx": "none",
+    "bucket_reduce_scatters_fx": "none",
+    "bucket_all_reduces_fx": "none",
+    "aten_distributed_optimizations.allow_comms_decompositions": False,
+    "aten_distributed_optimizations.enable_low_contention_collectives": False,
+    "_micro_pipeline_tp": False,
+    # Refuse fusions by Inductor's own memory timeline.
+    "fusion_memory_timeline_peak_allowed_increase_mb": None,
+    "fusion_memory_timeline_peak_memory_increase_gb": None,
+    "fusion_memory_timeline_peak_memory_pct_threshold": None,
+    # Keep memory for later buffers.
+    "allow_buffer_reuse": False,
+    # Copies every convolution's weight, gathered or not, to channels-last in the forward and saves
+    # the copy for the backward.
+    "layout_optimization": False,
+}
+
+#: The settings that this torch knows; it refuses others. 2.11.0 to 2.15.0: get_config_copy.
+KEEP_ORDER: dict[str, Any] = {
+    name: value for name, value in _KEEPS_ORDER.items() if name in inductor_config.get_config_copy()
+}
+
+
+def inductor_settings() -> dict[str, Any]:
+    """Inductor's settings, each with its present value."""
+    found: dict[str, Any] = inductor_config.get_config_copy()
+    return found
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide warnings of Inductor about its own code.
+
+    On rank 0 these are warnings that no user can act on. On the other ranks they are all of them:
+    rank 0 compiles the same graphs.
+    """
+    # 2.13.0: max_autotune on a CPU; 2.15.0 no longer warns.
+    message = "TypedStorage is deprecated" if is_rank_zero() else ""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message, module=r"torch\._inductor\b")
+        yield
+
+
+def compile_fx(gm: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
+    """AOTAutograd and Inductor, as ``torch.compile`` calls them."""
+    with _quiet():
+        return inductor.compile_fx(gm, inputs, **options)
+
+
+def compile_fx_inner(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+    """Inductor, for one graph after AOTAutograd."""
+    with _quiet():
+        return inductor.compile_fx_inner(gm, inputs, **options)
+
+
+def inductor_modes() -> dict[str, dict[str, Any]]:
+    """The modes of torch.compile, each with its settings of Inductor."""
+    return list_mode_options()
+
+
+def with_settings(settings: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """A context with these settings of Inductor."""
+    context: AbstractContextManager[None] = inductor_config.patch(dict(settings))
+    return context
+
+
+def _codes_within(code: CodeType) -> Iterator[CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from _codes_within(constant)
+
+
+#: Code objects on the stack during the call of a module.
+# 2.11.0 to 2.15.0
+MODULE_CALLS: tuple[CodeType, ...] = (
+    nn.Module._wrapped_call_impl.__code__,
+    nn.Module._call_impl.__code__,
+)
+#: Code objects on the stack during the call of a torch.compile result for a function.
+COMPILED_CALLS: tuple[CodeType, ...] = tuple(_codes_within(_TorchDynamoContext.__call__.__code__))
+#: Code objects on the stack during the backward of an autograd.Function.
+# 2.11.0 to 2.15.0; in 2.15 autograd calls ``apply_boxed`` for boxed gradients.
+CUSTOM_BACKWARDS: tuple[CodeType, ...] = tuple(
+    getattr(BackwardCFunction, name).__code__
+    for name in ("apply", "apply_boxed")
+    if hasattr(BackwardCFunction, name)
+)
+
+E = TypeVar("E", bound=Exception)
+Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+#: Takes and returns Inductor's kernels in their order.
+KernelPass = Callable[[list[BaseSchedulerNode]], list[BaseSchedulerNode]]
+
+
+def restart_tracing() -> NoReturn:
+    """From within a backend: make Dynamo trace the frame again from its start.
+
+    Dynamo keeps a log of its speculations and refuses a trace that differs from it. This function
+    clears the log, because the model has changed on purpose.
+    """
+    InstructionTranslator.current_tx().speculation_log.clear()
+    raise TensorifyScalarRestartAnalysis(restart_reason="osdp: the model was sharded")
+
+
+#: AOTAutograd raises this to make Dynamo trace the frame again with floats as constants.
+RestartTracing = TensorifyScalarRestartAnalysis
+
+
+def constant_floats() -> list[str]:
+    """The symbols of floats that become constants when Dynamo traces this frame again."""
+    return sorted(TensorifyState.force_specializations)
+
+
+def restart_with_constants(symbols: Sequence[str]) -> NoReturn:
+    """From within a backend: make Dynamo trace the frame again with these floats as constants."""
+    for symbol in symbols:
+        TensorifyState.specialize(symbol)
+    raise TensorifyScalarRestartAnalysis(restart_reason="osdp: rank 0 traces the frame again")
+
+
+def raise_to_user(error: Exception, mixin: type | None = None) -> NoReturn:
+    """Raise an error from a backend so that the user gets its own type.
+
+    Dynamo wraps errors of a backend into BackendCompilerFailed, except its own ShortenTraceback.
+    So the raised error is of a subclass of both. Its traceback begins at the backend, not in Dynamo
+    (the whole traceback with TORCHDYNAMO_VERBOSE=1).
+
+    ``mixin``: another base of the subclass, for errors that a user can act on. These have no
+    traceback and no cause.
+    """
+    kind = type(error)
+    if isinstance(error, ShortenTraceback):
+        raise error
+    said, reduced = str(error), error.__reduce__()
+    own = {
+        "__module__": kind.__module__,
+        "__str__": lambda self: said,  # Dynamo adds advice about its traceback to ``args``
+        "__reduce__": lambda self: reduced,
+    }
+    bases = (kind, ShortenTraceback) if mixin is None else (mixin, kind, ShortenTraceback)
+    both: Any = type(kind.__name__, bases, own)
+    raised = both.__new__(both)
+    # Sets the attributes that Dynamo reads when it suppresses errors; newer versions have more.
+    ShortenTraceback.__init__(raised, *error.args, first_useful_frame=sys._getframe(1))
+    raised.__dict__.update(error.__dict__)
+    if mixin is not None:
+        raise raised from None
+    raise raised.with_traceback(error.__traceback__) from error.__cause__
+
+
+def reduced_by_ddp() -> list[nn.Parameter]:
+    """The parameters of the DistributedDataParallel module being called, if any."""
+    # 2.11.0 to 2.15.0: Dynamo itself calls this to split graphs at DDP's buckets.
+    active = nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    return [] if active is None else list(active._module_parameters)
+
+
+# 2.11.0 to 2.15.0: the code that calls a module; the file of torch.compile's wrapper
+# function, which calls ``fn(*args, **kwargs)``; the file in which Dynamo compiles a frame.
+_CALLS_MODULE = nn.Module._call_impl.__code__
+_COMPILED_CALLABLES = eval_frame.__file__
+_COMPILER = convert_frame.__file__
+_CALLS = (torch.nn.modules.module.__file__, _COMPILED_CALLABLES)
+
+
+def called_module(frame: FrameType) -> nn.Module | None:
+    """The module that a frame calls; None: not torch's frame for a module call."""
+    return frame.f_locals.get("self") if frame.f_code is _CALLS_MODULE else None
+
+
+def called_function(frame: FrameType) -> Callable[..., Any] | None:
+    """The function given to ``torch.compile``, if the frame is of its wrapper; else None."""
+    if frame.f_code.co_filename != _COMPILED_CALLABLES:
+        return None
+    found = frame.f_locals
+    return found["fn"] if {"fn", "args", "kwargs"} <= found.keys() else None
+
+
+def backend_of_compiled(compiled: Any) -> Any:
+    """The backend of a compiled module or function; None: not compiled."""
+    # 2.11.0 to 2.15.0: attributes of OptimizedModule and of a compiled function.
+    context = vars(compiled).get("dynamo_ctx") if isinstance(compiled, nn.Module) else None
+    if context is None and "_torchdynamo_orig_callable" in getattr(compiled, "__dict__", {}):
+        held = closed_over(compiled).values()
+        context = next((one for one in held if isinstance(one, eval_frame.OptimizeContext)), None)
+    if not isinstance(context, eval_frame.OptimizeContext):
+        return None
+    found: Any = eval_frame.innermost_backend(context.callback)  # type: ignore[arg-type]
+    return getattr(found, "compiler_fn", found)
+
+
+def original_function(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that ``torch.compile`` compiled."""
+    original: Callable[..., Any] = compiled._torchdynamo_orig_callable  # type: ignore[attr-defined]
+    return original
+
+
+def is_dynamos_compiler(frame: FrameType) -> bool:
+    """Whether a frame belongs to Dynamo's frame compiler."""
+    return frame.f_code.co_filename == _COMPILER
+
+
+def is_users_code(frame: FrameType) -> bool:
+    """Whether a frame of a running call is not part of torch's call machinery."""
+    return frame.f_code.co_filename not in _CALLS
+
+
+def ends_at_graph_break(gm: fx.GraphModule) -> bool:
+    """Whether this graph ends at a graph break."""
+    # 2.11.0 to 2.15.0: the reason for the end of a graph.
+    return bool(gm.compile_subgraph_reason.graph_break)  # type: ignore[union-attr]
+
+
+def leave_mode(mode: TorchDispatchMode) -> None:
+    """Leave a mode. After an error in a backward, autograd has taken it from the stack."""
+    if _get_current_dispatch_mode() is not mode:
+        _push_mode(mode)
+    mode.__exit__(None, None, None)
+
+
+def is_marked_by_fsdp(module: nn.Module) -> bool:
+    """Whether a module is inside one that FSDP1 or FSDP2 shards."""
+    # 2.11.0 to 2.15.0: both mark modules for Dynamo with this attribute.
+    return bool(module.__dict__.get("_is_fsdp_managed_module", False))
+
+
+def current_frame() -> int | None:
+    """The id of the frame being compiled; the same for a recompilation; None outside Dynamo."""
+    compiling = CompileContext.current_compile_id()
+    return compiling.frame_id if compiling is not None else None
+
+
+def compile_id() -> CompileId | None:
+    """The compilation under way, as torch's logs name it; None outside Dynamo."""
+    return CompileContext.current_compile_id()
+
+
+def shown_by_torch(loggers: Sequence[str]) -> list[str]:
+    """Those of these loggers to which TORCH_LOGS or ``torch._logging.set_logs`` gave a level."""
+    return [name for name in loggers if name in torch_logs.log_state.log_qname_to_level]
+
+
+def is_traced() -> bool:
+    """Whether torch's structured log (TORCH_TRACE) is written.
+
+    Without TORCH_TRACE torch's own handler has no folder, and leaves at the first entry. pytest
+    adds the handlers of the root logger; they write no structured log.
+    """
+    return any(
+        not isinstance(handler, torch_logs.LazyTraceHandler) or handler.root_dir is not None
+        for handler in torch_logs.trace_log.handlers
+        if handler not in logging.root.handlers
+    )
+
+
+def trace_artifact(
+    name: str, encoding: str, payload: Callable[[], str], compiled: CompileId | None
+) -> None:
+    """Write an artifact to torch's structured log. tlparse shows it as a file of this name.
+
+    Args:
+        name: without an ending; tlparse adds a number and the ending.
+        encoding: ``"string"`` or ``"json"``.
+        payload: called only if the log is written.
+        compiled: the compilation that it belongs to, if Dynamo compiles no frame now.
+    """
+    torch_logs.trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": encoding},
+        payload_fn=payload,
+        compile_id=compiled,
+    )
+
+
+def recompile_reason() -> str | None:
+    """The reason for the recompilation of this frame; None: first compilation."""
+    # 2.11.0 to 2.15.0: Dynamo's record of the current compilation.
+    reason = get_metrics_context()._metrics.get("recompile_reason")
+    return None if reason is None else str(reason)
+
+
+def source_chain(placeholder: fx.Node) -> list[str]:
+    """The expressions of a graph input's source, outermost first: ``L['m']``, ``L['m']._mod…``."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    names: list[str] = []
+    while source is not None:
+        name = source.name() if callable(source.name) else source.name
+        names.append(name)
+        source = getattr(source, "base", None)
+    return names[::-1]
+
+
+def code_being_compiled() -> CodeType:
+    """From within a backend: the code of the frame that Dynamo compiles."""
+    # 2.11.0 to 2.15.0
+    code: CodeType = InstructionTranslator.current_tx().output.root_tx.f_code
+    return code
+
+
+def forget_compiled(code: CodeType) -> None:
+    """Make Dynamo compile a code again at its next call. It must not run or be compiled now."""
+    eval_frame.remove_from_cache(code)
+
+
+def copy_source(placeholder: fx.Node, copied: fx.Node) -> None:
+    """Give a copy of a graph input the input's Dynamo source."""
+    copied._dynamo_source = placeholder._dynamo_source  # type: ignore[attr-defined]
+
+
+def evaluate_prefixes(placeholder: fx.Node) -> list[tuple[str, Any]]:
+    """(expression, object) along a graph input's source in the traced frame, outermost first."""
+    output = InstructionTranslator.current_tx().output
+    scope = {"L": output.local_scope, "G": output.global_scope}
+    found = []
+    for name in source_chain(placeholder):
+        try:
+            found.append((name, eval(name, dict(output.global_scope), scope)))
+        except Exception:  # uses Dynamo's own helpers; a longer prefix may evaluate
+            continue
+    return found
+
+
+def aot_input_index(node: fx.Node) -> int | None:
+    """Index of the Dynamo graph's input behind an AOTAutograd placeholder; None: no such input."""
+    return _plain_index(node.meta.get("desc"))
+
+
+def gradient_input_index(description: Any) -> int | None:
+    """Index of the input whose gradient is a joint graph output; None: no gradient."""
+    while description is not None and not isinstance(description, GradAOTOutput):
+        description = getattr(description, "base", None)
+    return _plain_index(description.grad_of) if description is not None else None
+
+
+def is_saved(tensor: Tensor) -> bool:
+    """Whether autograd holds the tensor: it saved it, or will accumulate its gradient."""
+    # 2.11.0 to 2.15.0: C++ references; all Python references count as one.
+    counted: Any = tensor
+    return bool(counted._use_count() > 1)
+
+
+def result_index(description: Any) -> int | None:
+    """Index of the Dynamo graph's result that is a forward output; None: no result."""
+    while description is not None and not isinstance(description, PlainAOTOutput):
+        description = getattr(description, "base", None)
+    return description.idx if description is not None else None
+
+
+def tangent_result_index(description: Any) -> int | None:
+    """Index of the Dynamo graph's result whose gradient is a backward input; None: no tangent."""
+    return result_index(description.output) if isinstance(description, TangentAOTInput) else None
+
+
+def _plain_index(description: Any) -> int | None:
+    while description is not None and not isinstance(description, PlainAOTInput):
+        description = getattr(description, "base", None)
+    return description.idx if description is not None else None
+
+
+def allocations_of(run: Callable[[], object]) -> list[int]:
+    """This thread's CPU allocations in a function, in bytes; frees are negative.
+
+    What the function returns is not freed.
+
+    Raises:
+        RuntimeError: a profiler records this thread.
+    """
+    # 2.11.0 to 2.15.0: the profiler before Kineto, which writes no lines of its own to stderr.
+    state, config = torch._C._profiler.ProfilerState.CPU, torch._C._profiler._ExperimentalConfig()
+    torch._C._autograd._enable_profiler_legacy(
+        torch._C._profiler.ProfilerConfig(state, False, True, False, False, False, config)
+    )
+    try:
+        result = run()  # noqa: F841  (alive until the record ends)
+    finally:
+        threads = torch._C._autograd._disable_profiler_legacy()
+    events: list[Any] = [event for thread in threads for event in thread]
+    return [one.cpu_memory_usage() for one in events if one.kind() == "memory_alloc"]
+
+
+def free_cublas_workspaces() -> None:
+    """Free the memory that cuBLAS holds for this process's threads; it takes it again."""
+    # 2.11.0 to 2.15.0: the only way; CUDA graph trees use it.
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+class Partitioner(CustomPartitionerFn):
+    """A plain function as a partitioner for Inductor's settings."""
+
+    def __init__(self, function: Partition) -> None:
+        self.function = function
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        return self.function(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> str:
+        # Inductor's cache keys hold the graphs after our passes. So this key needs only the changed
+        # fusion (``osdp_compile/engine/inductor_fusion.py``).
+        return "osdp_compile, kernels in place"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (self.uuid(),)  # enough for the cache's key
+
+
+#: 2.13.0, 2.14.1: Inductor's cache refuses other passes after fusion. 2.11.0 and 2.12.0 lack it and
+#: take any function.
+_CustomSchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)
+
+
+class _AfterFusion(_CustomSchedulerPass):  # type: ignore[misc]
+    """A plain function as Inductor's pass over its kernels after fusion.
+
+    ``name``: stands for the function in the keys of Inductor's cache.
+    """
+
+    def __init__(self, function: KernelPass, name: str) -> None:
+        self.function, self.name = function, name
+
+    def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+        return self.function(nodes)
+
+    def uuid(self) -> str:
+        return self.name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (self.uuid(),)  # enough for the cache's key
+
+
+def after_fusion(function: KernelPass, name: str) -> AbstractContextManager[None]:
+    """A context in which a function rewrites the list of Inductor's kernels after fusion.
+
+    ``name``: changes with the function; stands for it in the keys of Inductor's cache.
+    """
+    # 2.11.0 to 2.14.1: the hook; it takes and returns the kernels in their order.
+    context: AbstractContextManager[None] = inductor_config.patch(
+        _post_fusion_custom_pass=_AfterFusion(function, name)
+    )
+    return context
+
+
+def compiled_library(source: str) -> ctypes.CDLL:
+    """A loaded library from C++ source, compiled once per cache."""
+    library: ctypes.CDLL = CppCodeCache.load(source)
+    return library
+
+
+def real_meshes(inputs: Sequence[Any]) -> list[Any]:
+    """A graph's inputs with real meshes in place of fake ones.
+
+    Inductor's cache key numbers real meshes. It pickles a fake mesh in a mode in which the key of
+    equal graphs differs between processes (2.13.0 to 2.15.0).
+    """
+    return [_real_mesh(one) for one in inputs]
+
+
+def _real_mesh(value: Any) -> Any:
+    real = value.real_obj if isinstance(value, FakeScriptObject) else None
+    return real if isinstance(real, DeviceMesh) else value
+
+
+def with_choices(choices: InductorChoices) -> AbstractContextManager[None]:
+    """A context in which Inductor uses these choices, on this thread."""
+    context: AbstractContextManager[None] = V.set_choices_handler(choices)
+    return context
+
+
+@contextlib.contextmanager
+def with_products_apart(apart: Callable[[fx.Node, fx.Node], bool]) -> Iterator[None]:
+    """A context in which Inductor adds to a product in an operator of its own if ``apart`` says so.
+
+    ``apart``: of a product and of the sum that reads it, which come in the order of the graph.
+    """
+    prefers: Any = post_grad.should_prefer_unfused_addmm
+
+    def prefers_apart(match: Any) -> Any:
+        total = match.output_node()
+        products = [one for one in match.nodes if one is not total]
+        return any(apart(product, total) for product in products) or prefers(match)
+
+    post_grad.should_prefer_unfused_addmm = prefers_apart
+    try:
+        yield
+    finally:
+        post_grad.should_prefer_unfused_addmm = prefers
+
+
+def fake_store() -> Any:
+    """A store for the "fake" process group backend, whose collectives do nothing."""
+    # 2.11.0 to 2.15.0: imported here, because the import registers the backend "fake".
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """The one-dimensional mesh over a named mesh's ranks, made once. Collective."""
+    # 2.13.0: DeviceMesh._flatten; ``mesh["host_gpu"]`` finds it afterwards.
+    return mesh._flatten()
+
+
+def without_autograd_cache() -> Any:
+    """A context without AOTAutograd's cache of Dynamo graphs: its key lacks the plan, on which the
+    result depends."""
+    return functorch_config.patch(enable_autograd_cache=False)
+
+
+def is_profiled() -> bool:
+    """Whether a profiler records this thread."""
+    # 2.11.0 to 2.15.0
+    enabled: bool = torch._C._autograd._profiler_enabled()
+    return enabled
+
+
+def hooks_saved_tensors() -> bool:
+    """Whether hooks pack the tensors that autograd saves now."""
+    # 2.11.0 to 2.15.0: AOTAutograd asks this too; True: also while tracing.
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None
+
+
+def settings() -> Iterator[tuple[str, Any]]:
+    """Settings of torch on which AOTAutograd's graphs depend, each with its value."""
+    # 2.11.0 to 2.15.0: get_config_copy.
+    yield from sorted(inductor_config.get_config_copy().items())
+    yield from sorted(functorch_config.get_config_copy().items())
+    for device in ("cpu", "cuda"):
+        on = torch.is_autocast_enabled(device)
+        yield f"autocast on {device}", (on, torch.get_autocast_dtype(device))
+    yield "autocast cache", torch.is_autocast_cache_enabled()
+    yield "default dtype", torch.get_default_dtype()
+    yield "matmul precision", torch.get_float32_matmul_precision()
+    yield "deterministic", torch.are_deterministic_algorithms_enabled()
+    yield "anomaly", torch.is_anomaly_enabled()
+    yield "threads", torch.get_num_threads()
+
+
+# 2.13.0: DTensor's operator -> custom handler(operator, args, kwargs).
+_dtensor_handlers: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
+
+
+def handle_dtensor_operator(operator: Any, handler: Callable[..., Any] | None) -> None:
+    """Set ``handler(operator, args, kwargs)`` for an operator on DTensors; None: torch's own."""
+    if handler is None:
+        _dtensor_handlers.pop(operator, None)
+    else:
+        _dtensor_handlers[operator] = handler
+
+
+def handle_adafactor(on_rows: Callable[..., None]) -> None:
+    """Make Adafactor step each DTensor parameter with ``on_rows(parameter, ...)``."""
+    # 2.13.0: Adafactor.step calls this for a group: lists of tensors, then options.
+    plain: Callable[..., None] = _adafactor.adafactor
+
+    @functools.wraps(plain)
+    def adafactor(params: list[Tensor], *lists: Any, **options: Any) -> None:
+        state, rest = lists[:5], lists[5:]
+        of_params = list(zip(params, *state, strict=True))
+        whole = [one for one in of_params if not isinstance(one[0], DTensor)]
+        if whole:
+            plain(*map(list, zip(*whole, strict=True)), *rest, **options)
+        for one in of_params:
+            if isinstance(one[0], DTensor):
+                on_rows(*one, **options)
+
+    _adafactor.adafactor = adafactor
+
+
+def without_dtensor_handler(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on DTensors without our handler."""
+    handler = _dtensor_handlers.pop(operator)
+    try:
+        return operator(*args, **kwargs)
+    finally:
+        _dtensor_handlers[operator] = handler
+
+
+def whole_stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    """A whole fake parameter in place of a DTensor parameter of the graph being compiled."""
+    mode = TracingContext.get().fake_mode
+    assert mode is not None  # a backend is called with one
+    with mode:
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    return nn.Parameter(empty, requires_grad=parameter.requires_grad)

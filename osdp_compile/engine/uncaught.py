@@ -31,12 +31,9 @@ from osdp_compile.errors import OsdpError
 _PATIENCE_SECONDS = 2.0
 #: Code that is not the user's.
 _NOT_THE_USERS = tuple(
-    f"{folder}{os.sep}"
-    for folder in (
-        Path(torch.__file__).parent,
-        Path(__file__).parents[1],
-        Path(passes.__file__).parent,
-    )
+    str(Path(file).parent) + os.sep
+    for file in (torch.__file__, _torch.__file__, passes.__file__)
+    if file is not None
 )
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]

@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 
 from osdp_compile import _torch
-from osdp_compile.private_torch import inductor
 from osdp_compile.trace import fake_world
 
 OWN = "TypedStorage is deprecated. It will be removed in the future"
@@ -32,7 +31,7 @@ def test_rank_zero_hides_what_no_user_can_act_on_and_other_ranks_all_of_inductor
 ):
     with (
         fake_world(2, rank),
-        mock.patch.object(inductor.inductor, name, compiles_and_warns),
+        mock.patch.object(_torch.inductor, name, compiles_and_warns),
         warnings.catch_warnings(record=True) as seen,
     ):
         warnings.simplefilter("always")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from osdp_compile.private_torch import tensors
+from osdp_compile import _torch
 from osdp_compile.tracking import step_trace as module
 from osdp_compile.tracking.step_trace import TRACED_STEPS, CallTimes, StepTraces
 from passes.graph.fx_utils import ALL_GATHER, ALL_REDUCE, WAIT
@@ -95,7 +95,7 @@ def test_a_backward_that_fails_leaves_no_mode_behind():
     with pytest.raises(ValueError, match="no memory"):
         out.sum().backward()
     traces.next_step(0.0, {})
-    assert tensors._get_current_dispatch_mode() is None
+    assert _torch._get_current_dispatch_mode() is None
     assert not torch.utils._python_dispatch.is_in_torch_dispatch_mode()
     assert traces.steps == []
 

@@ -1,1 +1,0 @@
-"""Private torch, one subject a file; ``osdp_compile/_torch.py`` has all names."""
