@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import osdp_compile
 from osdp_compile import Decision, Hardware, Plan
+from osdp_compile.runtime.collectives import backend_of
 from osdp_compile.tracking.other_models import OtherModels
 from passes.types.decision import FLAT_DECISIONS
 from passes.types.hardware import LinkRate
@@ -308,7 +309,7 @@ def whole(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         # On a GPU over gloo torch's gather of a DTensor ends in a segmentation fault.
         device = tensor.device_mesh.device_type
-        is_fatal = device == "cuda" and dist.get_backend_config().endswith("cuda:gloo")
+        is_fatal = device == "cuda" and backend_of(dist.group.WORLD, device) == "gloo"
         tensor = _gathered(tensor) if is_fatal else tensor.full_tensor()
     return tensor.clone()
 

@@ -32,7 +32,7 @@ from weakref import WeakKeyDictionary
 from torch import fx
 
 from osdp_compile import _torch
-from passes.graph.fx_utils import bytes_of, is_alias, root_of
+from passes.graph.fx_utils import bytes_of, is_alias, positions, root_of
 from passes.graph.metadata import COST
 
 #: By scheduler and node name: the place of the last extern kernel that the node needs, or -1.
@@ -78,9 +78,8 @@ def puts_off_product(product: fx.Node, total: fx.Node) -> bool:
     They are the inputs that it is the last to read, if they have more bytes than its result and
     other operators run before the sum.
     """
-    nodes = list(product.graph.nodes)
-    place = {node: at for at, node in enumerate(nodes)}
-    between = nodes[place[product] + 1 : place[total]]
+    place = positions(product.graph)
+    between = list(place)[place[product] + 1 : place[total]]
     if all(is_alias(node) for node in between):
         return False
     inputs = {root_of(node) for node in product.all_input_nodes}

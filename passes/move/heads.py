@@ -16,6 +16,7 @@ from passes.move.layouts import VIEWS, dim_after
 from passes.move.placed import Placed
 from passes.move.spread import Frame, is_pointwise, named, spread
 from passes.ops.markers import UNSHARD, unshard_of
+from passes.recompute.recompute_activations import drops_nothing
 from passes.split.split_rules import PRODUCTS, arguments_of, operands_of, permuted_dims
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def attended(mover: Mover, node: fx.Node) -> Placed:
     if len(own) < len(heads):
         reason = f"{named(node)} reads tensors that are not sliced by heads"
         raise mover.refused(node, reason, needs)
-    if given.get("dropout_p"):
+    if not drops_nothing(node.target, node.args, node.kwargs):  # type: ignore[arg-type]
         raise mover.refused(node, f"{named(node)} reads random numbers (dropout)")
     names = frozenset(name for placed in own.values() for name in placed.names)
     moved = {name: placed.node for name, placed in own.items()}
