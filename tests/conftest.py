@@ -10,6 +10,8 @@ from unittest import mock
 
 import pytest
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # pytest's workers share the cores; before torch
+
 from tests.chosen import ALL_WITH_INDUCTOR
 from tests.ranks import Ranks
 from tests.searching import short_searches

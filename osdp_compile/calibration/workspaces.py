@@ -58,7 +58,8 @@ def _measuring(device: torch.device) -> Iterator[Callable[[fx.Node], int]]:
         yield lambda node: _on_gpu(node, device)
         return
     threads = torch.get_num_threads()
-    # Allocations are recorded for one thread. The caller's thread may be under a profiler already.
+    # Allocations are recorded for one thread: those of other OpenMP threads, 128 bytes each in
+    # attention's backward, are missed. The caller's thread may be under a profiler already.
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as own:
         yield lambda node: own.submit(_on_cpu, node).result()
 

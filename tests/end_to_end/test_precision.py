@@ -123,7 +123,7 @@ def test_losses_are_those_of_fsdp_with_its_policy(two_ranks, tmp_path, reduce_dt
         theirs = found.pop("fsdp")
         assert theirs[-1] < theirs[0] - 0.1
         for ours in found.values():
-            assert ours == pytest.approx(theirs, abs=0.02)
+            assert ours == pytest.approx(theirs, rel=2**-9)  # half of what bf16 resolves
     sent = sent_types(tmp_path / "shard_regather")
     assert sent["gather"] == {"bf16"}
     assert sent["reduce"] == {"f32" if reduce_dtype else "bf16"}

@@ -58,7 +58,15 @@ def counted_bytes(node):
     return min(found)
 
 
-def test_each_operator_but_matrix_products_takes_what_is_counted(step):
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def test_each_operator_but_matrix_products_takes_what_is_counted(step, threads):
     captured, _ = step
     found = measured_workspaces(captured, CPU, MOST_BYTES)
     nodes = kernels(captured)
@@ -66,7 +74,9 @@ def test_each_operator_but_matrix_products_takes_what_is_counted(step):
         key for key, one in nodes.items() if one.target in (aten.mm.default, aten.addmm.default)
     }
     assert found.keys() == nodes.keys() - products
-    assert {key: counted_bytes(nodes[key]) for key in found} == found
+    # Attention's backward allocates 128 bytes in each other thread, and torch records one thread.
+    for key, found_bytes in found.items():
+        assert 0 <= counted_bytes(nodes[key]) - found_bytes <= 128 * (threads - 1)
     assert sum(one > 0 for one in found.values()) >= 6
 
 
