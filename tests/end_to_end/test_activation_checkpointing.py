@@ -137,6 +137,7 @@ def shard_now(model):
     osdp_compile.shard(model, plan)
 
 
+@pytest.mark.thorough
 def test_a_model_that_was_sharded_before(two_ranks):
     trains_like_reference(two_ranks, OfSequences, "shard_regather", prepare=shard_now)
 

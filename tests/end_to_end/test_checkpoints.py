@@ -122,6 +122,7 @@ def resume(rank, world_size, kind, folder, name, when):
     return values(model, optimizer)
 
 
+@pytest.mark.thorough
 def test_training_goes_on_under_any_plan_and_number_of_ranks(four_ranks, two_ranks, tmp_path):
     folder = str(tmp_path)
     saved = four_ranks.run(save, "mixed", folder)

@@ -56,6 +56,7 @@ def lengths_of_a_dynamic_graph(rank, world_size, how):
     return first, others
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["all", pytest.param("marked", marks=pytest.mark.thorough)])
 def test_a_new_length_within_a_dynamic_graph_does_not_compile_again(two_ranks, how):
     for first, others in two_ranks.run(lengths_of_a_dynamic_graph, how):
@@ -70,6 +71,7 @@ def a_new_length_of_a_static_graph(rank, world_size, stance):
         return counted(lambda: step(compiled, eager, sentences(9, rank)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stance", ["default", "eager_on_recompile", "force_eager"])
 def test_a_stance_says_what_a_new_length_does(two_ranks, stance):
     for found in two_ranks.run(a_new_length_of_a_static_graph, stance):

@@ -141,6 +141,7 @@ def two_models(rank, world_size):
     return difference, {**placements(first), **placements(second)}
 
 
+@pytest.mark.thorough
 def test_a_function_over_two_models(two_ranks):
     for difference, placed in two_ranks.run(two_models):
         assert difference < 1e-6
@@ -206,6 +207,7 @@ def on_half_of_the_ranks(rank, world_size):
     return difference, placements(model)
 
 
+@pytest.mark.thorough
 def test_a_mesh_that_is_not_the_whole_world(four_ranks):
     for difference, placed in four_ranks.run(on_half_of_the_ranks):
         assert difference < 1e-6

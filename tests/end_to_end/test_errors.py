@@ -64,6 +64,7 @@ def limits(rank, world_size):
     return refused, unchanged, moved, still, enough, placements(model)
 
 
+@pytest.mark.thorough
 def test_an_infeasible_limit_changes_nothing_and_names_the_least_one_that_works(two_ranks):
     for refused, unchanged, moved, still, enough, placed in two_ranks.run(limits):
         kind, is_osdp_error, text = refused
@@ -78,6 +79,7 @@ def test_an_infeasible_limit_changes_nothing_and_names_the_least_one_that_works(
         assert "shard" in placed.values()
 
 
+@pytest.mark.thorough
 def test_the_error_adds_up_to_the_least_limit(two_ranks):
     (_, _, text), *_ = two_ranks.run(limits)[0]
     least = parse_bytes(text.split("least possible ")[1].split(" for ")[0])

@@ -95,7 +95,11 @@ def told():
 
 @pytest.mark.parametrize(
     ("decision", "when"),
-    [("shard_regather", "forward"), ("shard_regather", "backward"), ("replicate", "backward")],
+    [
+        pytest.param("shard_regather", "forward", marks=pytest.mark.thorough),
+        ("shard_regather", "backward"),
+        pytest.param("replicate", "backward", marks=pytest.mark.thorough),
+    ],
 )
 def test_a_rank_that_dies_is_an_error_on_the_others(inductor_cache, decision, when):
     with Ranks(2, inductor_cache) as ranks:
@@ -104,7 +108,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others(inductor_cache, decision, wh
         assert "ZeroDivisionError: told in the third step" in str(failed.value)
 
 
-@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("when", [pytest.param("forward", marks=pytest.mark.thorough), "backward"])
 def test_a_rank_that_hangs_is_an_error_on_the_others(inductor_cache, when):
     with Ranks(2, inductor_cache) as ranks:
         said, _ = ranks.run(train_until, "shard_regather", hang, when)

@@ -318,6 +318,7 @@ def offline_and_first_call(rank, world_size):
     return decided, offline.prediction.peak_bytes, first.prediction.peak_bytes
 
 
+@pytest.mark.thorough
 def test_a_broken_model_is_planned_without_the_machine_as_at_the_first_call(two_ranks):
     for (offline, first), offline_bytes, first_bytes in two_ranks.run(offline_and_first_call):
         assert offline == first and "inner.b.weight" in offline

@@ -123,6 +123,7 @@ def _spoil_copies(model: nn.Module, rank: int) -> None:
             parameter.to_local().detach().add_(1.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_stage_by_stage_and_within_hosts_equals_one_process(four_ranks):
     results = four_ranks.run(train, QUICK, list(DECISIONS), SMALLER + 2)

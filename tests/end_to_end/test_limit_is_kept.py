@@ -203,6 +203,7 @@ def returning(rank, world_size):
     return kept(train)
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 def test_logits_that_are_returned_and_saved_are_not_written_over(two_ranks):
     for one in two_ranks.run(returning):

@@ -238,6 +238,7 @@ class Broken(nn.Module):
         return self.after(x) + self.before.bias[:4]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("plan", [0.5, *more("replicate", "shard_keep", "shard_regather")])
 def test_a_graph_break_in_the_middle(two_ranks, plan):
     outcome = trains_like_reference(two_ranks, Broken, plan)
@@ -251,6 +252,7 @@ def broken_in_sequence():
     return nn.Sequential(Broken(), *inner)
 
 
+@pytest.mark.thorough
 def test_the_same_code_for_modules_of_different_shapes(two_ranks):
     trains_like_reference(two_ranks, broken_in_sequence, "shard_regather")
 

@@ -65,6 +65,7 @@ def test_an_mlp_that_stays_trains_like_one_process(two_ranks, rest):
         assert not {n for one in purposes if not one.tokens for n in one.names} & set(MLP)
 
 
+@pytest.mark.thorough
 def test_a_gated_mlp_on_four_ranks_with_accumulated_gradients(four_ranks):
     found = four_ranks.run(_train, Gated, "replicate", recipe_of(batch, backwards=2))
     for apart, norm, placed, plan, warnings in found:
@@ -80,6 +81,7 @@ def differing(step: int, micro: int, rank: int) -> Tensor:
     return torch.randn(rows, 8, generator=generator, dtype=torch.float64)
 
 
+@pytest.mark.thorough
 def test_ranks_with_other_batches_train_like_one_process(two_ranks):
     """Weights travel in steps whose batches differ: rank 0 has a second graph for them."""
     results = two_ranks.run(_train, Mlp, "shard_regather", recipe_of(differing))

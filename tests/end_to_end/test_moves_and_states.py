@@ -79,6 +79,7 @@ def _states(rank, world_size, folder):
     return distances
 
 
+@pytest.mark.thorough
 def test_evaluation_whole_parameters_and_checkpoints(two_ranks, tmp_path):
     for distances in two_ranks.run(_states, str(tmp_path)):
         assert max(distances) < 1e-11
@@ -160,6 +161,7 @@ def _no_sync(rank, world_size):
     )
 
 
+@pytest.mark.thorough
 def test_no_sync(two_ranks):
     for distance in two_ranks.run(_no_sync):
         assert distance < 1e-11

@@ -8,6 +8,7 @@ from tests.chosen import more
 from tests.end_to_end.moving import Gated, Language, Mlp, Words, train_dynamic
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "make", [Gated, pytest.param(Language, marks=pytest.mark.thorough), *more(Mlp, Words)]
 )

@@ -69,6 +69,7 @@ def _attention(rank, world_size, keys, bias):
     return apart, norms, plan_in_force(model).moved, str(model.o.weight.placements)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "ranks, keys, bias",

@@ -81,6 +81,7 @@ def _language(rank, world_size, tied, named):
     return apart, losses, norms, plan_in_force(model).moved, placed
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("ranks", "tied"),

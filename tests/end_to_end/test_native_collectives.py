@@ -55,6 +55,7 @@ def test_trains_like_one_process(native_ranks, plan):
     trains_like_reference(native_ranks, uneven, plan, Recipe(max_norm=1.0))
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 @pytest.mark.parametrize("model", [Gated, Words])
 def test_activations_that_move(native_ranks, model):

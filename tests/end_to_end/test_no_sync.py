@@ -168,6 +168,7 @@ def refusals(rank, world_size):
     return found
 
 
+@pytest.mark.thorough
 def test_without_room_it_is_refused_and_an_error_inside_drops_what_was_added_up(two_ranks):
     for found in two_ranks.run(refusals):
         assert found == [True, False]

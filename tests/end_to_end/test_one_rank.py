@@ -170,6 +170,7 @@ def test_a_step_under_a_limit_is_that_of_eager_mode(kind):
     assert plan_of(model).recompute
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kept", [4, (4, 1)], ids=["slices", "kept slices, which are all"])
 def test_slices_are_those_of_eager_mode(kept):
     slices = {"blocks.*.up.weight": kept, "head.weight": 2}
@@ -192,6 +193,7 @@ def test_a_limit_is_kept_with_tuned_kernels():
     assert memory.peak_bytes <= limit
 
 
+@pytest.mark.thorough
 def test_gradients_inside_no_sync_are_those_of_several_backwards():
     model = model_of()
     eager = copy.deepcopy(model)
@@ -228,6 +230,7 @@ def test_a_frozen_model_an_evaluation_first_and_eager_reads():
         torch.testing.assert_close(compiled(tokens), eager(tokens))
 
 
+@pytest.mark.thorough
 @with_and_without_a_group
 def test_a_plan_is_taken_and_one_for_several_ranks_is_refused(tmp_path):
     model = model_of()
@@ -250,6 +253,7 @@ def test_without_a_limit_nothing_is_planned():
     assert type(model) is LanguageModel
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", ["option", "shard"])
 def test_a_plan_that_was_made_before_is_kept(way):
     limit = least_bytes() * 9 // 8

@@ -192,6 +192,7 @@ def with_autocast(rank, world_size, narrows):
     return found, [whole(one) for one in model.parameters()]
 
 
+@pytest.mark.thorough
 def test_a_cast_before_the_gather_changes_no_bit_of_training(two_ranks):
     for with_it, without_it in zip(
         two_ranks.run(with_autocast, True), two_ranks.run(with_autocast, False), strict=True

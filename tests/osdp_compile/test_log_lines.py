@@ -94,7 +94,7 @@ leave_to_torch(["{name}"])
 """
 
 
-@pytest.mark.parametrize("name", ["osdp", "osdp_compile"])
+@pytest.mark.parametrize("name", ["osdp", pytest.param("osdp_compile", marks=pytest.mark.thorough)])
 def test_set_logs_takes_over_lines_that_were_shown_before(name):
     after = AFTER_THE_FIRST_LINE.format(name=name)
     lines = seen(run(START.format(configure="") + LINES + after + LINES, None)).splitlines()

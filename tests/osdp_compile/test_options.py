@@ -327,6 +327,7 @@ def in_a_fresh_process(script):
     return done
 
 
+@pytest.mark.thorough
 def test_who_configures_no_logging_sees_it_too(inductor_cache, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(inductor_cache))
     done = in_a_fresh_process(

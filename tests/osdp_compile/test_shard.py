@@ -315,6 +315,7 @@ def after_first_call(model, **options) -> Plan:
     return found
 
 
+@pytest.mark.thorough
 def test_nothing_is_planned_again_and_a_plan_by_hand_is_completed(short_search):
     offline = osdp_compile.plan(on_meta(gpt), tokens(), world_size=8, hardware=SLOW)
     with fake_world(8):

@@ -37,6 +37,7 @@ def test_a_dry_run(tmp_path, inductor_cache):
         assert 0.95 <= plan["measured_bytes"] / plan["predicted_bytes"] <= 1
 
 
+@pytest.mark.thorough
 def test_a_machine_without_gpus_is_told_of_the_dry_run():
     variables = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "benchmarks.gpu"]

@@ -29,6 +29,7 @@ def on_a_cpu(monkeypatch, tmp_path):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
 
+@pytest.mark.thorough
 def test_it_says_what_is_there(capsys):
     assert main(["doctor"]) == 0  # with a function that is really compiled
     printed = capsys.readouterr().out

@@ -187,6 +187,7 @@ def test_a_mesh_of_hosts(here, capsys):
     assert Plan.load(here / "plan.json").world_size == 16
 
 
+@pytest.mark.thorough
 def test_a_hugging_face_model_by_its_configuration(here, capsys):
     pytest.importorskip("transformers")
     (here / "config.json").write_text(

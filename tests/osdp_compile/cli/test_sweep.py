@@ -172,6 +172,7 @@ def run(*arguments: str) -> int:
     return main(["sweep", *arguments, "--hardware", "cpu-gloo"])
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("short_search")
 def test_the_table_the_file_and_the_picture(here, capsys):
     pytest.importorskip("matplotlib")

@@ -109,6 +109,7 @@ def planner_calls(rank, world_size, folder, starts):
     return counts
 
 
+@pytest.mark.thorough
 def test_another_limit_or_batch_is_planned_and_a_damaged_plan_too(two_ranks, tmp_path):
     first = ("800KiB", 8)
     starts = [first, first, ("900KiB", 8), ("800KiB", 16), first, "damage", first, first]

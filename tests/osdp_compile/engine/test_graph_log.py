@@ -116,6 +116,7 @@ def test_plan_graphs_and_schedule_are_artifacts_of_the_compilation_on_every_rank
         assert attempts == {1}
 
 
+@pytest.mark.thorough
 def test_names_sort_in_the_order_of_the_passes(runs):
     for graph in ("joint", "forward", "backward"):
         names = names_of(0, artifacts(runs[0][1]))
@@ -123,12 +124,14 @@ def test_names_sort_in_the_order_of_the_passes(runs):
         assert of_graph == sorted(of_graph)
 
 
+@pytest.mark.thorough
 def test_a_call_without_gradients_has_its_own(runs):
     names = names_of(1, artifacts(runs[0][1]))
     assert "osdp_inference_schedule" in names and "osdp_plan" in names
     assert not [one for one in names if "backward" in one]
 
 
+@pytest.mark.thorough
 def test_the_artifacts_say_what_the_graphs_are(runs):
     found = artifacts(runs[0][1])
     texts = {name: text for name, entry, text in found if entry["frame_compile_id"] == 0}
@@ -147,6 +150,7 @@ def test_the_artifacts_say_what_the_graphs_are(runs):
     assert "# gather" not in before
 
 
+@pytest.mark.thorough
 def test_rank_zero_logs_each_pass_and_the_schedule_and_the_other_nothing(runs):
     lines, _ = runs[0]
     assert runs[1][0] == ""

@@ -53,6 +53,7 @@ def test_rank_zero_says_it_first_once_and_torchrun_says_it_last(tmp_path):
     assert not any("osdp_compile/" in line or "_dynamo" in line for line in said)
 
 
+@pytest.mark.thorough
 def test_alone_it_is_the_sentence_and_the_users_own_lines(tmp_path):
     said = failed(tmp_path, "8", ranks=1).splitlines()
     sentence = "option 'memory_limit': '8' is 8 bytes: did you mean"

@@ -239,6 +239,7 @@ def test_who_has_configured_logging_gets_one_record_in_their_format():
     assert seen.count("osdp plan for 2 ranks") == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "configure", ["logging.basicConfig(level=logging.WARNING)", "log.setLevel(logging.ERROR)"]
 )

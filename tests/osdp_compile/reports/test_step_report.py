@@ -146,6 +146,7 @@ def test_a_model_that_was_not_trained_has_no_report():
         report(nn.Linear(2, 2))
 
 
+@pytest.mark.thorough
 def test_a_forward_alone_is_no_step():
     torch.compiler.reset()
     model = GPT(CONFIG)

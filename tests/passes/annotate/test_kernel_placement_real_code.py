@@ -251,8 +251,8 @@ def step(name: str) -> dict[str, Compiled]:
     return {one.phase: one for one in compiled_step(model, *batch)}
 
 
-#: Models whose compilation takes more than ten seconds.
-LARGE = ("gpt", "residuals")
+#: Models outside the core: each takes five seconds or more to compile.
+LARGE = ("convolutions", "joined", "recomputed", "skips", "residuals", "gpt")
 CASES = [
     pytest.param(
         (name, phase), id=f"{name}-{phase}", marks=[pytest.mark.thorough] * (name in LARGE)

@@ -87,6 +87,7 @@ def test_the_planner_moves_the_smaller_thing() -> None:
     assert few == planned(2, tensor_parallel=True)
 
 
+@pytest.mark.thorough
 def test_named_groups_stay_whatever_the_search_finds() -> None:
     plan = planned(256, tensor_parallel=("layers.1.down.weight",))
     assert plan.moved == {

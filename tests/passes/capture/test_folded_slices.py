@@ -75,6 +75,7 @@ def both(plan: Plan, ctx: Context, heads: int = WIDTH) -> tuple[LoweredStep, Low
     return predict(step, plan, ctx, PASSES), predict(folded, plan, ctx, PASSES)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recomputes", [False, True], ids=["saving", "recomputing"])
 @pytest.mark.parametrize("decision", [0, 1, 2], ids=["replicate", "keep", "regather"])
 def test_a_table_in_slices_costs_what_it_does_in_the_whole_step(decision, recomputes):

@@ -79,10 +79,10 @@ def in_stages(gm: fx.GraphModule) -> set[Collective]:
     [
         (4, 2, 0, {"uses_p2p": True}),
         (6, 3, 100, {"uses_p2p": True}),
-        (8, 4, MANY, {"uses_p2p": True}),
-        (6, 2, 0, {}),
+        pytest.param(8, 4, MANY, {"uses_p2p": True}, marks=pytest.mark.thorough),
+        pytest.param(6, 2, 0, {}, marks=pytest.mark.thorough),
         (4, 2, 100, {}),
-        (6, 3, MANY, {"hardware": by_all_to_all(FAST)}),
+        pytest.param(6, 3, MANY, {"hardware": by_all_to_all(FAST)}, marks=pytest.mark.thorough),
         (4, 2, 0, {"hardware": by_all_to_all(FAST), "in_flight_bytes": 0}),
     ],
 )
@@ -224,6 +224,7 @@ def test_ranks_with_other_batches_start_the_same_in_the_same_order(planned: bool
         assert found[0] == order["forward"]
 
 
+@pytest.mark.thorough
 @examples(10)
 @given_any(steps().filter(lambda step: step.world_size == 4))
 def test_stage_by_stage_gives_what_flat_collectives_give_in_any_step(step: Step):

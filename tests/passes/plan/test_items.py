@@ -27,6 +27,7 @@ from tests.passes.capture.test_fold_layers import (
 from tests.passes.captures import capture_step
 
 
+@pytest.mark.thorough
 def test_a_plan_of_a_folded_step_is_near_that_of_the_whole(monkeypatch):
     """And between plans for all layers alike there are some for which others fit."""
     # Of a folded step nothing runs in slices; recomputing has tests of its own.

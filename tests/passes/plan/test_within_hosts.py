@@ -112,6 +112,7 @@ def test_lowered_it_gives_what_the_markers_mean(world_size, hosts, bucket_bytes,
             assert_close(found, one)
 
 
+@pytest.mark.thorough
 @examples(10)
 @given_any(steps(hosts=2), st.sampled_from([EVEN, STAGED]))
 def test_lowered_it_gives_what_the_markers_mean_in_any_step(step: Step, profile: Hardware):
@@ -246,6 +247,7 @@ def planned(step: Captured, ctx: Context, limit_bytes: int | None) -> Plan:
     return make_plan(step, ctx.replace(limit_bytes=limit_bytes), default_passes())
 
 
+@pytest.mark.thorough
 def test_the_planner_shards_within_hosts_where_memory_is_short_and_only_the_outside_is_slow():
     step, ctx = step_on_a_slow_network_between_hosts()
     ctx = ctx.replace(slices=())  # whole: the least limit of slices is far below what is asked here
