@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from osdp_compile.engine.no_sync import no_sync
     from osdp_compile.errors import InfeasibleLimit, OsdpError, PlanMismatch, RanksDiffer
     from osdp_compile.full_parameters import full_parameters
+    from osdp_compile.optim.owner_ranks import update_by_owners
     from osdp_compile.options import Options
     from osdp_compile.planning.offline import plan
     from osdp_compile.reports.peak_memory import PeakMemory
@@ -46,6 +47,7 @@ __all__ = [
     "plan_of",
     "report",
     "shard",
+    "update_by_owners",
 ]
 
 #: Name -> module that defines it.
@@ -68,6 +70,7 @@ _MODULES = {
     "plan_of": "osdp_compile.tracking.session",
     "report": "osdp_compile.reports.step_report",
     "shard": "osdp_compile.shard",
+    "update_by_owners": "osdp_compile.optim.owner_ranks",
 }
 
 

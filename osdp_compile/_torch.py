@@ -99,7 +99,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 # 2.13.0: Adafactor's functional step of a group, on lists.
-from torch.optim import _adafactor
+# 2.11.0 to 2.15.0: Muon's, its orthogonalization, and its learning rate for a shape.
+from torch.optim import _adafactor, _muon
 
 # 2.11.0 to 2.15.0: a mode that sees the operators that compiled code calls; the innermost one of
 # a thread.
@@ -145,6 +146,7 @@ __all__ = [
     "gradient_input_index",
     "handle_adafactor",
     "handle_dtensor_operator",
+    "handle_muon",
     "hooks_saved_tensors",
     "inductor_modes",
     "inductor_settings",
@@ -752,6 +754,46 @@ def handle_adafactor(on_rows: Callable[..., None]) -> None:
                 on_rows(*one, **options)
 
     _adafactor.adafactor = adafactor
+
+
+def handle_muon(is_ours: Callable[[Tensor], bool], step: Callable[..., None]) -> None:
+    """Make Muon step the matrices that ``is_ours`` says with ``step``.
+
+    ``step``: :func:`osdp_compile.optim.muon.step_by_owners`.
+    """
+    # 2.11.0 to 2.15.0: Muon.step calls this for a group: lists of tensors, then options.
+    plain: Callable[..., None] = _muon.muon
+
+    @functools.wraps(plain)
+    def muon(
+        params: list[Tensor], grads: list[Tensor], momentums: list[Tensor], **options: Any
+    ) -> None:
+        ours: list[tuple[Tensor, Tensor, Tensor]] = []
+        theirs: list[tuple[Tensor, Tensor, Tensor]] = []
+        for one in zip(params, grads, momentums, strict=True):
+            (ours if is_ours(one[0]) else theirs).append(one)
+        if theirs or options.get("foreach"):  # which torch refuses
+            plain(*([one[i] for one in theirs] for i in range(3)), **options)
+        if not ours:
+            return
+        lr = float(options["lr"])
+        adjusted = functools.partial(_muon._adjust_lr, lr, options["adjust_lr_fn"])
+        newton = (options[name] for name in ("ns_coefficients", "ns_steps", "eps"))
+        step(
+            [(*one, adjusted(one[0].shape)) for one in ours],
+            orthogonalized=functools.partial(_orthogonalized, *newton),
+            decay=1 - lr * options["weight_decay"],
+            momentum=options["momentum"],
+            nesterov=options["nesterov"],
+        )
+
+    _muon.muon = muon  # type: ignore[assignment]
+
+
+def _orthogonalized(
+    coefficients: tuple[float, float, float], steps: int, eps: float, update: Tensor
+) -> Tensor:
+    return _muon._zeropower_via_newtonschulz(update, coefficients, steps, eps)
 
 
 def without_dtensor_handler(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -32,6 +32,7 @@ from osdp_compile.model.shard_in_place import (
     synchronize,
 )
 from osdp_compile.optim.checks import check_works_on_rows
+from osdp_compile.optim.muon import share_matrices
 from osdp_compile.optim.rebind import OptimizerIndex
 from osdp_compile.options import CheckedOptions
 from osdp_compile.planning.frames import captured_frames
@@ -215,8 +216,9 @@ def _session(step: Step, options: CheckedOptions, to_train: bool = True) -> Sess
         step.frames,
         searched=decision.searched,
     )
-    names = [entry.name for entry in entries]
-    remember(session, [root for _, root in step.roots], list(zip(names, renewed, strict=True)))
+    named = list(zip([entry.name for entry in entries], renewed, strict=True))
+    remember(session, [root for _, root in step.roots], named)
+    share_matrices(named, context)
     _watch(session, renewed, others.watched_bytes + others.pending_bytes)
     _trace_steps(session, decision.step_key, groups)
     begin_if_waiting(session)

@@ -90,7 +90,19 @@ def described(
         element_bytes=parameter.element_size(),
         requires_grad=parameter.requires_grad,
         optimizer_bytes=_optimizer_bytes(parameter, optimizers, optimizer),
+        orthogonalized=_orthogonalized(parameter, optimizers, optimizer),
     )
+
+
+def _orthogonalized(
+    parameter: nn.Parameter, optimizers: OptimizerIndex | None, optimizer: int | str | None
+) -> bool:
+    """Whether Muon steps the parameter, as the live optimizers or the option say."""
+    if parameter.dim() != 2 or not parameter.requires_grad:
+        return False
+    if optimizer is not None or optimizers is None:
+        return optimizer == "muon"
+    return any(isinstance(one, torch.optim.Muon) for one in optimizers.holding(parameter))
 
 
 def _optimizer_bytes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from passes.annotate.owner_ranks import orthogonal_bytes, orthogonal_seconds
 from passes.types.context import Context
 from passes.types.plan import Plan
 
@@ -42,8 +43,9 @@ def optimizer_temporary_bytes(ctx: Context, plan: Plan) -> int:
     """Bytes that an optimizer's step allocates and frees: twice the largest trained local shard.
 
     Source: Adam's single-tensor step in torch makes ``sqrt(v) / c`` and ``+ eps`` out of place.
+    Muon's whole matrices count beside it.
     """
-    return 2 * max(
+    largest_bytes = max(
         (
             p.shard_bytes(ctx.cut(plan.decision(p.name)).ranks)
             for p in ctx.parameters
@@ -51,6 +53,7 @@ def optimizer_temporary_bytes(ctx: Context, plan: Plan) -> int:
         ),
         default=0,
     )
+    return 2 * largest_bytes + orthogonal_bytes(ctx.parameters, ctx.world_size)
 
 
 def gradient_bytes(ctx: Context, plan: Plan, kept_bytes: int) -> int:
@@ -83,6 +86,7 @@ def optimizer_seconds(ctx: Context, plan: Plan) -> float:
     trained = sum(parameter.requires_grad for parameter in ctx.parameters)
     held_bytes = sum(state_bytes(ctx, plan).values())
     seconds = ctx.hardware.update_seconds(held_bytes, trained, plain=not plan.shards)
+    seconds += ctx.hardware.in_force.update_factor * orthogonal_seconds(ctx, plan)
     return seconds + ctx.hardware.in_force.loop_seconds
 
 

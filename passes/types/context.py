@@ -32,6 +32,7 @@ class Parameter:
 
     Attributes:
         optimizer_bytes: bytes of optimizer state for the full parameter.
+        orthogonalized: a matrix whose update Muon orthogonalizes (``passes/annotate/owner_ranks``).
     """
 
     name: str
@@ -41,6 +42,7 @@ class Parameter:
     element_bytes: int
     requires_grad: bool
     optimizer_bytes: int
+    orthogonalized: bool = False
 
     @property
     def full_bytes(self) -> int:

@@ -142,6 +142,7 @@ def test_training_goes_on_under_any_plan_and_number_of_ranks(four_ranks, two_ran
     assert far(alone, reference) <= 1e-6
 
 
+@pytest.mark.thorough
 def test_a_whole_state_dict_is_the_plain_models(two_ranks, tmp_path):
     folder = str(tmp_path)
     two_ranks.run(save, "sliced", folder)

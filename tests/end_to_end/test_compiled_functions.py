@@ -108,7 +108,7 @@ def train_compiled(rank, world_size, compile_it, plan):
 @pytest.mark.parametrize(
     "compile_it",
     [
-        closure,
+        pytest.param(closure, marks=pytest.mark.thorough),
         closure_with_backward,
         bound_method,
         global_model,

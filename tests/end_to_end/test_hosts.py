@@ -161,6 +161,7 @@ def on_what_is_measured(rank, world_size, hardware):
     return context.mesh_dims, sorted(context.hardware.dimensions), context.world_size
 
 
+@pytest.mark.thorough
 def test_the_first_call_measures_along_both_dimensions(four_ranks):
     for mesh_dims, dimensions, world_size in four_ranks.run(on_what_is_measured, None):
         assert [(dim.name, dim.size) for dim in mesh_dims] == [("host", 2), ("gpu", 2)]

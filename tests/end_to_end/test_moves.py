@@ -146,6 +146,7 @@ def _deviations(rank, world_size, autocast):
     return distance(ours), distance({n: p.detach() for n, p in parallel.named_parameters()})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("autocast", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_no_further_from_one_process_than_twice_ddp(two_ranks, autocast):
     for ours, theirs in two_ranks.run(_deviations, autocast):
@@ -168,7 +169,9 @@ def _planned(rank, world_size, rows):
     return plan_in_force(model).moved, apart
 
 
-@pytest.mark.parametrize("rows, moved", [(4, set(GATED)), (1024, set())])
+@pytest.mark.parametrize(
+    "rows, moved", [(4, set(GATED)), pytest.param(1024, set(), marks=pytest.mark.thorough)]
+)
 def test_the_planner_moves_the_smaller_thing(two_ranks, rows, moved):
     for found, apart in two_ranks.run(_planned, rows):
         assert found == moved

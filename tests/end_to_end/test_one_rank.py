@@ -210,6 +210,7 @@ def test_gradients_inside_no_sync_are_those_of_several_backwards():
         )
 
 
+@pytest.mark.thorough
 def test_a_frozen_model_an_evaluation_first_and_eager_reads():
     model = model_of()
     model.words.requires_grad_(False)

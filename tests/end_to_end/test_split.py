@@ -76,6 +76,7 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return loss
 
 
+@pytest.mark.thorough
 def test_slices_that_are_kept_or_some_of_them_train_like_a_whole_model(two_ranks):
     """All kinds of operators in slices, on two to four ranks: ``test_split_operators.py``."""
     plan = Plan.uniform(Wordy().named_parameters(), "shard_regather", world_size=2)

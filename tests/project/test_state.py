@@ -36,6 +36,8 @@ REASONS = {
     },
     "osdp_compile/model/mixed_precision.py": {"_cast": FACTS},
     "osdp_compile/optim/checks.py": {"_replaced": FACTS, "_looked_at": FACTS, "_watching": ONCE},
+    "osdp_compile/optim/muon.py": {"_handled": ONCE},
+    "osdp_compile/optim/owner_ranks.py": {"_shared": FACTS},
     "osdp_compile/planning/frames.py": {
         "_collectors": "the step being traced; Dynamo calls the backend without it"
     },

@@ -72,7 +72,11 @@ del module.skip_code
 
 
 @pytest.mark.parametrize(
-    "use", ["import osdp_compile.engine.backend", "from osdp_compile import Plan"]
+    "use",
+    [
+        pytest.param("import osdp_compile.engine.backend", marks=pytest.mark.thorough),
+        "from osdp_compile import Plan",
+    ],
 )
 def test_a_private_name_that_is_not_there_is_one_clear_message(use):
     done = subprocess.run(

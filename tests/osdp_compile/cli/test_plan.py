@@ -79,6 +79,7 @@ def test_the_plan_its_prediction_and_the_alternatives(here, capsys):
     assert " no " in ddp  # 8.4 MB of parameters and as much of gradients, 16.8 of state
 
 
+@pytest.mark.thorough
 def test_the_page_is_written_with_the_plan_and_the_alternatives(here, capsys):
     pytest.importorskip("bokeh")
     given = ["models_of_mine:one_batch", "--world-size", "8", "--memory-limit", "16MB"]

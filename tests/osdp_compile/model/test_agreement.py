@@ -42,6 +42,7 @@ def test_ranks_wait_for_rank_zero_for_longer_than_the_timeout(two_ranks):
     assert two_ranks.run(wait_for_rank_zero, 1.0) == [({"made": "by rank 0"}, 0)] * 2
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_an_error_after_the_timeout_reaches_every_rank(two_ranks):
     (own, _), (told, waited_seconds) = two_ranks.run(wait_for_rank_zero, 1.0, fails=True)

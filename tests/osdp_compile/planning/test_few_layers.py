@@ -109,6 +109,7 @@ def test_the_folded_step_is_that_of_all_layers(both):
     assert dict(few.flops()) == dict(full.flops())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("share", [None, pytest.param(0.3, marks=pytest.mark.thorough)])
 def test_the_plans_are_equal(both, share, tmp_path):
     few, full = both

@@ -175,6 +175,7 @@ def test_a_limit_that_is_too_low_names_the_least_that_works():
     assert plan.prediction.peak_bytes <= least
 
 
+@pytest.mark.thorough
 def test_the_optimizer_counts():
     peaks = [
         osdp_compile.plan(

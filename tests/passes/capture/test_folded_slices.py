@@ -92,6 +92,7 @@ def test_a_table_in_slices_costs_what_it_does_in_the_whole_step(decision, recomp
     assert few.prediction.recomputed_bytes == whole.prediction.recomputed_bytes
 
 
+@pytest.mark.thorough
 def test_slices_of_a_layer_are_those_of_every_layer():
     found, (_, folded, ctx) = evaluator(), captured()
     group = group_of("blocks.0.up.weight", 0, found)

@@ -90,6 +90,7 @@ def test_the_order_changes_no_bit(world_size: int, in_flight_bytes: int | None, 
         assert_same_bits(found, wanted)
 
 
+@pytest.mark.thorough
 @examples(14)
 @given(steps())
 def test_the_order_changes_no_bit_of_any_step(step: Step):

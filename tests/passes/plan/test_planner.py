@@ -108,7 +108,10 @@ def decisions(plan: Plan) -> list[Decision]:
 
 
 @pytest.mark.parametrize("wires", ["slow", *more("even", "fast")])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(one, marks=pytest.mark.thorough if one == "biased" else ()) for one in MODELS],
+)
 def test_a_plan_is_never_above_the_limit_and_more_memory_hardly_ever_makes_it_slower(
     model: str, wires: str
 ):

@@ -94,7 +94,9 @@ def by_all_to_all(given: Hardware) -> Hardware:
     [
         (4, 2, 0, {}),
         (6, 2, 100, {"uses_p2p": True}),
-        (8, 2, 200, {"hardware": STAGED, "in_flight_bytes": 0}),
+        pytest.param(
+            8, 2, 200, {"hardware": STAGED, "in_flight_bytes": 0}, marks=pytest.mark.thorough
+        ),
         *more(
             (6, 3, MANY, {}),
             (8, 4, MANY, {"uses_p2p": True, "hardware": STAGED}),

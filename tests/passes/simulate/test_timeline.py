@@ -247,6 +247,7 @@ def test_it_adds_up_to_what_the_simulator_says(ops: list[Op], data: st.DataObjec
     assert sizes == sorted(sizes, reverse=True) and sum(sizes) == found.peak_bytes
 
 
+@pytest.mark.thorough
 def test_ten_thousand_nodes_take_under_a_second():
     b = Priced()
     weights = [b.tensor(f"w{index}", 8) for index in range(50)]
