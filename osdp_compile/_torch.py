@@ -96,7 +96,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 # 2.11.0 to 2.15.0: the node of an autograd.Function in the backward.
 from torch.autograd.function import BackwardCFunction
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
+
+# 2.11.0 to 2.15.0: the placement of FSDP2 after tensor parallelism.
+from torch.distributed.tensor.placement_types import _StridedShard
 
 # 2.13.0: Adafactor's functional step of a group, on lists.
 # 2.11.0 to 2.15.0: Muon's, its orthogonalization, and its learning rate for a shape.
@@ -160,9 +163,11 @@ __all__ = [
     "register_work",
     "restart_tracing",
     "restart_with_constants",
+    "root_mesh",
     "settings",
     "shown_by_torch",
     "skip_code",
+    "strided_shard",
     "trace_artifact",
     "tree_leaves",
     "tree_map_only",
@@ -687,6 +692,18 @@ def flattened(mesh: DeviceMesh) -> DeviceMesh:
     """The one-dimensional mesh over a named mesh's ranks, made once. Collective."""
     # 2.13.0: DeviceMesh._flatten; ``mesh["host_gpu"]`` finds it afterwards.
     return mesh._flatten()
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh of which this one is some dimensions; itself if it is no part."""
+    # 2.11.0 to 2.15.0: DeviceMesh._get_root_mesh
+    return mesh._get_root_mesh()
+
+
+def strided_shard(dim: int, parts: int) -> Placement:
+    """FSDP2's placement of rows that other mesh dimensions cut into ``parts`` before."""
+    # 2.11.0 to 2.15.0: _StridedShard
+    return _StridedShard(dim, split_factor=parts)
 
 
 def without_autograd_cache() -> Any:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from osdp_compile.errors import OsdpError
+from osdp_compile.model.other_dims import other_dims_of
 from osdp_compile.model.shard_in_place import ModelParameter, Reading, model_parameters
 from osdp_compile.model.state_dict import part_of
 from osdp_compile.tracking.pending_model import waiting
@@ -48,6 +49,12 @@ def full_parameters(model: nn.Module, *, write_back: bool = False) -> Iterator[N
         return
     if reading.in_place:
         raise OsdpError("the model's parameters are full already: leave full_parameters first")
+    if any(other_dims_of(parameter) is not None for parameter in root.parameters()):
+        raise OsdpError(
+            "full_parameters: the model is distributed over other mesh dimensions too "
+            "(parallelize_module), and its code reads DTensors: evaluate the model as it is, and "
+            "export parameter by parameter with parameter.full_tensor()"
+        )
     entries = [e for e in model_parameters([("", root)]) if isinstance(e.parameter, DTensor)]
     full = [nn.Parameter(_whole(entry.parameter), requires_grad=False) for entry in entries]
     for entry, whole in zip(entries, full, strict=True):

@@ -32,6 +32,7 @@ from passes.recompute.recompute_activations import recompute
 from passes.shard.dedupe_markers import dedupe
 from passes.shard.lower_markers import shard
 from passes.shard.narrow_reads import narrow
+from passes.shard.settle_collectives import settle
 from passes.shard.tag_recompute import tag
 from passes.simulate.lent import lend
 from passes.split.save_slices import save_slices
@@ -78,6 +79,7 @@ class Pass:
 def default_passes() -> list[Pass]:
     """The default passes in execution order."""
     return [
+        Pass("settle", settle, Stage.JOINT, leaves=("settled collectives",)),
         Pass("dedupe", dedupe, Stage.JOINT, leaves=("one marker each",)),
         Pass("narrow", narrow, Stage.JOINT, needs=("one marker each",), leaves=("narrow reads",)),
         Pass("tag", tag, Stage.JOINT, needs=("one marker each",), leaves=("tags",)),

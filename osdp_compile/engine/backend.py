@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,12 @@ from osdp_compile.errors import OsdpError
 from osdp_compile.log_lines import NAMES, OF_ALL_RANKS, ensure_visible, leave_to_torch
 from osdp_compile.model.find_modules import plain_parameters
 from osdp_compile.model.mixed_precision import cast_while_traced, end_casting, is_cast
+from osdp_compile.model.other_dims import (
+    are_on_other_dims,
+    distributed_modules,
+    give_back,
+    take_local,
+)
 from osdp_compile.model.wrapped import check_not_wrapped
 from osdp_compile.options import CheckedOptions, with_mode
 from osdp_compile.planning.frames import collected, is_collecting
@@ -94,26 +100,44 @@ def compile_graph(
         leave_alone(inputs)
         return _torch.compile_fx(gm, list(inputs), config_patches=dict(options.inductor or {}))
     check_not_wrapped(gm, inputs)
+    if _is_on_other_dims(inputs, options):
+        if not torch.is_grad_enabled():
+            return _torch.compile_fx(gm, list(inputs), config_patches=dict(options.inductor or {}))
+        take_local(distributed_modules(gm, inputs))
+        _torch.restart_tracing()
     for root, laid_out in waiting(inputs):
         if laid_out.read_in(root, options.precision):
             _torch.restart_tracing()
         first_call_of_sharded(gm, inputs, options, root, laid_out)
     trained = [p for _, p in plain_parameters(gm, inputs) if p.requires_grad]
     if trained and torch.is_grad_enabled():
-        modules = _modules(gm, inputs)
-        if not is_cast(modules, options.precision):
-            cast_while_traced(modules, options.precision)
-            _torch.restart_tracing()
-        try:
-            first_call(gm, inputs, options)
-        finally:
-            end_casting(modules)  # also after an error
-        _torch.restart_tracing()
+        _first_call(gm, inputs, options)
     session = session_of(gm, inputs)
     if session is None:
         return _torch.compile_fx(gm, list(inputs), config_patches=dict(options.inductor or {}))
     check_kept(session, options)
     return lower(gm, inputs, session, compile_inner, observe)
+
+
+def _first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: CheckedOptions) -> NoReturn:
+    """Plan the model and shard it; then Dynamo traces the frame again."""
+    modules = _modules(gm, inputs)
+    if not is_cast(modules, options.precision):
+        cast_while_traced(modules, options.precision)
+        _torch.restart_tracing()
+    try:
+        first_call(gm, inputs, options)
+    finally:  # also after an error
+        end_casting(modules)
+        give_back()
+    _torch.restart_tracing()
+
+
+def _is_on_other_dims(inputs: Sequence[Any], options: CheckedOptions) -> bool:
+    """Whether the graph reads parameters, not planned yet, that are on other mesh dimensions."""
+    unplanned = [one for one in inputs if isinstance(one, nn.Parameter) and find(one) is None]
+    is_waiting = any(True for _ in waiting(inputs))
+    return not is_waiting and are_on_other_dims(unplanned, options.mesh)
 
 
 def _is_planned(inputs: Sequence[Any]) -> bool:

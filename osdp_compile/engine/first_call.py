@@ -18,10 +18,12 @@ from osdp_compile.engine.deferred_init import write_as_into_whole_ones
 from osdp_compile.engine.no_sync import begin_if_waiting, check_if_waiting
 from osdp_compile.engine.plan_decision import Groups, PlanDecision, Step
 from osdp_compile.engine.strip_markers import only_reads, unmarked
+from osdp_compile.errors import OsdpError
 from osdp_compile.log_lines import NAMES, OF_ALL_RANKS
 from osdp_compile.model.agreement import agree, fingerprint, from_rank_zero, on_every_rank
 from osdp_compile.model.find_modules import plain_parameters
 from osdp_compile.model.mixed_precision import end_casting
+from osdp_compile.model.other_dims import end_local, others_of, whole_mesh
 from osdp_compile.model.shard_in_place import (
     ModelParameter,
     Reading,
@@ -81,8 +83,13 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: CheckedOption
     device = plain_parameters(gm, inputs)[0][1].device
     mesh = flat_mesh(options.mesh, device.type) if number_of_ranks(options.mesh) > 1 else None
     group = group_of_mesh(mesh)
+    others = others_of(gm, inputs)
+    everyone = group
+    if others is not None and options.mesh is not None:
+        check_with_other_dims(options)
+        everyone = _torch.flattened(whole_mesh(options.mesh, others.mesh)).get_group()
     call = interrupted_call(gm, inputs)
-    roots, owned = on_every_rank(lambda: owned_parameters(gm, inputs, call), group)
+    roots, owned = on_every_rank(lambda: owned_parameters(gm, inputs, call), everyone)
     entries = held_elsewhere(owned)
     reading = Reading(options.precision)
 
@@ -95,10 +102,15 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: CheckedOption
 
     def lay_out(context: Context, optimizers: OptimizerIndex) -> Sequence[nn.Parameter]:
         end_casting([module for _, root in roots for module in root.modules()])
+        end_local()
         _warn_of_whole(context, options)
         # A generator, not a list: ``shard_in_place`` frees each whole tensor.
         values = (entry.parameter.detach() for entry in entries)
         synchronize(itertools.chain(values, buffers_of(roots)), group)
+        if mesh is not None and others is not None:
+            assert options.mesh is not None
+            both = whole_mesh(options.mesh, others.mesh)
+            return shard_in_place(entries, both, context, optimizers, reading)
         if mesh is None or not context.plan.shards:
             renewing = optimizers if call is not None else None
             return keep_in_place(entries, context, reading, renewing)
@@ -107,7 +119,17 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: CheckedOption
 
     given = inputs if call is None else _torch.tree_leaves((call.args, call.kwargs))
     step = Step(
-        gm, given, roots, entries, mesh, captured, lay_out, reading, frames=call is not None
+        gm,
+        given,
+        roots,
+        entries,
+        mesh,
+        captured,
+        lay_out,
+        reading,
+        frames=call is not None,
+        others=others,
+        everyone=everyone,
     )
     session = _session(step, options)
     _log(session)
@@ -159,7 +181,17 @@ def first_call_of_sharded(
         return [entry.parameter for entry in entries]
 
     reading = laid_out.reading
-    step = Step(gm, inputs, [("", root)], entries, mesh, captured, lay_out, reading)
+    step = Step(
+        gm,
+        inputs,
+        [("", root)],
+        entries,
+        mesh,
+        captured,
+        lay_out,
+        reading,
+        everyone=mesh.get_group(),
+    )
     session = _session(step, given, to_train=trains)
     if trains:
         end_waiting(root)
@@ -174,10 +206,17 @@ def _session(step: Step, options: CheckedOptions, to_train: bool = True) -> Sess
     validate(passes)
     entries, ranks = step.entries, group_of_mesh(step.mesh)
     device = entries[0].parameter.device
-    groups = Groups(ranks, groups_along(options.mesh), device, group_uses_p2p(ranks, device))
+    groups = Groups(
+        ranks,
+        groups_along(options.mesh),
+        device,
+        group_uses_p2p(ranks, device),
+        step.everyone,
+        None if step.others is None else step.others.mesh,
+    )
     check_if_waiting([entry.parameter for entry in entries], options)
     lines = [*options.lines(), *fingerprint(step.gm, entries)]
-    agree([f"gathers and scatters by messages: {groups.uses_p2p}", *lines], ranks)
+    agree([f"gathers and scatters by messages: {groups.uses_p2p}", *lines], groups.everyone)
 
     optimizers = OptimizerIndex(entry.parameter for entry in entries)
     others = OtherModels()
@@ -190,9 +229,9 @@ def _session(step: Step, options: CheckedOptions, to_train: bool = True) -> Sess
     plan = decision.found()
     if plan is None:
         decision.measure_operators(spare_bytes, to_train)
-        plan = from_rank_zero(decision.plan, ranks)
+        plan = from_rank_zero(decision.plan, groups.everyone)
 
-    for one in (ranks, *groups.along.values()):
+    for one in (ranks, *groups.along.values(), *groups.of_others().values()):
         if one is not None:
             register_group(one)
     context = decision.context.replace(plan=plan)
@@ -252,6 +291,8 @@ def _context_before_plan(
         mesh.mesh_dim_names[0] if mesh is not None and mesh.mesh_dim_names else None,
         groups.along,
     )
+    if groups.others is not None:  # the plan's ranks measure at once, beside those of other places
+        hardware = from_rank_zero(lambda: hardware, groups.everyone)
     context = Context(
         plan=Plan((), world_size=size_of(groups.ranks)),
         hardware=hardware,
@@ -271,6 +312,7 @@ def _context_before_plan(
         param_dtype=options.precision.param_dtype,
         reduce_dtype=options.precision.reduce_dtype,
         mesh_dims=groups.mesh_dims(hardware),
+        model_groups={name: one.size() for name, one in groups.of_others().items()},
     )
     return context, spare_bytes - hardware.library_bytes
 
@@ -320,6 +362,21 @@ def _watch(session: Session, parameters: Sequence[nn.Parameter], counted_bytes: 
     own = [parts["parameters"], parts["optimizer"], parts["inputs"]]
     room = ctx.adds_gradients or ctx.accumulated_bytes > 0
     session.watch.laid_out(trained, sum(own), room, counted_bytes)
+
+
+def check_with_other_dims(options: CheckedOptions) -> None:
+    """Refuse options for a model that is distributed over other mesh dimensions too.
+
+    Raises:
+        OsdpError: naming the option.
+    """
+    moved = options.plan is not None and options.plan.moved
+    if options.tensor_parallel or moved:
+        raise OsdpError(
+            f"option {'plan' if moved else 'tensor_parallel'!r}: activations cannot move beside "
+            "parallelize_module, which moves them already: leave the option out, or build the "
+            "model without parallelize_module"
+        )
 
 
 def _log(session: Session) -> None:

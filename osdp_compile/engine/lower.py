@@ -14,7 +14,8 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-import osdp_compile.runtime.p2p  # noqa: F401  (the graphs call it)
+import osdp_compile.runtime.model_collectives
+import osdp_compile.runtime.p2p  # noqa: F401
 from osdp_compile import _torch, progress
 from osdp_compile.engine.agreeing import Sent, agreeing
 from osdp_compile.engine.double_backward import refusing_double_backward
@@ -81,7 +82,8 @@ def session_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Session | None:
             raise OsdpError(
                 "a DTensor parameter of this model was not sharded by osdp: do not wrap the "
                 "model in FSDP or replace its parameters (model.to, load_state_dict(assign=True)) "
-                "after the first call"
+                "after the first call. Of a model that parallelize_module distributed over "
+                "mesh['tp'], give the other dimension: options={'mesh': mesh['dp']}"
             )
         if session is not None and found[1] is not session:
             raise OsdpError(

@@ -20,6 +20,7 @@ from osdp_compile.calibration.step_times import with_step_seconds
 from osdp_compile.calibration.workspaces import measured_workspaces
 from osdp_compile.errors import PlanMismatch
 from osdp_compile.model.agreement import fingerprint, from_rank_zero
+from osdp_compile.model.other_dims import OtherDims
 from osdp_compile.model.shard_in_place import ModelParameter, Reading, check_fits
 from osdp_compile.optim.rebind import OptimizerIndex
 from osdp_compile.options import CheckedOptions
@@ -54,6 +55,8 @@ class Step:
     ``frames``: the step may be several graphs, separated by graph breaks.
     ``lay_out``: shards the model by the context's plan; returns the new parameters.
     ``reading``: how modules then read the parameters.
+    ``everyone``: the ranks that must agree: those of ``mesh``, and of the parameters' other mesh
+    dimensions. ``others``: their placement there; None: they have no other dimensions.
     """
 
     gm: fx.GraphModule
@@ -65,6 +68,8 @@ class Step:
     lay_out: Callable[[Context, OptimizerIndex], Sequence[nn.Parameter]]
     reading: Reading
     frames: bool = False
+    everyone: Group = None
+    others: OtherDims | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +78,22 @@ class Groups:
 
     ``ranks``: of all ranks. ``along``: by mesh dimension, the outer first; empty for a flat mesh.
     ``uses_p2p``: gathers and scatters are P2P messages.
+    ``everyone``: as in :class:`Step`. ``others``: the parameters' other mesh dimensions.
     """
 
     ranks: Group
     along: Mapping[str, dist.ProcessGroup]
     device: torch.device
     uses_p2p: bool
+    everyone: Group = None
+    others: DeviceMesh | None = None
+
+    def of_others(self) -> dict[str, dist.ProcessGroup]:
+        """The process groups of the other mesh dimensions by name."""
+        if self.others is None:
+            return {}
+        groups = [self.others.get_group(dim) for dim in range(self.others.ndim)]
+        return {one.group_name: one for one in groups}
 
     @property
     def are_fake(self) -> bool:
@@ -108,7 +123,7 @@ class PlanDecision:
         others: OtherModels,
         context: Context,
     ) -> None:
-        self.step_key = from_rank_zero(lambda: _step_key(step, options), groups.ranks)
+        self.step_key = from_rank_zero(lambda: _step_key(step, options), groups.everyone)
         self._step, self._options, self._passes = step, options, passes
         self._groups, self._others = groups, others
         self._profile = context.hardware
@@ -138,7 +153,7 @@ class PlanDecision:
 
     def found(self) -> Plan | None:
         """The kept plan of an earlier run with the same step, options and machine. Collective."""
-        kept = from_rank_zero(self._find, self._groups.ranks)
+        kept = from_rank_zero(self._find, self._groups.everyone)
         if kept is None:
             return None
         self.context = self.context.replace(workspaces=kept.workspaces)
@@ -178,14 +193,15 @@ class PlanDecision:
     def measure_operators(self, spare_bytes: int, to_train: bool) -> None:
         """Trace the step, and measure its operators, if the plan is not known yet. Collective."""
         group, device = self._groups.ranks, self._groups.device
-        measures = from_rank_zero(lambda: self._prepare(to_train), group)
+        everyone = self._groups.everyone
+        measures = from_rank_zero(lambda: self._prepare(to_train), everyone)
         measured = self._profile
         if measures:
             progress.stage("measuring operators")
             plain = self.context.replace(hardware=self._profile)
             measured = with_step_seconds(self._captured, plain, group, device, spare_bytes)
-        self._profile = from_rank_zero(lambda: measured, group)
-        workspaces = from_rank_zero(lambda: self._workspaces(spare_bytes), group)
+        self._profile = from_rank_zero(lambda: measured, everyone)
+        workspaces = from_rank_zero(lambda: self._workspaces(spare_bytes), everyone)
         self.context = self._by_profile(self.context.replace(workspaces=workspaces))
         if measures:  # keep it also if the limit is refused: the error's limit is of this profile
             keep(self._profile, group, device, self._groups.along)

@@ -105,7 +105,8 @@ def cast_while_traced(modules: Sequence[nn.Module], precision: Precision) -> Non
         _cast[module] = (precision, type(module))
         held = {name: one for name, one in module._parameters.items() if one is not None}
         cast = [name for name, one in held.items() if precision.casts(one)]
-        subclass(module, {name: _cast_reader(name, precision.param_dtype) for name in cast})
+        cls = type(module)
+        subclass(module, {name: _cast_reader(cls, name, precision.param_dtype) for name in cast})
         cast_what_it_is_called_with(module, precision.param_dtype, lambda: False)
 
 
@@ -132,9 +133,14 @@ def owners(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return [one for one in modules if any(p is not None for p in one._parameters.values())]
 
 
-def _cast_reader(attribute: str, dtype: torch.dtype) -> property:
+def _cast_reader(cls: type[nn.Module], attribute: str, dtype: torch.dtype) -> property:
+    below = getattr(cls, attribute, None)
+    read_below = below.fget if isinstance(below, property) else None
+
     def read(module: nn.Module) -> Any:
         parameter: Any = module._parameters[attribute]
+        if read_below is not None:
+            parameter = read_below(module)
         return parameter.to(dtype) if torch.compiler.is_compiling() else parameter
 
     return property(read)

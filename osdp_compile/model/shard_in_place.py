@@ -35,6 +35,7 @@ from osdp_compile.model.mixed_precision import (
     cast_what_it_is_called_with,
     subclass,
 )
+from osdp_compile.model.other_dims import OtherDims, keep_other_dims, other_dims_of
 from osdp_compile.optim.checks import replaced
 from osdp_compile.optim.rebind import OptimizerIndex
 from osdp_compile.runtime import eager_markers
@@ -131,7 +132,9 @@ def check_shardable(parameters: Sequence[ModelParameter]) -> None:
         if isinstance(parameter, DTensor):
             raise OsdpError(
                 f"parameter {entry.name!r} is a DTensor already: backend='osdp' shards plain "
-                "parameters itself. Do not wrap the model in FSDP, distribute or shard it first"
+                "parameters itself. Do not wrap the model in FSDP or shard it first. Of a model "
+                "that parallelize_module distributed over mesh['tp'], give the other dimension: "
+                "options={'mesh': mesh['dp']}"
             )
         hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
         if parameter._backward_hooks or hooks:
@@ -191,11 +194,28 @@ def placements_of(decision: Decision, mesh: DeviceMesh, dim: int = 0) -> list[Sh
     return [Shard(dim) if decision.sharded else Replicate()] * mesh.ndim
 
 
-def lay_out(full: Tensor, mesh: DeviceMesh, decision: Decision, cut: ShardLayout) -> DTensor:
+def lay_out(
+    full: Tensor,
+    mesh: DeviceMesh,
+    decision: Decision,
+    cut: ShardLayout,
+    others: OtherDims | None = None,
+) -> DTensor:
     """A DTensor; this rank holds its rows (sharded) or the whole value.
 
-    Without communication: every rank must hold the same ``full``.
+    Without communication: every rank must hold the same ``full``. With ``others``, it is the part
+    of this rank in their mesh, and ``mesh`` has our dimension and theirs.
     """
+    if others is not None:
+        own = Shard(cut.dim) if decision.sharded else Replicate()
+        return DTensor.from_local(
+            _local_rows(full, cut) if decision.sharded else full,
+            mesh,
+            others.with_ours(own),
+            run_check=False,
+            shape=others.shape,
+            stride=others.stride,
+        )
     placements = placements_of(decision, mesh, cut.dim)
     if not decision.sharded:
         return DTensor.from_local(full, mesh, placements, run_check=False)
@@ -214,11 +234,14 @@ def _reader(
     reading: Reading,
     plain: bool,
     dtypes: dict[str, torch.dtype],
+    others: OtherDims | None,
 ) -> property:
     """The property for a module's read of one of its parameters.
 
-    ``plain``: the parameter is no DTensor. ``dtypes``: of its marker.
+    ``plain``: the parameter is no DTensor. ``dtypes``: of its marker. ``others``: its placement on
+    other mesh dimensions.
     """
+    as_read = None if others is None or others.is_plain else others.as_read
 
     def read(module: nn.Module) -> Any:
         parameter: Any = module._parameters[attribute]
@@ -236,8 +259,8 @@ def _reader(
         full = eager_markers.read(local, name, shape, sharded, *marks, **dtypes)
         leaves = reading.leaves
         if leaves is not None and name in leaves and torch.is_grad_enabled():
-            return gradient_leaves.to_leaf(leaves[name], full.detach())
-        return full
+            full = gradient_leaves.to_leaf(leaves[name], full.detach())
+        return full if as_read is None else as_read(full)
 
     # A frame that Dynamo skips (an nn.Sequential around a graph break) may call ``read``. Dynamo
     # would compile it as a frame of its own, with dynamic sizes as arguments.
@@ -312,16 +335,20 @@ def shard_in_place(
         old = entry.parameter
         decision = ctx.plan.decision(entry.name)
         cut = ctx.layout_of(entry.name)
-        laid_out = lay_out(old.detach(), mesh, decision, cut)
+        others = other_dims_of(old)
+        laid_out = lay_out(old.detach(), mesh, decision, cut, others)
         new = nn.Parameter(laid_out, requires_grad=old.requires_grad)
         new.__dict__.update(old.__dict__)  # user attributes
+        keep_other_dims(old, new)
         if old.grad is not None:
             local = laid_out.to_local().detach()
             new.grad = placed_like(laid_out, _mean_gradient(entry, local, decision, cut))
             old.grad = None
         for module, attribute in entry.places:
             module._parameters[attribute] = new
-        optimizers.rebind(old, new, partial(lay_out, mesh=mesh, decision=decision, cut=cut))
+        optimizers.rebind(
+            old, new, partial(lay_out, mesh=mesh, decision=decision, cut=cut, others=others)
+        )
         _hand_on_gradients(entry, new, decision, cut)
         replaced(old, entry.name)
         if decision.sharded and old.device.type != "meta" and not _torch.is_saved(old):
@@ -422,6 +449,18 @@ def _mean_gradient(
     return mean
 
 
+def _part_of_whole(
+    mesh: DeviceMesh, decision: Decision, cut: ShardLayout, others: OtherDims | None
+) -> Callable[[Tensor], DTensor]:
+    """The layout of a parameter that is whole over all mesh dimensions."""
+
+    def part(whole: Tensor) -> DTensor:
+        local = whole if others is None else others.local_of(whole)
+        return lay_out(local, mesh, decision, cut, others)
+
+    return part
+
+
 def read_through_markers(
     parameters: Sequence[ModelParameter],
     ctx: Context,
@@ -439,6 +478,7 @@ def read_through_markers(
         shape = tuple(entry.parameter.shape)
         decision = ctx.plan.decision(entry.name)
         cut = ctx.layout_of(entry.name)
+        others = other_dims_of(entry.parameter)
         for module, attribute in entry.places:
             owners[id(module)] = module
             readers.setdefault(id(module), {})[attribute] = _reader(
@@ -450,9 +490,10 @@ def read_through_markers(
                 reading,
                 mesh is None,
                 reading.precision.marks(entry.parameter),
+                others,
             )
             if mesh is not None:
-                part = partial(lay_out, mesh=mesh, decision=decision, cut=cut)
+                part = _part_of_whole(mesh, decision, cut, others)
                 parts.setdefault(id(module), {})[attribute] = part
     for key, module in owners.items():
         _swap_class(module, readers[key], parts.get(key, {}))

@@ -66,8 +66,11 @@ _shared: Any = WeakTensorKeyDictionary()
 
 
 def share(parameter: nn.Parameter, name: str, ctx: Context) -> None:
-    """Record how the ranks share a parameter's update, if it is a matrix."""
-    if parameter.dim() != 2 or ctx.world_size == 1:
+    """Record how the ranks share a parameter's update, if it is a matrix.
+
+    A matrix that is on other mesh dimensions too (tensor parallelism) is left to torch.
+    """
+    if parameter.dim() != 2 or ctx.world_size == 1 or ctx.model_groups:
         return
     layout = ctx.layout_of(name)
     total = parameter.shape[layout.dim]

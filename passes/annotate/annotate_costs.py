@@ -8,9 +8,10 @@ Formulas: a kernel takes its measured time (``kernel_seconds`` of the profile). 
 the larger of FLOPs / device rate and bytes / memory bandwidth (the roofline), plus
 ``launch_seconds``. Learned factors of the profile (``in_force``) correct both. For FLOPs see
 ``passes/annotate/flops.py``. A collective takes ``latency + wire bytes x inverse bandwidth``, by
-the rates and ranks of its process group. A fused region costs the bytes that enter and leave it:
-each node pays for the outside tensors that it reads first in its region, and for its output in
-memory. A node without a FLOP formula is priced by its bytes and logged once at debug level.
+the rates and ranks of its process group. Nothing overlaps a model's own collective. A fused region
+costs the bytes that enter and leave it: each node pays for the outside tensors that it reads first
+in its region, and for its output in memory. A node without a FLOP formula is priced by its bytes
+and logged once at debug level.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from passes.graph.fx_utils import (
 )
 from passes.graph.metadata import COST, DATAFLOW, PHASE, REGION, STORAGE
 from passes.graph.op_traits import is_fusible
+from passes.ops.model_collectives import kind_and_group, kind_of
 from passes.ops.packing import PICKING
 from passes.types.annotations import Cost
 from passes.types.context import Context
@@ -94,6 +96,7 @@ def stands_alone(node: fx.Node) -> bool:
         or is_getitem(node)
         or is_collective(node)
         or is_packing(node)
+        or kind_of(node.target) is not None
     )
 
 
@@ -161,6 +164,10 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         value = meta.get("val")
         read_bytes = _packing_read_bytes(node) if traits.packing else reads.by_kernel(index)
         write_bytes = bytes_of(value) if is_real else 0
+        if traits.model_collective:
+            seconds = _model_collective_seconds(node, ctx)
+            meta[COST.name] = Cost(memory_bytes=memory_bytes, seconds=seconds, serves=names)
+            continue
         flops, seconds = 0, (read_bytes + write_bytes) / rate
         if traits.stands_alone:
             flops = once_for("flops", node, flops_of)
@@ -237,6 +244,12 @@ def _collective_cost(
         lateness_seconds=cost.lateness_seconds,
         serves=names,
     )
+
+
+def _model_collective_seconds(node: fx.Node, ctx: Context) -> float:
+    """Seconds of a model's own collective, which nothing overlaps."""
+    kind, group_name = kind_and_group(node)
+    return cost_on(kind, collective_full_bytes(node), ctx, group_name).total_seconds
 
 
 @functools.lru_cache(maxsize=1 << 14)

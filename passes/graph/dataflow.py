@@ -16,6 +16,7 @@ from torch import fx
 from passes.graph.fx_utils import ALL_REDUCE, COLLECTIVES, WAIT, aliases, by_target, is_alias
 from passes.graph.op_traits import fuses, is_fusible
 from passes.ops.markers import LEFT_OUT, REDUCE_GRAD, UNSHARD
+from passes.ops.model_collectives import kind_of
 from passes.ops.packing import PACKING
 
 
@@ -28,6 +29,7 @@ class OpTraits(NamedTuple):
     marker: bool = False
     packing: bool = False
     getitem: bool = False
+    model_collective: bool = False
 
     @property
     def stands_alone(self) -> bool:
@@ -45,6 +47,7 @@ def traits_of(target: Any) -> OpTraits:
         target in (UNSHARD, REDUCE_GRAD, LEFT_OUT),
         target in PACKING,
         target is operator.getitem,
+        kind_of(target) is not None,
     )
 
 

@@ -14,6 +14,7 @@ from torch import fx
 
 from passes.graph.fx_utils import COLLECTIVES, by_target, concrete, is_alias, is_getitem
 from passes.ops.markers import REDUCE_GRAD, UNSHARD
+from passes.ops.model_collectives import kind_of
 from passes.ops.packing import PACKING
 
 _aten = torch.ops.aten
@@ -72,6 +73,8 @@ def is_fusible(node: fx.Node) -> bool:
 def fuses(target: Any) -> bool:
     """Whether Inductor may fuse an operator; for ``getitem`` see :func:`is_fusible`."""
     if target in COLLECTIVES or target in (UNSHARD, REDUCE_GRAD) or target in PACKING:
+        return False
+    if kind_of(target) is not None:
         return False
     if target in _ALSO_FUSIBLE or str(target).startswith("prims.inductor_"):
         return True

@@ -118,6 +118,8 @@ class Context:
             flight, beside input and output (gloo's own gathers and scatters).
         slices: user-forced slices: (parameter, slices, kept slices). All other operators run whole.
             None: the planner decides.
+        model_groups: ranks of each process group of the model's own collectives, which the rates
+            over our ranks price.
         tensor_parallel: the weights to which activations may move: False: none; True: the planner
             decides; or names of parameters whose groups stay, whatever the search finds.
         param_dtype: the dtype in which a graph without markers reads parameters; None: their own.
@@ -154,9 +156,12 @@ class Context:
     mesh_dims: tuple[MeshDim, MeshDim] | None = None
     workspaces: Mapping[str, int] = dataclasses.field(default_factory=dict)
     moves_activations: bool = True
+    model_groups: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def network(self, group_name: str) -> tuple[Hardware, int]:
         """Rates of collectives on a process group, and its number of ranks."""
+        if group_name in self.model_groups:
+            return self.hardware, self.model_groups[group_name]
         for dim in self.mesh_dims or ():
             if dim.group_name == group_name:
                 return self.along(dim)

@@ -1,0 +1,266 @@
+"""Parameters on other mesh dimensions: a model that ``parallelize_module`` distributed before.
+
+Its parameters are DTensors on a dimension of the mesh that is not ``options={"mesh": ...}``, such
+as ``mesh["tp"]``. The backend plans for the local tensors and shards these over its own dimension.
+Modules read the gathered local tensor as a DTensor on the other dimensions, as the model's own
+code expects. The sharded parameters are DTensors on all dimensions, with the placements of FSDP2
+after tensor parallelism.
+
+From the first trace of such a model until it is sharded, its parameters are plain local tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeGuard
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from osdp_compile import _torch
+from osdp_compile.errors import OsdpError
+from osdp_compile.live_objects import living
+from osdp_compile.model.find_modules import placeholders, plain_parameters
+from osdp_compile.model.mixed_precision import subclass
+from osdp_compile.optim.rebind import OptimizerIndex
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherDims:
+    """A parameter's placement on the mesh dimensions that the backend does not shard over.
+
+    Attributes:
+        mesh: of these dimensions.
+        placements: on each of them.
+        shape, stride: of the whole parameter.
+        is_plain: the model's code reads a plain tensor, equal on the ranks of ``mesh``.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    is_plain: bool
+
+    def as_read(self, local: Tensor) -> Tensor:
+        """The tensor that the model's code reads; ``local``: of this rank in ``mesh``."""
+        if self.is_plain:
+            return local
+        return DTensor.from_local(
+            local,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=self.stride,
+        )
+
+    def local_of(self, whole: Tensor) -> Tensor:
+        """This rank's part in ``mesh`` of a whole tensor that all ranks hold."""
+        everywhere = [Replicate()] * self.mesh.ndim
+        placed = DTensor.from_local(whole, self.mesh, everywhere, run_check=False)
+        return placed.redistribute(placements=self.placements).to_local()
+
+    def with_ours(self, own: Placement) -> list[Placement]:
+        """The placements on our dimension and then the others.
+
+        Rows that the other dimensions have cut already are cut further by us: the placement is
+        strided, as FSDP2's.
+        """
+        parts = math.prod(
+            self.mesh.size(dim)
+            for dim, one in enumerate(self.placements)
+            if isinstance(own, Shard) and one.is_shard(own.dim)
+        )
+        if isinstance(own, Shard) and parts > 1:
+            own = _torch.strided_shard(own.dim, parts)
+        return [own, *self.placements]
+
+
+#: Parameters of models on other dimensions too -> their placements there.
+_known: Any = WeakTensorKeyDictionary()
+#: Modules of which the parameters are local tensors now -> their class, and the parameters before.
+_local: WeakKeyDictionary[nn.Module, tuple[type[nn.Module], dict[str, nn.Parameter]]]
+_local = WeakKeyDictionary()
+
+
+def other_dims_of(parameter: Tensor) -> OtherDims | None:
+    """The placement of a parameter on other mesh dimensions; None: the mesh has none."""
+    found: OtherDims | None = _known.get(parameter)
+    return found
+
+
+def keep_other_dims(old: Tensor, new: Tensor) -> None:
+    """Record that a new parameter object takes the place of an old one."""
+    found = other_dims_of(old)
+    if found is not None:
+        _known[new] = found
+
+
+def are_on_other_dims(parameters: Iterable[nn.Parameter], mesh: DeviceMesh | None) -> bool:
+    """Whether some of the parameters, which no plan has yet, are on other mesh dimensions.
+
+    ``mesh``: the option.
+
+    Raises:
+        OsdpError: for such parameters if ``mesh`` is not a single dimension beside theirs.
+    """
+    found = next((one for one in parameters if _is_distributed(one)), None)
+    if found is None:
+        return False
+    theirs = found.device_mesh
+    root = _torch.root_mesh(theirs)
+    if mesh is None or mesh == theirs or _torch.root_mesh(mesh) != root:
+        return False  # sharded by another means: refused later
+    names = mesh.mesh_dim_names
+    if mesh.ndim != 1 or not names or set(names) & set(theirs.mesh_dim_names or ()):
+        raise OsdpError(
+            f"the model's parameters are DTensors on {theirs}, and options={{'mesh'}} is {mesh}: "
+            "give one dimension beside theirs, such as mesh['dp']"
+        )
+    if mesh.size() == 1:
+        raise OsdpError(
+            f"options={{'mesh'}} has one rank, {mesh}, and the model's parameters are DTensors on "
+            f"{theirs}: nothing is planned there. Leave out memory_limit and plan, or the backend"
+        )
+    return True
+
+
+def others_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> OtherDims | None:
+    """The placement of one of the graph's local parameters; None: they have no other dimensions."""
+    for _, parameter in plain_parameters(gm, inputs):
+        found = other_dims_of(parameter)
+        if found is not None:
+            return found
+    return None
+
+
+def whole_mesh(mesh: DeviceMesh, others: DeviceMesh) -> DeviceMesh:
+    """The mesh of our dimension and the others."""
+    assert mesh.mesh_dim_names is not None and others.mesh_dim_names is not None
+    return _torch.root_mesh(mesh)[(*mesh.mesh_dim_names, *others.mesh_dim_names)]
+
+
+def distributed_modules(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[nn.Module]:
+    """All modules of the models that own the graph's distributed parameters."""
+    roots: dict[int, nn.Module] = {}
+    for node, value in zip(placeholders(gm), inputs, strict=True):
+        for _, owner in _torch.evaluate_prefixes(node) if _is_distributed(value) else ():
+            if isinstance(owner, nn.Module) and any(one is value for one in owner.parameters()):
+                roots.setdefault(id(owner), owner)
+                break
+    found = {id(one): one for root in roots.values() for one in root.modules()}
+    return list(found.values())
+
+
+def _is_distributed(value: Any) -> TypeGuard[DTensor]:
+    return (
+        isinstance(value, nn.Parameter)
+        and isinstance(value, DTensor)
+        and other_dims_of(value) is None
+    )
+
+
+def take_local(modules: Sequence[nn.Module]) -> None:
+    """Make all parameters of some modules plain local tensors, read as before while traced.
+
+    Optimizers get the new parameters. :func:`give_back` undoes it.
+    """
+    distributed = [p for m in modules for p in m._parameters.values() if _is_distributed(p)]
+    mesh = distributed[0].device_mesh
+    if any(one.device_mesh != mesh for one in distributed):
+        raise OsdpError(
+            "the model's parameters are DTensors on several meshes: distribute all of them over "
+            f"the same dimensions, such as {mesh}"
+        )
+    held = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
+    optimizers = OptimizerIndex(held.values())
+    renewed: dict[int, nn.Parameter] = {}
+    inside = {id(module) for module in modules}
+    tied = [m for m in living(nn.Module) if id(m) not in inside and _holds(m, held)]
+    for module in [*modules, *tied]:
+        before = {name: p for name, p in module._parameters.items() if id(p) in held}
+        if not before:
+            continue
+        _local[module] = type(module), before
+        readers = {}
+        for attribute, parameter in before.items():
+            if id(parameter) not in renewed:
+                renewed[id(parameter)] = _taken(attribute, parameter, mesh, optimizers)
+            new = renewed[id(parameter)]
+            module._parameters[attribute] = new
+            readers[attribute] = _reader(attribute, parameter, _known[new])
+        subclass(module, readers)
+
+
+def _holds(module: nn.Module, parameters: Mapping[int, nn.Parameter]) -> bool:
+    own = module.__dict__.get("_parameters", {})
+    return any(one is not None and id(one) in parameters for one in own.values())
+
+
+def _taken(
+    attribute: str, parameter: nn.Parameter, mesh: DeviceMesh, optimizers: OptimizerIndex
+) -> nn.Parameter:
+    """The plain local parameter in place of one of a module; itself if it is plain already."""
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise OsdpError(
+            f"parameter {attribute!r} has a gradient hook, which would be lost: register it on the "
+            "model's parameter after the first call"
+        )
+    if not isinstance(parameter, DTensor):
+        placements = (Replicate(),) * mesh.ndim
+        _known[parameter] = OtherDims(
+            mesh, placements, parameter.shape, parameter.stride(), is_plain=True
+        )
+        return parameter
+    local = parameter.detach().to_local()
+    new = nn.Parameter(local, requires_grad=parameter.requires_grad)
+    own = ("_local_tensor", "_spec")
+    new.__dict__.update({key: one for key, one in parameter.__dict__.items() if key not in own})
+    if parameter.grad is not None:
+        new.grad = _to_local(parameter.grad)
+    optimizers.rebind(parameter, new, _to_local)
+    _known[new] = OtherDims(
+        mesh, tuple(parameter.placements), parameter.shape, parameter.stride(), is_plain=False
+    )
+    return new
+
+
+def _to_local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _reader(attribute: str, before: nn.Parameter, others: OtherDims) -> property:
+    """``before``: what uncompiled code reads."""
+
+    def read(module: nn.Module) -> Any:
+        if not torch.compiler.is_compiling():
+            return before
+        parameter: Any = module._parameters[attribute]
+        return others.as_read(parameter)
+
+    return property(read)
+
+
+def end_local() -> None:
+    """End the reading of :func:`take_local`: the model is sharded now."""
+    for module in list(_local):
+        module.__class__, _ = _local.pop(module)
+
+
+def give_back() -> None:
+    """Undo :func:`take_local`."""
+    for module in list(_local):
+        module.__class__, before = _local.pop(module)
+        for attribute, old in before.items():
+            new = module._parameters[attribute]
+            module._parameters[attribute] = old
+            others = None if new is None else _known.pop(new, None)
+            if new is not None and new is not old and others is not None:
+                OptimizerIndex([new]).rebind(new, old, others.as_read)
