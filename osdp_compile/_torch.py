@@ -22,6 +22,9 @@ from torch import Tensor, fx, nn
 # 2.11.0 to 2.15.0: makes wait_tensor(tensor) wait for a Work; a tensor can have several.
 from torch._C._distributed_c10d import _register_work as register_work
 
+# 2.13.0, 2.15.0: the process group of a name.
+from torch._C._distributed_c10d import _resolve_process_group as process_group
+
 # 2.11.0 to 2.15.0: files of compiled functions and of Dynamo's compiler.
 from torch._dynamo import convert_frame, eval_frame
 
@@ -98,11 +101,11 @@ from torch.autograd.function import BackwardCFunction
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-# 2.11.0 to 2.15.0: the placement of FSDP2 after tensor parallelism.
+# 2.13.0, 2.15.0: the placement of FSDP2 after tensor parallelism.
 from torch.distributed.tensor.placement_types import _StridedShard
 
 # 2.13.0: Adafactor's functional step of a group, on lists.
-# 2.11.0 to 2.15.0: Muon's, its orthogonalization, and its learning rate for a shape.
+# 2.13.0, 2.15.0: Muon's, its orthogonalization, and its learning rate for a shape.
 from torch.optim import _adafactor, _muon
 
 # 2.11.0 to 2.15.0: a mode that sees the operators that compiled code calls; the innermost one of
@@ -156,6 +159,7 @@ __all__ = [
     "is_marked_by_fsdp",
     "is_traced",
     "leave_mode",
+    "process_group",
     "raise_to_user",
     "real_meshes",
     "recompile_reason",
@@ -696,13 +700,12 @@ def flattened(mesh: DeviceMesh) -> DeviceMesh:
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh of which this one is some dimensions; itself if it is no part."""
-    # 2.11.0 to 2.15.0: DeviceMesh._get_root_mesh
+    # 2.13.0, 2.15.0: DeviceMesh._get_root_mesh
     return mesh._get_root_mesh()
 
 
 def strided_shard(dim: int, parts: int) -> Placement:
     """FSDP2's placement of rows that other mesh dimensions cut into ``parts`` before."""
-    # 2.11.0 to 2.15.0: _StridedShard
     return _StridedShard(dim, split_factor=parts)
 
 
@@ -778,7 +781,7 @@ def handle_muon(is_ours: Callable[[Tensor], bool], step: Callable[..., None]) ->
 
     ``step``: :func:`osdp_compile.optim.muon.step_by_owners`.
     """
-    # 2.11.0 to 2.15.0: Muon.step calls this for a group: lists of tensors, then options.
+    # 2.13.0, 2.15.0: Muon.step calls this for a group: lists of tensors, then options.
     plain: Callable[..., None] = _muon.muon
 
     @functools.wraps(plain)

@@ -102,7 +102,9 @@ def _begin(session: Session, root: nn.Module) -> None:
     _check_room(session.options)
     trained = [(name, one) for name, one in _own(session, root) if one.requires_grad]
     dtype_of = session.reading.precision.gradient_dtype
-    session.reading.leaves = new_leaves((name, one, dtype_of(one)) for name, one in trained)
+    shape_of = {one.name: one.shape for one in session.context.parameters}
+    leaves = [(name, shape_of[name], dtype_of(one)) for name, one in trained]
+    session.reading.leaves = new_leaves(leaves, trained[0][1].device) if trained else {}
 
 
 def _end(session: Session) -> dict[str, Tensor]:
@@ -134,7 +136,8 @@ def _reduce(session: Session, root: nn.Module, gradients: dict[str, Tensor]) -> 
         gradient = gradients.pop(name, None)
         if gradient is None:
             dtype = session.reading.precision.gradient_dtype(parameter)
-            gradient = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+            shape = session.context.parameter(name).shape
+            gradient = torch.zeros(shape, dtype=dtype, device=parameter.device)
         marks = session.context.layout_of(name).marks
         mean = torch.ops.osdp.reduce_grad(gradient, local, name, decision.sharded, *marks)
         add_gradient(parameter, mean)

@@ -8,7 +8,7 @@ parameter looks its leaf up, so it never takes a graph that reduces for one that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -18,16 +18,16 @@ from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
 
 
-def new_leaves(parameters: Iterable[tuple[str, Tensor, torch.dtype]]) -> dict[str, Tensor]:
+def new_leaves(
+    parameters: Iterable[tuple[str, Sequence[int], torch.dtype]], device: torch.device
+) -> dict[str, Tensor]:
     """A leaf for each parameter, by name.
 
-    ``parameters``: name, parameter, and the data type of its accumulated gradient.
+    ``parameters``: name, shape before our sharding, and data type of the accumulated gradient.
     """
     return {
-        name: torch.zeros((), dtype=dtype, device=parameter.device)
-        .expand(parameter.shape)
-        .requires_grad_()
-        for name, parameter, dtype in parameters
+        name: torch.zeros((), dtype=dtype, device=device).expand(shape).requires_grad_()
+        for name, shape, dtype in parameters
     }
 
 

@@ -134,13 +134,14 @@ def owners(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _cast_reader(cls: type[nn.Module], attribute: str, dtype: torch.dtype) -> property:
+    """``cls``: the module's class; it may read the parameter as a DTensor (``other_dims.py``)."""
     below = getattr(cls, attribute, None)
-    read_below = below.fget if isinstance(below, property) else None
+    as_read = getattr(below.fget, "as_read", None) if isinstance(below, property) else None
 
     def read(module: nn.Module) -> Any:
         parameter: Any = module._parameters[attribute]
-        if read_below is not None:
-            parameter = read_below(module)
+        if as_read is not None and torch.compiler.is_compiling():
+            return as_read(parameter.to(dtype))
         return parameter.to(dtype) if torch.compiler.is_compiling() else parameter
 
     return property(read)

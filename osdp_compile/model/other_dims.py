@@ -245,6 +245,7 @@ def _reader(attribute: str, before: nn.Parameter, others: OtherDims) -> property
         parameter: Any = module._parameters[attribute]
         return others.as_read(parameter)
 
+    read.as_read = others.as_read  # type: ignore[attr-defined]  (of a cast before it)
     return property(read)
 
 

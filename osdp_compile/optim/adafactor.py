@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from osdp_compile.errors import OsdpError
 from osdp_compile.runtime.meshes import placed_like
 
 
@@ -41,6 +42,14 @@ def step_on_rows(
         variance: of a vector; a DTensor with the parameter's placements.
         d, lr, beta2_decay, weight_decay, eps1, eps2, maximize: as in ``torch.optim.Adafactor``.
     """
+    sharded = [one for one in param.placements if not one.is_replicate()]
+    if len({one.dim for one in sharded if isinstance(one, Shard)}) > 1 or (
+        len(sharded) == 2 and sharded[0] != sharded[1]
+    ):
+        raise OsdpError(
+            "torch.optim.Adafactor does not work on parameters that two mesh dimensions shard "
+            "(parallelize_module beside backend='osdp'): use another optimizer, such as AdamW"
+        )
     if maximize:
         grad = -grad  # type: ignore[assignment]
     if eps1 is None:

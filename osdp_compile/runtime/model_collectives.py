@@ -1,6 +1,7 @@
 """A model's own collectives (``passes/ops/model_collectives.py``): they run and are waited for.
 
 On gloo gathers and scatters are P2P messages, for the reasons in ``osdp_compile/runtime/p2p.py``.
+Torch looks up the groups: DTensor's caches may name a group of an equal mesh that was made before.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 import passes.ops.model_collectives  # noqa: F401  (defines the operators)
-from osdp_compile.runtime.eager_markers import group_of
+from osdp_compile import _torch
 from osdp_compile.runtime.p2p import group_uses_p2p, start_exchange, start_gather
 
 _c10d = torch.ops._c10d_functional
@@ -27,7 +28,7 @@ def _all_reduce(input: Tensor, reduction: str, group_name: str) -> Tensor:
 
 @torch.library.impl("osdp::model_all_gather", "CompositeExplicitAutograd")
 def _all_gather(input: Tensor, ranks: int, group_name: str) -> Tensor:
-    group, part = group_of(group_name), input.contiguous()
+    group, part = _torch.process_group(group_name), input.contiguous()
     if not group_uses_p2p(group, input.device):
         return _waited(_c10d.all_gather_into_tensor(part, ranks, group_name))
     gathered = part.new_empty([part.shape[0] * ranks, *part.shape[1:]])
@@ -38,7 +39,7 @@ def _all_gather(input: Tensor, ranks: int, group_name: str) -> Tensor:
 
 @torch.library.impl("osdp::model_reduce_scatter", "CompositeExplicitAutograd")
 def _reduce_scatter(input: Tensor, reduction: str, ranks: int, group_name: str) -> Tensor:
-    group, table = group_of(group_name), input.contiguous()
+    group, table = _torch.process_group(group_name), input.contiguous()
     if not group_uses_p2p(group, input.device):
         return _waited(_c10d.reduce_scatter_tensor(table, reduction, ranks, group_name))
     received = torch.empty_like(table)

@@ -35,6 +35,10 @@ REASONS = {
         "_waiting": "models inside the context; their first call finds itself here"
     },
     "osdp_compile/model/mixed_precision.py": {"_cast": FACTS},
+    "osdp_compile/model/other_dims.py": {
+        "_known": FACTS,
+        "_local": "models between their first trace and their sharding",
+    },
     "osdp_compile/optim/checks.py": {"_replaced": FACTS, "_looked_at": FACTS, "_watching": ONCE},
     "osdp_compile/optim/muon.py": {"_handled": ONCE},
     "osdp_compile/optim/owner_ranks.py": {"_shared": FACTS},
