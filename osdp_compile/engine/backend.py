@@ -103,8 +103,7 @@ def compile_graph(
     if _is_on_other_dims(inputs, options):
         if not torch.is_grad_enabled():
             return _torch.compile_fx(gm, list(inputs), config_patches=dict(options.inductor or {}))
-        take_local(distributed_modules(gm, inputs))
-        _torch.restart_tracing()
+        _take_local(gm, inputs)
     for root, laid_out in waiting(inputs):
         if laid_out.read_in(root, options.precision):
             _torch.restart_tracing()
@@ -130,6 +129,18 @@ def _first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: CheckedOptio
     finally:  # also after an error
         end_casting(modules)
         give_back()
+    _torch.restart_tracing()
+
+
+def _take_local(gm: fx.GraphModule, inputs: Sequence[Any]) -> NoReturn:
+    """Make parameters on other mesh dimensions local; then Dynamo traces the frame again."""
+    if interrupted_call(gm, inputs) is not None:
+        raise OsdpError(
+            "the model's parameters are on other mesh dimensions too (parallelize_module), and its "
+            "step is several graphs: that is not supported. torch.compile(..., fullgraph=True) "
+            "says where the graph breaks: make it one graph"
+        )
+    take_local(distributed_modules(gm, inputs))
     _torch.restart_tracing()
 
 

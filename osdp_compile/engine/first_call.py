@@ -89,12 +89,6 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: CheckedOption
         check_with_other_dims(options)
         everyone = _torch.flattened(whole_mesh(options.mesh, others.mesh)).get_group()
     call = interrupted_call(gm, inputs)
-    if others is not None and call is not None:
-        raise OsdpError(
-            "the model's parameters are on other mesh dimensions too (parallelize_module), and its "
-            "step is several graphs: that is not supported. torch.compile(..., fullgraph=True) "
-            "says where the graph breaks: make it one graph"
-        )
     roots, owned = on_every_rank(lambda: owned_parameters(gm, inputs, call), everyone)
     entries = held_elsewhere(owned)
     reading = Reading(options.precision)

@@ -136,7 +136,7 @@ def owners(modules: Sequence[nn.Module]) -> list[nn.Module]:
 def _cast_reader(cls: type[nn.Module], attribute: str, dtype: torch.dtype) -> property:
     """``cls``: the module's class; it may read the parameter as a DTensor (``other_dims.py``)."""
     below = getattr(cls, attribute, None)
-    as_read = getattr(below.fget, "as_read", None) if isinstance(below, property) else None
+    as_read = getattr(below, "as_read", None)
 
     def read(module: nn.Module) -> Any:
         parameter: Any = module._parameters[attribute]

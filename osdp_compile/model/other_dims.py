@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
 
@@ -185,7 +185,8 @@ def take_local(modules: Sequence[nn.Module]) -> None:
     inside = {id(module) for module in modules}
     tied = [m for m in living(nn.Module) if id(m) not in inside and _holds(m, held)]
     for module in [*modules, *tied]:
-        before = {name: p for name, p in module._parameters.items() if id(p) in held}
+        own = module._parameters.items()
+        before = {name: p for name, p in own if p is not None and id(p) in held}
         if not before:
             continue
         _local[module] = type(module), before
@@ -219,7 +220,7 @@ def _taken(
             mesh, placements, parameter.shape, parameter.stride(), is_plain=True
         )
         return parameter
-    local = parameter.detach().to_local()
+    local = _to_local(parameter.detach())
     new = nn.Parameter(local, requires_grad=parameter.requires_grad)
     own = ("_local_tensor", "_spec")
     new.__dict__.update({key: one for key, one in parameter.__dict__.items() if key not in own})
@@ -230,6 +231,14 @@ def _taken(
         mesh, tuple(parameter.placements), parameter.shape, parameter.stride(), is_plain=False
     )
     return new
+
+
+class OtherDimsRead(property):
+    """A module's read of a local parameter; a cast goes between the parameter and ``others``."""
+
+    def __init__(self, read: Callable[[nn.Module], Any], others: OtherDims) -> None:
+        super().__init__(read)
+        self.as_read = others.as_read
 
 
 def _to_local(tensor: Tensor) -> Tensor:
@@ -245,8 +254,7 @@ def _reader(attribute: str, before: nn.Parameter, others: OtherDims) -> property
         parameter: Any = module._parameters[attribute]
         return others.as_read(parameter)
 
-    read.as_read = others.as_read  # type: ignore[attr-defined]  (of a cast before it)
-    return property(read)
+    return OtherDimsRead(read, others)
 
 
 def end_local() -> None:

@@ -6,7 +6,10 @@ Torch looks up the groups: DTensor's caches may name a group of an equal mesh th
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import passes.ops.model_collectives  # noqa: F401  (defines the operators)
@@ -14,6 +17,10 @@ from osdp_compile import _torch
 from osdp_compile.runtime.p2p import group_uses_p2p, start_exchange, start_gather
 
 _c10d = torch.ops._c10d_functional
+
+
+def _group_of(name: Any) -> dist.ProcessGroup:
+    return _torch.process_group(name)
 
 
 def _waited(started: Tensor) -> Tensor:
@@ -28,7 +35,7 @@ def _all_reduce(input: Tensor, reduction: str, group_name: str) -> Tensor:
 
 @torch.library.impl("osdp::model_all_gather", "CompositeExplicitAutograd")
 def _all_gather(input: Tensor, ranks: int, group_name: str) -> Tensor:
-    group, part = _torch.process_group(group_name), input.contiguous()
+    group, part = _group_of(group_name), input.contiguous()
     if not group_uses_p2p(group, input.device):
         return _waited(_c10d.all_gather_into_tensor(part, ranks, group_name))
     gathered = part.new_empty([part.shape[0] * ranks, *part.shape[1:]])
@@ -39,7 +46,7 @@ def _all_gather(input: Tensor, ranks: int, group_name: str) -> Tensor:
 
 @torch.library.impl("osdp::model_reduce_scatter", "CompositeExplicitAutograd")
 def _reduce_scatter(input: Tensor, reduction: str, ranks: int, group_name: str) -> Tensor:
-    group, table = _torch.process_group(group_name), input.contiguous()
+    group, table = _group_of(group_name), input.contiguous()
     if not group_uses_p2p(group, input.device):
         return _waited(_c10d.reduce_scatter_tensor(table, reduction, ranks, group_name))
     received = torch.empty_like(table)
