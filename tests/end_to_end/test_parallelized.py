@@ -256,6 +256,7 @@ def train_under_a_limit(rank, world_size):
     return distance(model, reference), str(plan), plan.prediction.peak_bytes <= limit_bytes
 
 
+@pytest.mark.thorough
 def test_one_plan_for_all_ranks_under_a_limit(four_ranks):
     apart, plans, kept = zip(*four_ranks.run(train_under_a_limit), strict=True)
     assert max(apart) < 1e-11
@@ -409,6 +410,7 @@ def refusals(rank, world_size):
     return said
 
 
+@pytest.mark.thorough
 def test_what_is_refused_says_what_to_give(four_ranks):
     for said in four_ranks.run(refusals):
         assert "options={'mesh': mesh['dp']}" in said["no mesh"]
