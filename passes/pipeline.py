@@ -79,10 +79,10 @@ class Pass:
 def default_passes() -> list[Pass]:
     """The default passes in execution order."""
     return [
-        Pass("settle", settle, Stage.JOINT, leaves=("settled collectives",)),
         Pass("dedupe", dedupe, Stage.JOINT, leaves=("one marker each",)),
         Pass("narrow", narrow, Stage.JOINT, needs=("one marker each",), leaves=("narrow reads",)),
         Pass("tag", tag, Stage.JOINT, needs=("one marker each",), leaves=("tags",)),
+        Pass("settle", settle, Stage.JOINT, leaves=("settled collectives",)),
         Pass("recompute", recompute, Stage.STEP, needs=("one marker each",), leaves=("copies",)),
         Pass("move", move, Stage.STEP, needs=("copies",), leaves=("moved activations",)),
         Pass("save_slices", save_slices, Stage.STEP, needs=("copies",), leaves=("saved slices",)),

@@ -9,6 +9,7 @@ in bytes, so that few whole matrices are in memory at a time.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from passes.annotate.owner_ranks import (
     replicas_have_owners,
 )
 from passes.types.context import Context
+from passes.types.shard_layout import ShardLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,14 +76,17 @@ def share(parameter: nn.Parameter, name: str, ctx: Context) -> None:
         return
     layout = ctx.layout_of(name)
     total = parameter.shape[layout.dim]
-    rows = tuple(
-        ctx.replace(rank=rank).layout_of(name).rows(total) if layout.ranks > 1 else (0, total)
-        for rank in range(layout.ranks)
-    )
+    rows = _rows(layout.ranks, layout.hosts, total) if layout.ranks > 1 else ((0, total),)
     by_all = layout.ranks == 1 and not replicas_have_owners(
         tuple(parameter.shape), ctx.hardware, ctx.world_size
     )
     _shared[parameter] = Sharing(ctx.group_name, layout.dim, rows, by_all)
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _rows(ranks: int, hosts: int, total: int) -> tuple[tuple[int, int], ...]:
+    """The rows of each place of a shard layout."""
+    return tuple(ShardLayout(ranks, place, "", hosts).rows(total) for place in range(ranks))
 
 
 def is_shared(parameter: Tensor) -> bool:

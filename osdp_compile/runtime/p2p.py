@@ -10,6 +10,7 @@ CPU's. There its eager collectives run, which copy through the CPU's memory.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,8 @@ def staged_kinds(group: Group, device: torch.device) -> frozenset[str]:
 def start_gather(gathered: Tensor, part: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
     """Start the gather of every rank's part [k] into ``gathered`` [N * k]."""
     if part.device.type != "cpu":
-        return [all_gather_single(gathered, part.view(-1), group=group, async_op=True)]
+        work: Any = all_gather_single(gathered, part.view(-1), group=group, async_op=True)
+        return [work]  # torch 2.15 types it as optional
     rows = gathered.view(group.size(), -1)
     rows[group.rank()] = part.view(-1)
     return _start(rows, [part.view(-1)] * group.size(), group)
@@ -56,7 +58,8 @@ def start_gather(gathered: Tensor, part: Tensor, group: dist.ProcessGroup) -> li
 def start_exchange(received: Tensor, packed: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
     """Start an all-to-all: row r of ``packed`` [N * k] goes to rank r; ours to ``received``."""
     if packed.device.type != "cpu":
-        return [dist.all_to_all_single(received, packed, group=group, async_op=True)]
+        work: Any = dist.all_to_all_single(received, packed, group=group, async_op=True)
+        return [work]
     rows, sent = received.view(group.size(), -1), packed.view(group.size(), -1)
     rows[group.rank()] = sent[group.rank()]
     return _start(rows, list(sent), group)

@@ -109,7 +109,7 @@ def train_compiled(rank, world_size, compile_it, plan):
     "compile_it",
     [
         pytest.param(closure, marks=pytest.mark.thorough),
-        closure_with_backward,
+        pytest.param(closure_with_backward, marks=pytest.mark.thorough),
         bound_method,
         global_model,
         argument,

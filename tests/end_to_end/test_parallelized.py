@@ -211,11 +211,12 @@ def train(rank, world_size, distribute, kind, early):
 
 
 CASES = [
-    pytest.param(
-        distribute, kind, early, marks=pytest.mark.thorough if (kind, early) != CORE else ()
-    )
-    for distribute in (linears_only, by_sequence)
-    for kind, early in (CORE, ("shard_keep", False), ("replicate", True))
+    pytest.param(*case, marks=() if case == (by_sequence, *CORE) else pytest.mark.thorough)
+    for case in [
+        (distribute, *kind_and_early)
+        for distribute in (linears_only, by_sequence)
+        for kind_and_early in (CORE, ("shard_keep", False), ("replicate", True))
+    ]
 ]
 
 
@@ -306,6 +307,7 @@ def checkpoints(rank, world_size, folder):
     return loaded, back, distance(model, made())
 
 
+@pytest.mark.thorough
 def test_checkpoints_go_to_fsdp2_with_tensor_parallelism_and_back(four_ranks, tmp_path):
     for apart in four_ranks.run(checkpoints, str(tmp_path)):
         assert max(apart) < 1e-11

@@ -76,7 +76,11 @@ def steps_of(name: str) -> tuple[TracedStep, TracedStep]:
 
 @pytest.fixture(
     scope="module",
-    params=["gpt-14", pytest.param("llama-12", marks=pytest.mark.thorough), *more("llama-16")],
+    params=[
+        pytest.param("gpt-14", marks=pytest.mark.thorough),
+        pytest.param("llama-12", marks=pytest.mark.thorough),
+        *more("llama-16"),
+    ],
 )
 def both(request) -> tuple[TracedStep, TracedStep]:
     return steps_of(request.param)
