@@ -807,7 +807,8 @@ def handle_muon(is_ours: Callable[[Tensor], bool], step: Callable[..., None]) ->
             nesterov=options["nesterov"],
         )
 
-    _muon.muon = muon  # type: ignore[assignment]
+    # A compiled ``optimizer.step`` breaks its graph here: Dynamo traces no exchange.
+    _muon.muon = torch.compiler.disable(muon)
 
 
 def _orthogonalized(

@@ -31,7 +31,6 @@ def share_matrices(parameters: Iterable[tuple[str, nn.Parameter]], ctx: Context)
         _torch.handle_muon(is_shared, step_by_owners)
 
 
-@torch.compiler.disable
 def step_by_owners(
     held: Sequence[tuple[nn.Parameter, Tensor, Tensor, float]],
     *,

@@ -101,6 +101,24 @@ def test_replicas_that_take_longer_to_send_are_computed_by_all(two_ranks):
     assert sum(calls for _, calls in found) == 3 * (len(SIZES) + 1)
 
 
+def compiled_step(rank, world_size):
+    model = linears()
+    reference = copy.deepcopy(model)
+    compiled_once(model, plan_options(model, PLAN, Recipe(), world_size), rank)
+    muons = [torch.optim.Muon(one.parameters(), lr=0.1) for one in (model, reference)]
+    pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
+    for one, other in pairs:
+        other.grad = torch.randn(other.shape, generator=torch.Generator().manual_seed(7))
+        one.grad = distribute_tensor(other.grad, one.device_mesh, one.placements)
+    torch.compile(muons[0].step)()
+    muons[1].step()
+    return max((whole(one) - other).abs().max().item() for one, other in pairs)
+
+
+def test_a_compiled_step(two_ranks):
+    assert max(two_ranks.run(compiled_step)) < 1e-6
+
+
 def within_hosts(rank, world_size):
     model = linears()
     reference = copy.deepcopy(model)
