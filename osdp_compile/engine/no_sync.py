@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from osdp_compile.errors import OsdpError
 from osdp_compile.model.gradient_leaves import gradients_of, new_leaves
 from osdp_compile.model.shard_in_place import add_gradient
 from osdp_compile.options import CheckedOptions
+from osdp_compile.runtime.meshes import local_part
 from osdp_compile.tracking.session import Session, find, session_for
 
 #: Models inside the context that were not called yet.
@@ -130,8 +130,7 @@ def _reduce(session: Session, root: nn.Module, gradients: dict[str, Tensor]) -> 
     for (name, parameter), is_there in zip(own, there.tolist(), strict=True):
         if not is_there:
             continue
-        local = parameter.detach()
-        local = local.to_local() if isinstance(local, DTensor) else local
+        local = local_part(parameter.detach())
         decision = session.plan.decision(name)
         gradient = gradients.pop(name, None)
         if gradient is None:

@@ -29,6 +29,7 @@ from osdp_compile.live_objects import living
 from osdp_compile.model.find_modules import placeholders, plain_parameters
 from osdp_compile.model.mixed_precision import subclass
 from osdp_compile.optim.rebind import OptimizerIndex
+from osdp_compile.runtime.meshes import local_part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,13 +221,13 @@ def _taken(
             mesh, placements, parameter.shape, parameter.stride(), is_plain=True
         )
         return parameter
-    local = _to_local(parameter.detach())
+    local = local_part(parameter.detach())
     new = nn.Parameter(local, requires_grad=parameter.requires_grad)
     own = ("_local_tensor", "_spec")
     new.__dict__.update({key: one for key, one in parameter.__dict__.items() if key not in own})
     if parameter.grad is not None:
-        new.grad = _to_local(parameter.grad)
-    optimizers.rebind(parameter, new, _to_local)
+        new.grad = local_part(parameter.grad)
+    optimizers.rebind(parameter, new, local_part)
     _known[new] = OtherDims(
         mesh, tuple(parameter.placements), parameter.shape, parameter.stride(), is_plain=False
     )
@@ -239,10 +240,6 @@ class OtherDimsRead(property):
     def __init__(self, read: Callable[[nn.Module], Any], others: OtherDims) -> None:
         super().__init__(read)
         self.as_read = others.as_read
-
-
-def _to_local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _reader(attribute: str, before: nn.Parameter, others: OtherDims) -> property:

@@ -41,7 +41,7 @@ from osdp_compile.optim.rebind import OptimizerIndex
 from osdp_compile.runtime import eager_markers
 from osdp_compile.runtime.collectives import Group
 from osdp_compile.runtime.inside_forward import is_inside_forward
-from osdp_compile.runtime.meshes import placed_like
+from osdp_compile.runtime.meshes import local_part, placed_like
 from passes.types.context import Context
 from passes.types.decision import Decision
 from passes.types.plan import Plan
@@ -415,7 +415,7 @@ def _hand_on_gradients(
     In the step of the first call, eager code may read the old parameter before any compilation.
     """
     name, held = entry.name, new.detach()
-    local = held.to_local() if isinstance(held, DTensor) else held
+    local = local_part(held)
 
     def hand_on(old: Tensor) -> None:
         gradient, old.grad = old.grad, None
@@ -432,7 +432,7 @@ def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
     """Add this rank's part of a gradient to the parameter's gradient."""
     if parameter.grad is not None:
         there = parameter.grad
-        (there.to_local() if isinstance(there, DTensor) else there).add_(gradient)
+        local_part(there).add_(gradient)
     elif isinstance(parameter, DTensor):
         parameter.grad = placed_like(parameter, gradient)
     else:

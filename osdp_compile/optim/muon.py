@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from osdp_compile import _torch
 from osdp_compile.optim.owner_ranks import is_shared, share, update_by_owners
+from osdp_compile.runtime.meshes import local_part
 from passes.types.context import Context
 
 _handled: list[bool] = []
@@ -51,18 +51,14 @@ def step_by_owners(
     by_id = {id(one[0]): one[1:] for one in held}
 
     def update(parameter: nn.Parameter) -> Tensor:
-        grad, moving = map(_local, by_id[id(parameter)][:2])
+        grad, moving = map(local_part, by_id[id(parameter)][:2])
         moving.lerp_(grad, 1 - momentum)
         return (grad.lerp(moving, momentum) if nesterov else moving).to(torch.bfloat16, copy=True)
 
     def apply(parameter: nn.Parameter, part: Tensor) -> None:
-        local = _local(parameter)
+        local = local_part(parameter)
         local.mul_(decay)
         local.add_(part, alpha=-by_id[id(parameter)][2])
 
     parameters = [one[0] for one in held]
     update_by_owners(parameters, update, lambda _, whole: orthogonalized(whole), apply)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -11,7 +11,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from osdp_compile.calibration.evidence import StepParts, typical
 from osdp_compile.errors import OsdpError
@@ -22,6 +21,7 @@ from osdp_compile.reports.page.collect import Sources
 from osdp_compile.reports.page.contents import Measured
 from osdp_compile.reports.page.page import check_page, save_page
 from osdp_compile.reports.plan_table import plain_text, shortened
+from osdp_compile.runtime.meshes import local_part
 from osdp_compile.tracking.session import Session, base_parts, session_for
 from passes.annotate.training_state import more_earlier_gradients
 from passes.simulate.chrome_trace import StepTimeline, optimizer_timeline
@@ -235,7 +235,7 @@ def _own_parts(model: nn.Module) -> Iterator[torch.Tensor]:
     """The local tensors of a model's parameters."""
     for parameter in model.parameters():
         detached = parameter.detach()
-        yield detached.to_local() if isinstance(detached, DTensor) else detached
+        yield local_part(detached)
 
 
 def _step_timeline(session: Session) -> StepTimeline:

@@ -65,6 +65,11 @@ def own_mesh(flat: DeviceMesh, given: DeviceMesh | None, plan: Plan) -> DeviceMe
     return flat
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def placed_like(parameter: DTensor, local: Tensor) -> DTensor:
     """This rank's part of a tensor as a DTensor with the mesh and placements of a parameter."""
     return DTensor.from_local(

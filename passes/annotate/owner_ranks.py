@@ -58,8 +58,9 @@ def replicas_have_owners(shape: Sequence[int], hardware: Hardware, ranks: int) -
 def orthogonal_bytes(parameters: Iterable[Parameter], world_size: int) -> int:
     """Bytes of Muon's step in flight: an upper bound.
 
-    Up to six buffers have the size of a round: those that are sent, received and orthogonalized
-    now, and those of the next round. The iterations on a matrix have three more of its size.
+    At most six buffers have the size of a round. Three belong to this round: the sent, the received
+    and the orthogonalized updates. Three belong to the next one. The iterations on a matrix have
+    three more buffers of its size.
     """
     sizes = [one.numel * _DTYPE_BYTES for one in parameters if one.orthogonalized]
     if not sizes:
