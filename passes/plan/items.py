@@ -13,7 +13,7 @@ from passes.candidates.parameter_groups import alike
 from passes.plan.constants import CONSTANTS
 from passes.plan.dynamic_program import best_options
 from passes.pricing.evaluator import PlanEvaluator
-from passes.pricing.footprints import NUMBER, Footprints
+from passes.pricing.footprints import Footprints
 from passes.pricing.prices import Reference
 from passes.types.decision import Decision
 from passes.types.plan import Split
@@ -62,7 +62,7 @@ class Item:
     @functools.cached_property
     def _numbers(self) -> np.ndarray:
         return np.array(
-            [(NUMBER[first], NUMBER[others], count) for first, others, count in self.options]
+            [(first.number, others.number, count) for first, others, count in self.options]
         ).T
 
 

@@ -97,8 +97,10 @@ class PlanEvaluator:
         if self.folded is not None:  # a folded step cannot show a bucket of several layers
             self.most_bucket_bytes = min(MOST_BUCKET_BYTES, self.folded.layer_bytes(ctx))
         self.seen: dict[Candidate, Evaluated] = {}
-        #: The last lowered candidate of a folded step. Its order stays open: it is lowered once.
+        #: The last and the best lowered candidate of a folded step. Their order stays open: they
+        #: are lowered once.
         self._last: Finished | None = None
+        self._best: Finished | None = None
         #: The evaluation budget that is left; the search sets it.
         self.left = 0
         #: The peak to reach: the memory limit, unless the least memory is searched.
@@ -143,7 +145,7 @@ class PlanEvaluator:
         return self.seen[key]
 
     def _price(self, key: Candidate) -> Evaluated:
-        self._last = None  # first, or its graphs outlive the collection
+        self._keep_best()  # first, or the graphs of the last one outlive the collection
         if not gc.isenabled():
             gc.collect(0)  # the graphs of the last evaluation
         self._priced += 1
@@ -169,6 +171,14 @@ class PlanEvaluator:
             (network[0], network[1]),
             (exposed[0], exposed[1]),
         )
+
+    def _keep_best(self) -> None:
+        """Keep the better one of a folded step's last candidate and the best one before."""
+        last, self._last = self._last, None
+        if last is None or not self.fits(last.prediction):
+            return
+        if self._best is None or self.rank(last.key) < self.rank(self._best.key):
+            self._best = last
 
     def plan_of(self, key: Candidate) -> Plan:
         """The plan of a candidate, without an order."""
@@ -246,8 +256,9 @@ class PlanEvaluator:
     def lowered(self, key: Candidate) -> Finished:
         """An evaluated plan, lowered with its own order of collectives."""
         plan = self.seen[key].plan
-        if self._last is not None and self._last.key == key:
-            return self._last
+        for found in (self._last, self._best):
+            if found is not None and found.key == key:
+                return found
         return Finished(key, plan, predict(self.captured, plan, self.ctx, self.passes))
 
     def ordered(self, found: Finished) -> Finished:

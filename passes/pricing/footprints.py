@@ -12,6 +12,7 @@ step. Parameter i with decision d takes m(i, d, p) bytes at place p:
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +23,6 @@ from passes.ops.markers import REDUCE_GRAD, reduce_grad_of, unshard_of, unshards
 from passes.pricing.evaluator import PlanEvaluator
 from passes.types.decision import DECISIONS, Decision
 from passes.types.plan import OF_INPUT, Split
-
-NUMBER = {decision: number for number, decision in enumerate(DECISIONS)}
 
 
 class Interval(NamedTuple):
@@ -75,10 +74,11 @@ class Footprints:
             self.ctx.cut(one).ranks if self.ctx.mesh_dims or not one.within_host else 1
             for one in DECISIONS
         ]
+        self._parameters = np.arange(len(evaluator.choices))
         self.seconds_of = np.full((len(evaluator.choices), len(DECISIONS), 3), np.nan)
         for index, options in enumerate(evaluator.choices):
             for one in options:
-                self.seconds_of[index, NUMBER[one.decision]] = (
+                self.seconds_of[index, one.decision.number] = (
                     one.forward_seconds,
                     one.backward_seconds,
                     one.compute_seconds,
@@ -132,7 +132,7 @@ class Footprints:
         key = index, decision, split
         if key not in self._overlaps:
             life = self._lifetimes[index]
-            gather, reduction, _ = self.seconds_of[index, NUMBER[decision]]
+            gather, reduction, _ = self.seconds_of[index, decision.number]
             slices = 1 if split is None or split.along == OF_INPUT else split.slices
             size_bytes = self.ctx.parameters[index].full_bytes // slices
             found = []
@@ -161,8 +161,7 @@ class Footprints:
 
     def temporary_bytes(self, key: Candidate) -> int:
         """Bytes that the optimizer's step allocates and frees: those of the largest shard."""
-        numbers = [NUMBER[decision] for decision in key.decisions]
-        return int(self._temporary[np.arange(len(numbers)), numbers].max(initial=0))
+        return int(self._temporary[self._parameters, _numbers(key)].max(initial=0))
 
     def bytes_of(self, key: Candidate) -> np.ndarray:
         """The sum over all parameters of m(i, d, p), by place."""
@@ -185,9 +184,13 @@ class Footprints:
 
     def totals(self, key: Candidate) -> np.ndarray:
         """Seconds of communication in the forward, in the backward, and of computing."""
-        numbers = [NUMBER[decision] for decision in key.decisions]
-        found: np.ndarray = self.seconds_of[np.arange(len(numbers)), numbers].sum(axis=0)
+        found: np.ndarray = self.seconds_of[self._parameters, _numbers(key)].sum(axis=0)
         return found
+
+
+def _numbers(key: Candidate) -> list[int]:
+    """By parameter, the number of its decision."""
+    return list(map(attrgetter("number"), key.decisions))
 
 
 def _lifetimes(evaluator: PlanEvaluator) -> list[Lifetime]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from typing import ClassVar
 
 
@@ -38,7 +39,8 @@ class Moves(str, enum.Enum):
     ACTIVATIONS = "activations"
 
 
-_PLACES = {scope: place for place, scope in enumerate(Scope)}
+#: The number of a scope's first decision.
+_FIRST = {Scope.NONE: 0, Scope.ALL: 1, Scope.HOST: 3}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -110,7 +112,12 @@ class Decision:
         return f"Decision.{self.name.upper()}"
 
     def __hash__(self) -> int:  # the planner hashes tuples of hundreds
-        return 2 * _PLACES[self.scope] + self.keep
+        return self.number
+
+    @functools.cached_property
+    def number(self) -> int:
+        """Its place among :data:`DECISIONS`."""
+        return _FIRST[self.scope] + self.regathers
 
     @property
     def sharded(self) -> bool:

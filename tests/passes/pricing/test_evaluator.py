@@ -65,7 +65,7 @@ def test_bytes_by_place_are_those_of_the_simulator() -> None:
 
 
 def test_evaluations_of_a_folded_step_do_not_keep_its_graphs() -> None:
-    """The planner turns garbage collection off; graphs are reference cycles."""
+    """Only the best candidate's. The planner turns garbage collection off; graphs are cycles."""
     evaluator = PlanEvaluator(folded(), captured()[1], default_passes())
     alive = []
     gc.collect()
@@ -77,4 +77,4 @@ def test_evaluations_of_a_folded_step_do_not_keep_its_graphs() -> None:
     finally:
         gc.enable()
     assert evaluator._priced > 2
-    assert alive[-1] == alive[0], alive
+    assert alive[-1] <= alive[0] + 2, alive  # a forward and a backward

@@ -55,6 +55,7 @@ def test_which_decisions_shard_and_keep_and_stay_within_a_host():
     assert those(lambda one: one.keep) == {"shard_keep", "shard_host_keep"}
     assert those(lambda one: one.within_host) == within
     assert {one.name for one in FLAT_DECISIONS} == those(lambda _: True) - within
+    assert [one.number for one in DECISIONS] == [*range(len(DECISIONS))]
 
 
 @pytest.mark.parametrize(
