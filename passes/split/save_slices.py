@@ -32,7 +32,7 @@ from passes.graph.step_module import graphs_of
 from passes.ops.markers import unshard_of, unshards
 from passes.ops.slicing import JOIN_SLICES, TAKE_SLICE, Slices, slice_name
 from passes.recompute.recompute_activations import PartitionBoundary, save_instead
-from passes.split.split_operators import splits, splitter_of
+from passes.split.split_operators import split_by_plan, splits
 from passes.split.split_rules import Sliced
 from passes.types.context import Context
 
@@ -42,8 +42,7 @@ def save_slices(step: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     if not splits(ctx.plan):
         return step
     forward, backward = graphs_of(step)
-    known = splitter_of(copy_module(forward), ctx)
-    known.run()
+    known = split_by_plan(copy_module(forward), ctx)
     sliced = {node.name: found for node, found in known.sliced.items()}
     cut = PartitionBoundary(forward.graph, backward.graph)
     output = output_node(forward.graph)

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.graph.fx_utils import call, copy_module, output_node, remove_dead
+from passes.graph.fx_utils import call, copy_module, once, output_node, remove_dead
 from passes.graph.metadata import ANCHOR, GATHERED, GRADIENT_OF, LAYER, RECOMPUTED
 from passes.ops.markers import REDUCE_GRAD, UNSHARD, unshard_of
 from passes.ops.packing import TRIM_ROWS
@@ -69,24 +69,40 @@ _KEPT = (RECOMPUTED.name, LAYER.name, ANCHOR.name, "nn_module_stack", "stack_tra
 def split(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Split the operators that the plan splits. See the module's docstring."""
     if splits(ctx.plan):
-        splitter_of(gm, ctx).run()
+        split_by_plan(gm, ctx)
     return gm
 
 
-def splitter_of(gm: fx.GraphModule, ctx: Context) -> Splitter:
-    """The splitter of a graph, with the cheap tensors that it should make in slices at once.
+def split_by_plan(gm: fx.GraphModule, ctx: Context) -> Splitter:
+    """Split the operators of a graph; returns the splitter, which has run."""
+    splitter = Splitter(gm.graph, ctx, _in_slices_at_once(gm, ctx))
+    splitter.run()
+    return splitter
 
-    These are found by trial runs on copies. Only plans that slice the rows of an input need them.
+
+def _in_slices_at_once(gm: fx.GraphModule, ctx: Context) -> dict[str, tuple[int, Slices]]:
+    """By name, the cheap tensors that are made in slices where they are computed.
+
+    They are found by trial runs on copies. Only plans that slice the rows of an input need them.
     """
-    wanted: dict[str, tuple[int, Slices]] = {}
-    while any(row.along == OF_INPUT for row in ctx.plan.parameters):
-        tried = Splitter(copy_module(gm).graph, ctx, wanted)
-        tried.run()
-        more = {name: along for name, along in tried.cut_out.items() if name not in wanted}
-        if not more:
-            break
-        wanted.update(more)
-    return Splitter(gm.graph, ctx, wanted)
+    rows = [row for row in ctx.plan.parameters if row.slices > 1]
+    if all(row.along != OF_INPUT for row in rows):
+        return {}
+
+    def found() -> dict[str, tuple[int, Slices]]:
+        wanted: dict[str, tuple[int, Slices]] = {}
+        while True:
+            tried = Splitter(copy_module(gm).graph, ctx, wanted)
+            tried.run()
+            more = {name: along for name, along in tried.cut_out.items() if name not in wanted}
+            if not more:
+                return wanted
+            wanted.update(more)
+
+    slices = tuple((row.name, row.slices, row.along, row.like, row.decision) for row in rows)
+    names = tuple(node.name for node in gm.graph.nodes)
+    wanted: dict[str, tuple[int, Slices]] = once(("in slices at once", slices, names), found)
+    return wanted
 
 
 def splits(plan: Plan) -> bool:
