@@ -196,7 +196,7 @@ class Solver:
             if picks is None:
                 break
             found = self._candidate(structure, allowed, picks)
-            bytes_at = unchosen + reference.bytes_of(found)
+            bytes_at = unchosen + self._footprints.bytes_of(found)
             peak = int(np.argmax(bytes_at))
             if bytes_at[peak] < least_bytes:
                 best, least_bytes = found, bytes_at[peak]

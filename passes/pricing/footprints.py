@@ -11,7 +11,6 @@ step. Parameter i with decision d takes m(i, d, p) bytes at place p:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -23,6 +22,9 @@ from passes.ops.markers import REDUCE_GRAD, reduce_grad_of, unshard_of, unshards
 from passes.pricing.evaluator import PlanEvaluator
 from passes.types.decision import DECISIONS, Decision
 from passes.types.plan import OF_INPUT, Split
+
+#: The most intervals and overlaps of a parameter.
+_MOST_INTERVALS, _MOST_OVERLAPS = 6, 3
 
 
 class Interval(NamedTuple):
@@ -92,19 +94,36 @@ class Footprints:
                 for p in self.ctx.parameters
             ]
         )
-        self._intervals: dict[tuple[int, Decision, Split | None], list[Interval]] = {}
-        self._overlaps: dict[tuple[int, Decision, Split | None], list[Overlap]] = {}
+        self._tables: dict[tuple[Split, ...], tuple[np.ndarray, np.ndarray]] = {}
 
-    def intervals(self, index: int, decision: Decision, split: Split | None) -> list[Interval]:
+    def _tables_of(self, splits: tuple[Split, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """By parameter and decision, the intervals and the overlaps, as columns of numbers.
+
+        Rows of zeros fill up. A column of bytes is the third one of both.
+        """
+        if splits in self._tables:
+            return self._tables[splits]
+        by_name = {one.name: one for one in splits}
+        shape = len(self.ctx.parameters), len(DECISIONS)
+        intervals = np.zeros((3, *shape, _MOST_INTERVALS), dtype=np.int64)
+        overlaps = np.zeros((4, *shape, _MOST_OVERLAPS))
+        inside = set(self.inside)
+        for decision in DECISIONS:
+            if decision.within_host and self.ctx.mesh_dims is None:
+                continue
+            for index, parameter in enumerate(self.ctx.parameters):
+                split = by_name.get(parameter.name)
+                for place, one in enumerate(self._intervals(index, decision, split)):
+                    intervals[:, index, decision.number, place] = one
+                if index not in inside or np.isnan(self.seconds_of[index, decision.number, 0]):
+                    continue
+                for place, overlap in enumerate(self._overlaps(index, decision, split)):
+                    overlaps[:, index, decision.number, place] = overlap
+        self._tables[splits] = intervals, overlaps
+        return intervals, overlaps
+
+    def _intervals(self, index: int, decision: Decision, split: Split | None) -> list[Interval]:
         """The bytes of a parameter with a decision: m(i, d, p) is the sum over its intervals."""
-        key = index, decision, split
-        if key not in self._intervals:
-            self._intervals[key] = self._found_intervals(*key)
-        return self._intervals[key]
-
-    def _found_intervals(
-        self, index: int, decision: Decision, split: Split | None
-    ) -> list[Interval]:
         p, end = self.ctx.parameters[index], self.places - 1
         life, ranks = self._lifetimes[index], self.ctx.cut(decision).ranks
         gradient_bytes = p.shard_bytes(ranks) if p.requires_grad else 0
@@ -127,37 +146,34 @@ class Footprints:
             found.append(Interval(life.gradient, life.gradient, slice_bytes))
         return found
 
-    def overlaps(self, index: int, decision: Decision, split: Split | None) -> list[Overlap]:
-        """The collectives of a sharded parameter, one of ``inside``."""
-        key = index, decision, split
-        if key not in self._overlaps:
-            life = self._lifetimes[index]
-            gather, reduction, _ = self.seconds_of[index, decision.number]
-            slices = 1 if split is None or split.along == OF_INPUT else split.slices
-            size_bytes = self.ctx.parameters[index].full_bytes // slices
-            found = []
-            if life.forward:
-                found.append(Overlap(life.forward[0], 0, size_bytes, gather / slices))
-            if decision.regathers:
-                reduction -= gather
-                if life.backward:
-                    found.append(Overlap(life.backward[0], 1, size_bytes, gather / slices))
-            if life.gradient is not None:
-                seconds = max(0.0, reduction) / slices
-                found.append(Overlap(life.gradient, 2, size_bytes, seconds))
-            self._overlaps[key] = found
-        return self._overlaps[key]
+    def _overlaps(self, index: int, decision: Decision, split: Split | None) -> list[Overlap]:
+        """The collectives of a parameter, one of ``inside``; none if it is replicated."""
+        if not decision.sharded:
+            return []
+        life = self._lifetimes[index]
+        gather, reduction, _ = self.seconds_of[index, decision.number]
+        slices = 1 if split is None or split.along == OF_INPUT else split.slices
+        size_bytes = self.ctx.parameters[index].full_bytes // slices
+        found = []
+        if life.forward:
+            found.append(Overlap(life.forward[0], 0, size_bytes, gather / slices))
+        if decision.regathers:
+            reduction -= gather
+            if life.backward:
+                found.append(Overlap(life.backward[0], 1, size_bytes, gather / slices))
+        if life.gradient is not None:
+            seconds = max(0.0, reduction) / slices
+            found.append(Overlap(life.gradient, 2, size_bytes, seconds))
+        return found
 
-    def changes_of(self, key: Candidate, indices: Iterable[int]) -> np.ndarray:
-        """The sum over some parameters of m(i, d, p), as changes from place to place."""
-        changes = np.zeros(self.places + 1, dtype=np.int64)
-        splits = {one.name: one for one in key.splits}
-        for index in indices:
-            split = splits.get(self.ctx.parameters[index].name)
-            for first, last, size_bytes in self.intervals(index, key.decisions[index], split):
-                changes[first] += size_bytes
-                changes[last + 1] -= size_bytes
-        return changes
+    def overlaps(self, key: Candidate) -> list[np.ndarray]:
+        """The overlaps of all sharded parameters, by their fields; in order."""
+        table = self._tables_of(key.splits)[1]
+        own = table[:, self._parameters, _numbers(key)].reshape(4, -1)
+        place, kind, size_bytes, seconds = own[:, own[2] > 0]
+        order = np.lexsort((seconds, size_bytes, kind, place))
+        numbers = [column[order].astype(np.int64) for column in (place, kind, size_bytes)]
+        return [*numbers, seconds[order]]
 
     def temporary_bytes(self, key: Candidate) -> int:
         """Bytes that the optimizer's step allocates and frees: those of the largest shard."""
@@ -165,22 +181,20 @@ class Footprints:
 
     def bytes_of(self, key: Candidate) -> np.ndarray:
         """The sum over all parameters of m(i, d, p), by place."""
-        found = np.cumsum(self.changes_of(key, range(len(key.decisions)))[:-1])
+        table = self._tables_of(key.splits)[0]
+        first, last, size_bytes = table[:, self._parameters, _numbers(key)].reshape(3, -1)
+        changes = np.zeros(self.places + 1, dtype=np.int64)
+        np.add.at(changes, first, size_bytes)
+        np.subtract.at(changes, last + 1, size_bytes)
+        found = np.cumsum(changes[:-1])
         found[-1] += self.temporary_bytes(key)
         return found
 
     def bytes_at(self, place: int, splits: tuple[Split, ...]) -> np.ndarray:
         """By parameter and decision, m(i, d, p); 0 for an impossible decision."""
-        by_name = {one.name: one for one in splits}
-        found = np.zeros(self.seconds_of.shape[:2])
-        for index, number in zip(*np.nonzero(~np.isnan(self.seconds_of[:, :, 0])), strict=True):
-            split = by_name.get(self.ctx.parameters[index].name)
-            found[index, number] = sum(
-                one.size_bytes
-                for one in self.intervals(int(index), DECISIONS[number], split)
-                if one.first <= place <= one.last
-            )
-        return found
+        first, last, size_bytes = self._tables_of(splits)[0]
+        found = np.where((first <= place) & (place <= last), size_bytes, 0).sum(axis=-1)
+        return np.where(np.isnan(self.seconds_of[:, :, 0]), 0.0, found)
 
     def totals(self, key: Candidate) -> np.ndarray:
         """Seconds of communication in the forward, in the backward, and of computing."""

@@ -73,8 +73,7 @@ class Reference:
         self.fixed: np.ndarray | None = None
         self._starved = 0.0, 0.0
         if found.bytes_at is not None and evaluator.is_short:
-            self._bytes = footprints.bytes_of(key)
-            self.fixed = found.bytes_at - self._bytes + spared_bytes
+            self.fixed = found.bytes_at - footprints.bytes_of(key) + spared_bytes
             self._starved = self._starved_seconds(key, found.bytes_at)
         self._queued = [
             max(0.0, exposed - starved)
@@ -109,26 +108,6 @@ class Reference:
         found: np.ndarray = self.fixed - self._recomputation(structure)[0]
         return found
 
-    def bytes_of(self, key: Candidate) -> np.ndarray:
-        """The parameters' bytes at each place; only under a memory limit."""
-        changed = [
-            index
-            for index, (own, other) in enumerate(
-                zip(self.key.decisions, key.decisions, strict=True)
-            )
-            if own is not other
-        ]
-        if key.splits != self.key.splits:
-            split = {one.name for one in (*key.splits, *self.key.splits)}
-            sliced = (n for n, p in enumerate(self._evaluator.ctx.parameters) if p.name in split)
-            changed = sorted({*changed, *sliced})
-        changes = self._footprints.changes_of(key, changed)
-        changes -= self._footprints.changes_of(self.key, changed)
-        found: np.ndarray = self._bytes + np.cumsum(changes[:-1])
-        temporary_bytes = self._footprints.temporary_bytes
-        found[-1] += temporary_bytes(key) - temporary_bytes(self.key)
-        return found
-
     def _judged(self, key: Candidate) -> Forecast:
         found, totals = self._found, self._footprints.totals(key) - self._totals
         _, recompute_seconds = self._recomputation(key)
@@ -138,7 +117,7 @@ class Reference:
         starved = self._starved
         target_bytes = self._evaluator.target_bytes
         if self.fixed is not None and target_bytes is not None:
-            bytes_at = self.unchosen(key) + self.bytes_of(key)
+            bytes_at = self.unchosen(key) + self._footprints.bytes_of(key)
             peak_bytes, above = int(bytes_at.max()), above_target(bytes_at, target_bytes)
             starved = self._starved_seconds(key, bytes_at)
         for phase in (0, 1):
@@ -164,20 +143,9 @@ class Reference:
             return 0.0, 0.0
         free = ctx.limit_bytes - bytes_at
         starved = [0.0, 0.0]
-        splits = {one.name: one for one in key.splits}
-        overlaps = sorted(
-            overlap
-            for index in self._footprints.inside
-            if (decision := key.decisions[index]).sharded
-            for overlap in self._footprints.overlaps(
-                index, decision, splits.get(ctx.parameters[index].name)
-            )
-        )
-        if not overlaps:
+        place, kind, size_bytes, seconds = self._footprints.overlaps(key)
+        if not len(place):
             return 0.0, 0.0
-        place, kind, size_bytes, seconds = (
-            np.array(column) for column in zip(*overlaps, strict=True)
-        )
         now = self._before[place]
         # A gradient lives until the end of its reduction, a gathered weight from the start of its
         # gather.
@@ -196,7 +164,7 @@ class Reference:
         for index in np.flatnonzero(start < stop).tolist():
             window = free[start[index] : stop[index]]
             if window.min() < size_bytes[index]:
-                starved[min(kind[index], 1)] += overlaps[index].seconds
+                starved[min(kind[index], 1)] += seconds[index]
             else:
                 window -= size_bytes[index]
         return starved[0], starved[1]
