@@ -224,7 +224,7 @@ def _session(step: Step, options: CheckedOptions, to_train: bool = True) -> Sess
         others = other_models(entries, ranks, _compiled)
     context, spare_bytes = _context_before_plan(step, options, groups, optimizers, others)
     decision = PlanDecision(step, options, passes, groups, others, context)
-    if step.frames and not (options.plan is not None and options.plan.order):
+    if step.frames:
         decision.trace_frames()
     plan = decision.found()
     if plan is None:
@@ -234,7 +234,7 @@ def _session(step: Step, options: CheckedOptions, to_train: bool = True) -> Sess
     for one in (ranks, *groups.along.values(), *groups.of_others().values()):
         if one is not None:
             register_group(one)
-    context = decision.context.replace(plan=plan)
+    context = decision.decided(plan)
     if options.plan is None and (options.search == "thorough" or others.pending_bytes):
         # The plan's schedule is for a lower limit. A higher limit would change the schedule.
         context = context.replace(limit_bytes=plan.memory_limit_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from osdp_compile.tracking.session import Session, base_parts, find
 from osdp_compile.tracking.step_timer import OTHER_FRAMES, CompiledStep, timed
 from passes._torch import copied_graph
 from passes.capture.captured_step import mark_inputs
-from passes.graph.fx_utils import bytes_of
+from passes.graph.fx_utils import bytes_of, copy_module
 from passes.graph.metadata import GATHERED, MODULE_KEYS, NOT_MOVED, NOT_RECOMPUTED, SAVES
 from passes.graph.printer import graph_text
 from passes.graph.step_module import graphs_of, step_module
@@ -54,8 +54,9 @@ Compiler = Callable[..., Any]
 
 
 def _name_in_session(parameter: nn.Parameter) -> str | None:
+    """The name by which graphs read a parameter: of alike frames, that in the first of them."""
     found = find(parameter)
-    return None if found is None else found[0]
+    return None if found is None else found[1].reading.alike.first_of.get(found[0], found[0])
 
 
 def session_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Session | None:
@@ -195,7 +196,8 @@ class _Lowering:
         self._parameters = frozenset(p.name for p in session.context.parameters)
         self._watch = _observer(session, observe, graph_log)
         own = tuple(sorted(name for name in static.values() if name in self._parameters))
-        self.step = CompiledStep((_torch.current_frame(), own))
+        times = session.reading.alike.times_of(own)
+        self.step = CompiledStep((_torch.current_frame(), own), times)
         self._symbols = symbols_of(inputs)
         batch = [inputs[index] for index, name in static.items() if name == "batch"]
         self._growing = of_symbolic_size(batch)
@@ -233,6 +235,7 @@ class _Lowering:
         _mark(graph, self._static, self._parameters, phase)
         ctx = self._context.replace(phase=phase)
         others_bytes = _held_by_other_frames(graph, session, step, phase)
+        others_bytes += self._held_by_alike_frames(graph, ctx)
         held_bytes = others_bytes + (step.returned_bytes if phase is Phase.BACKWARD else 0)
         ctx = ctx.replace(base_bytes=ctx.base_bytes + held_bytes)
         if phase is Phase.INFERENCE:
@@ -251,6 +254,22 @@ class _Lowering:
             key.pop(graph)  # Inductor's cache key covers everything in a graph
         with in_place():
             return self._compile_inner(graph, _torch.real_meshes(example_inputs), **kwargs)
+
+    def _held_by_alike_frames(self, graph: fx.GraphModule, ctx: Context) -> int:
+        """More bytes of other frames in that run of the shared code in which they hold the most.
+
+        A frame keeps tensors for its backward, and in later backwards its gradients.
+        """
+        step, session = self.step, self._session
+        before = [one.frame for one in session.observed.before(step.frame)]
+        more = step.times - 1 - before.count(step.frame)
+        if ctx.limit_bytes is None or ctx.phase is Phase.INFERENCE or more <= 0:
+            return 0
+        if ctx.phase is Phase.BACKWARD:
+            return more * max(0, step.kept_bytes - _gradient_bytes(session, step.parameters))
+        unlimited = ctx.replace(limit_bytes=None)
+        parts = run(self.log.passes, Stage.PARTS, copy_module(graph), unlimited, recompile=False)
+        return more * simulate(parts.graph).memory.kept_bytes
 
     def key(self, args: Sequence[Any]) -> int:
         """A number for the tokens that a call sends (``osdp_compile/engine/agreeing.py``)."""
@@ -316,18 +335,24 @@ def _held_by_other_frames(
     held_bytes = sum(one.kept_bytes for one in before)
     if phase is Phase.BACKWARD:
         earlier = step.parameters.union(*(one.parameters for one in before))
-        ctx = session.context
-        held_bytes += sum(
-            one.shard_bytes(ctx.cut(session.plan.decision(one.name)).ranks)
-            for one in ctx.parameters
-            if one.requires_grad and one.name not in earlier
-        )
+        later = {one.name for one in session.context.parameters} - earlier
+        held_bytes += _gradient_bytes(session, later)
         held_bytes += sum(
             bytes_of(node.meta["val"])
             for node in gm.graph.find_nodes(op="placeholder")
             if node.name.startswith("tangents")
         )
     return held_bytes
+
+
+def _gradient_bytes(session: Session, names: Collection[str]) -> int:
+    """Bytes of the gradients of some parameters on this rank."""
+    ctx = session.context
+    return sum(
+        one.shard_bytes(ctx.cut(session.plan.decision(one.name)).ranks)
+        for one in ctx.parameters
+        if one.requires_grad and one.name in names
+    )
 
 
 def _warn_of_rows_at_once(forward: fx.GraphModule, read: frozenset[str], session: Session) -> None:

@@ -104,12 +104,13 @@ def _begin(session: Session, root: nn.Module) -> None:
     dtype_of = session.reading.precision.gradient_dtype
     shape_of = {one.name: one.shape for one in session.context.parameters}
     leaves = [(name, shape_of[name], dtype_of(one)) for name, one in trained]
-    session.reading.leaves = new_leaves(leaves, trained[0][1].device) if trained else {}
+    session.reading.use_leaves(new_leaves(leaves, trained[0][1].device) if trained else {})
 
 
 def _end(session: Session) -> dict[str, Tensor]:
     """End the accumulation; returns the gradients by name."""
-    leaves, session.reading.leaves = session.reading.leaves, None
+    leaves = session.reading.leaves
+    session.reading.use_leaves(None)
     return gradients_of(leaves or {})
 
 

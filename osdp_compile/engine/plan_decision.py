@@ -20,6 +20,7 @@ from osdp_compile.calibration.step_times import with_step_seconds
 from osdp_compile.calibration.workspaces import measured_workspaces
 from osdp_compile.errors import PlanMismatch
 from osdp_compile.model.agreement import fingerprint, from_rank_zero
+from osdp_compile.model.alike_frames import alike_frames
 from osdp_compile.model.other_dims import OtherDims
 from osdp_compile.model.shard_in_place import ModelParameter, Reading, check_fits
 from osdp_compile.optim.rebind import OptimizerIndex
@@ -150,6 +151,13 @@ class PlanDecision:
         """
         unseen_bytes = unseen_bytes_of(self._trace(), self.context)
         self.context = self.context.replace(base_bytes=self.context.base_bytes + unseen_bytes)
+
+    def decided(self, plan: Plan) -> Context:
+        """The context with the plan; notes the frames that share compiled code under it."""
+        context = self.context.replace(plan=plan)
+        if self._captured is not None:
+            self._step.reading.alike = alike_frames(self._captured.runs, context)
+        return context
 
     def found(self) -> Plan | None:
         """The kept plan of an earlier run with the same step, options and machine. Collective."""

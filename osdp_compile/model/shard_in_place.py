@@ -15,7 +15,8 @@ operators for each parameter, and for a small DTensor the dispatch takes longer 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -29,6 +30,7 @@ from osdp_compile import _torch
 from osdp_compile.errors import OsdpError, PlanMismatch
 from osdp_compile.live_objects import living
 from osdp_compile.model import gradient_leaves, state_dict
+from osdp_compile.model.alike_frames import AlikeFrames
 from osdp_compile.model.mixed_precision import (
     OWN_PRECISION,
     Precision,
@@ -47,6 +49,10 @@ from passes.types.decision import Decision
 from passes.types.plan import Plan
 from passes.types.shard_layout import ShardLayout
 
+#: Module attributes, of modules that share a class: by attribute, the name and the leaf of a
+#: parameter.
+_NAMES, _LEAVES = "_osdp_names", "_osdp_leaves"
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelParameter:
@@ -62,6 +68,7 @@ class Reading:
 
     ``in_place``: parameters that are plain tensors now (``full_parameters``) read as they are.
     ``precision``: data types of reads and of gradient reductions.
+    ``alike``: the frames that share compiled code.
     ``leaves``: by parameter name, the leaf that gets its whole gradient inside ``no_sync``
     (``osdp_compile/model/gradient_leaves.py``); None outside.
     """
@@ -69,7 +76,26 @@ class Reading:
     def __init__(self, precision: Precision = OWN_PRECISION) -> None:
         self.in_place = False
         self.precision = precision
+        self.alike = AlikeFrames()
         self.leaves: dict[str, Tensor] | None = None
+        self._shared: list[weakref.ref[nn.Module]] = []
+
+    def shares_class(self, module: nn.Module, names: dict[str, str]) -> None:
+        """Note a module that shares its class. ``names``: by attribute, the parameters' names."""
+        module.__dict__[_NAMES] = names
+        self._shared.append(weakref.ref(module))
+
+    def use_leaves(self, leaves: dict[str, Tensor] | None) -> None:
+        """Begin (or with None end) to read parameters through leaves.
+
+        Code that modules share finds the leaves at the module.
+        """
+        self.leaves = leaves
+        for module in filter(None, (one() for one in self._shared)):
+            module.__dict__.pop(_LEAVES, None)
+            if leaves is not None:
+                names = module.__dict__[_NAMES]
+                module.__dict__[_LEAVES] = {at: leaves.get(name) for at, name in names.items()}
 
     def is_cast(self) -> bool:
         """Whether uncompiled code reads parameters in these types too."""
@@ -235,11 +261,12 @@ def _reader(
     plain: bool,
     dtypes: dict[str, torch.dtype],
     others: OtherDims | None,
+    is_shared: bool,
 ) -> property:
     """The property for a module's read of one of its parameters.
 
     ``plain``: the parameter is no DTensor. ``dtypes``: of its marker. ``others``: its placement on
-    other mesh dimensions.
+    other mesh dimensions. ``is_shared``: alike modules read by this property, too.
     """
     as_read = None if others is None or others.is_plain else others.as_read
 
@@ -252,14 +279,17 @@ def _reader(
         local = parameter
         if not plain:
             if not isinstance(parameter, DTensor):
-                raise_replaced(name)
+                raise_replaced(module.__dict__[_NAMES][attribute] if is_shared else name)
             if parameter.device.type == "meta":
-                raise_on_meta(f"parameter {name!r}")
+                own = module.__dict__[_NAMES][attribute] if is_shared else name
+                raise_on_meta(f"parameter {own!r}")
             local = parameter.to_local()
         full = eager_markers.read(local, name, shape, sharded, *marks, **dtypes)
         leaves = reading.leaves
-        if leaves is not None and name in leaves and torch.is_grad_enabled():
-            full = gradient_leaves.to_leaf(leaves[name], full.detach())
+        if leaves is not None and torch.is_grad_enabled():
+            leaf = getattr(module, _LEAVES)[attribute] if is_shared else leaves.get(name)
+            if leaf is not None:
+                full = gradient_leaves.to_leaf(leaf, full.detach())
         return full if as_read is None else as_read(full)
 
     # A frame that Dynamo skips (an nn.Sequential around a graph break) may call ``read``. Dynamo
@@ -471,35 +501,81 @@ def read_through_markers(
 
     ``mesh``: of the DTensor parameters; None: plain parameters.
     """
+    places: dict[int, dict[str, ModelParameter]] = {}
     owners: dict[int, nn.Module] = {}
-    readers: dict[int, dict[str, property]] = {}
-    parts: dict[int, dict[str, Callable[[Tensor], DTensor]]] = {}
     for entry in parameters:
-        shape = tuple(entry.parameter.shape)
-        decision = ctx.plan.decision(entry.name)
-        cut = ctx.layout_of(entry.name)
-        others = other_dims_of(entry.parameter)
         for module, attribute in entry.places:
             owners[id(module)] = module
-            readers.setdefault(id(module), {})[attribute] = _reader(
-                entry.name,
-                attribute,
-                shape,
-                decision.sharded,
-                cut.marks,
-                reading,
-                mesh is None,
-                reading.precision.marks(entry.parameter),
-                others,
-            )
-            if mesh is not None:
-                part = _part_of_whole(mesh, decision, cut, others)
-                parts.setdefault(id(module), {})[attribute] = part
+            places.setdefault(id(module), {})[attribute] = entry
+    shared: dict[Hashable, type[nn.Module]] = {}
     for key, module in owners.items():
-        _swap_class(module, readers[key], parts.get(key, {}))
-        if reading.precision.param_dtype is not None:
-            dtype = reading.precision.param_dtype
-            cast_what_it_is_called_with(module, dtype, reading.is_cast)
+        kind = _kind(module, places[key], ctx, reading)
+        if kind is not None:
+            reading.shares_class(module, {at: one.name for at, one in places[key].items()})
+        if kind in shared:
+            module.__class__ = shared[kind]
+            continue
+        _read_through_markers(module, places[key], ctx, reading, mesh, kind is not None)
+        if kind is not None:
+            shared[kind] = type(module)
+
+
+def _kind(
+    module: nn.Module, parameters: Mapping[str, ModelParameter], ctx: Context, reading: Reading
+) -> Hashable | None:
+    """What the class of a module depends on; None: the module has a class of its own.
+
+    ``parameters``: by attribute.
+    """
+    first_of = reading.alike.first_of
+    if not all(one.name in first_of for one in parameters.values()):
+        return None
+    if any(other_dims_of(one.parameter) is not None for one in parameters.values()):
+        return None
+    read = (
+        (
+            attribute,
+            first_of[one.name],
+            tuple(one.parameter.shape),
+            ctx.layout_of(one.name),
+            *reading.precision.marks(one.parameter).items(),
+        )
+        for attribute, one in parameters.items()
+    )
+    return type(module), *read
+
+
+def _read_through_markers(
+    module: nn.Module,
+    parameters: Mapping[str, ModelParameter],
+    ctx: Context,
+    reading: Reading,
+    mesh: DeviceMesh | None,
+    is_shared: bool,
+) -> None:
+    """Give a module its readers. ``parameters``: by attribute."""
+    readers: dict[str, property] = {}
+    parts: dict[str, Callable[[Tensor], DTensor]] = {}
+    for attribute, entry in parameters.items():
+        decision, cut = ctx.plan.decision(entry.name), ctx.layout_of(entry.name)
+        others = other_dims_of(entry.parameter)
+        readers[attribute] = _reader(
+            reading.alike.first_of[entry.name] if is_shared else entry.name,
+            attribute,
+            tuple(entry.parameter.shape),
+            decision.sharded,
+            cut.marks,
+            reading,
+            mesh is None,
+            reading.precision.marks(entry.parameter),
+            others,
+            is_shared,
+        )
+        if mesh is not None:
+            parts[attribute] = _part_of_whole(mesh, decision, cut, others)
+    _swap_class(module, readers, parts)
+    if reading.precision.param_dtype is not None:
+        cast_what_it_is_called_with(module, reading.precision.param_dtype, reading.is_cast)
 
 
 def buffers_of(roots: Sequence[tuple[str, nn.Module]]) -> Iterator[Tensor]:

@@ -34,11 +34,12 @@ class CompiledStep:
     """One compilation of a frame: the timelines of its graphs by phase.
 
     ``frame``: identifies the frame. A recompilation, for other shapes say, has the same frame.
-    Equal modules that are compiled separately have different frames, by their parameters.
+    Equal modules whose code is compiled apart have different frames, by their parameters.
+    ``times``: how often a step runs the frame, and alike ones that share its code.
     """
 
-    def __init__(self, frame: Hashable) -> None:
-        self.frame = frame
+    def __init__(self, frame: Hashable, times: int = 1) -> None:
+        self.frame, self.times = frame, times
         self.timelines: dict[Phase, Timeline] = {}
         self.skeletons: dict[Phase, fx.Graph] = {}
         self.ranges = ProfilerRanges()
@@ -137,6 +138,8 @@ class Observed:
         self._under_way.append(frame)
         if self._last is None or self._last.frame != frame:
             return  # one frame is enough to time a step
+        if self._under_way.count(frame) < self._last.times:
+            return
         self.in_step = tuple(self._under_way)
         self._under_way.clear()
         now = time.perf_counter()

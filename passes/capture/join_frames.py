@@ -75,6 +75,7 @@ def join_frames(runs: Sequence[FrameRun]) -> Captured:
         backward.module,
         is_joined=len(runs) > 1,
         border_bytes=max(backward.given_bytes),
+        runs=tuple(run.names for run in runs),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from torch import fx
@@ -19,6 +19,8 @@ class Captured:
     ``is_joined``: the graphs join several frames (``passes/capture/join_frames.py``).
     ``border_bytes``: the most bytes of gradients that one frame's backward gets from later frames.
     Autograd holds them while that backward runs.
+    ``runs``: of each frame's run, by parameter name of its graph, the name in this run. Equal
+    blocks share a graph, which has the names of its first run.
     """
 
     forward: fx.GraphModule
@@ -27,3 +29,4 @@ class Captured:
     unread: frozenset[str] = frozenset()
     is_joined: bool = False
     border_bytes: int = 0
+    runs: tuple[Mapping[str, str], ...] = ()

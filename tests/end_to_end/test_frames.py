@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from itertools import product
 
 import pytest
@@ -14,13 +13,7 @@ from tests.chosen import more, others
 from tests.training import (
     SLOW,
     Recipe,
-    finish_step,
-    mean_over_ranks,
-    placements,
-    plan_options,
-    sgd,
     trains_like_reference,
-    whole,
 )
 
 
@@ -165,77 +158,6 @@ class AsksAndCalls(Asks):
 @pytest.mark.thorough
 def test_frames_without_parameters_are_compiled_again_after_the_step_is_traced(two_ranks):
     trains_like_reference(two_ranks, AsksAndCalls, "shard_regather", CLIPPED)
-
-
-class Blocks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(32, 8)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(8, 4, bias=False)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(8, 16)
-        self.down = nn.Linear(16, 8)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-def some_ids(step, micro, rank):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randint(0, 32, (4,), generator=generator)
-
-
-def train_by_blocks(rank, world_size, plan):
-    """Blocks compiled one by one; the differences to one process that has all ranks' batches."""
-    torch.manual_seed(0)
-    model = Blocks()
-    reference = copy.deepcopy(model)
-    options = plan_options(model, plan, Recipe(), world_size)
-    for block in model.blocks:
-        block.compile(backend="osdp", options=options)
-    optimizer, other = sgd(model.parameters()), sgd(reference.parameters())
-    recipe = Recipe(max_norm=0.05)
-    differences = []
-    for step in range(3):
-        loss = model(some_ids(step, 0, rank)).square().mean()
-        loss.backward()
-        total = 0.0
-        for one in range(world_size):
-            part = reference(some_ids(step, 0, one)).square().mean() / world_size
-            part.backward()
-            total += part.item()
-        norms = finish_step(model, optimizer, None, recipe)
-        wanted = finish_step(reference, other, None, recipe)
-        differences += [mean_over_ranks(loss) - total, norms[0] - wanted[0]]
-    differences += [
-        (whole(p) - q).abs().max().item()
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True)
-    ]
-    planned = osdp_compile.plan_of(model)
-    return max(map(abs, differences)), placements(model), [row.name for row in planned.parameters]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "plan", ["replicate", "shard_regather", {"blocks.1.up.weight": "shard_keep"}]
-)
-def test_blocks_that_are_compiled_one_by_one(two_ranks, plan):
-    for difference, placed, names in two_ranks.run(train_by_blocks, plan):
-        assert difference < 1e-5
-        assert names == list(placed) == list(dict(Blocks().named_parameters()))
-        if plan == "shard_regather":
-            assert set(placed.values()) == {"shard"}
 
 
 class BrokenWide(nn.Module):

@@ -138,3 +138,14 @@ def test_the_timed_function_is_the_function_and_what_was_left_on_it(clock):
     assert [stamped(1, 2), stamped(3), stamped(4)] == [3, 3, 4]
     assert stamped._boxed_call is True
     assert seen.steps == 1
+
+
+def test_a_step_runs_shared_code_several_times(clock):
+    seen = Observed()
+    shared = CompiledStep("block", times=3)
+    seen.compiled(shared, Phase.FORWARD, timeline("forward"))
+    train(seen, clock, *[1.0] * 11, frame="block")  # four steps, and the first does not count
+    assert seen.in_step == ("block",) * 3
+    assert seen.steps == 2 and seen.step_seconds == 3.0
+    assert seen.graphs == [shared] * 3
+    assert seen.before("block") == [shared] * 2
