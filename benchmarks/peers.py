@@ -86,6 +86,13 @@ def osdp(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     return torch.compile(model, backend="osdp", options=options)  # type: ignore[return-value]
 
 
+def osdp_by_blocks(model: nn.Module, options: dict[str, Any]) -> nn.Module:
+    """The same for each of the model's blocks, and what is outside of them in eager mode."""
+    for block in model.get_submodule("blocks").children():
+        block.compile(backend="osdp", options=options)
+    return model
+
+
 def osdp_on_mesh(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     """The same over a two-dimensional mesh: hosts, and the ranks of each."""
     each = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -107,5 +114,6 @@ WAYS: dict[str, Way] = {
     "SimpleFSDP + overlap": simple_fsdp_overlap,
     "SimpleFSDP keep + overlap": simple_fsdp_keep_overlap,
     "osdp": osdp,
+    "osdp by blocks": osdp_by_blocks,
     "osdp on hosts": osdp_on_mesh,
 }
