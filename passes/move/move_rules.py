@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.graph.fx_utils import call, compact, output_node
+from passes.graph.fx_utils import ALL_REDUCE, WAIT, call, compact, output_node
 from passes.graph.metadata import GRADIENT_OF, RECOMPUTED
 from passes.move.bags import BAGS, bagged, element
 from passes.move.heads import ATTENTIONS, attended
@@ -50,9 +50,11 @@ from passes.move.tables import embedded, table_gradient
 from passes.move.token_collectives import combined
 from passes.ops.markers import REDUCE_GRAD, UNSHARD, reduce_grad_of, unshard_of
 from passes.ops.packing import SUM_RANKS
-from passes.shard.lower_markers import cast
+from passes.shard.lower_markers import cast, cast_after_wait, start_collective
 from passes.split.split_rules import arguments_of
 from passes.types.context import Context
+from passes.types.plan import Collective
+from passes.types.shard_layout import ShardLayout
 
 _aten = torch.ops.aten
 #: Metadata of a node that its placed form inherits.
@@ -63,8 +65,11 @@ class Mover:
     """The rewriting of one graph.
 
     ``placed``: by node of the original graph, its placed form. ``partial``: its partial sum.
-    ``dims``: by parameter, the dimension that the ranks share. ``totals``: the sums of partial
-    sums, in graph order. ``gradients``: the gradients of weights that stay. ``spreads``: local
+    ``dims``: by parameter, the dimension that the ranks share. ``ranks``: their number; ``place``:
+    this rank's index among them; ``group``: their process group. ``between``: the process group of
+    the ranks with the same parts on other hosts; "": there are none. ``totals``: the sums of
+    partial sums, in graph order. ``gradients``: the gradients of weights that stay, each with the
+    nodes that add it up between hosts. ``spreads``: local
     tensors in other placements. ``constants``: tensors that numbers of the graph alone make.
     ``equal``: these, and tensors of gathered weights; they are equal on all ranks.
     ``gathered``: by local tensor, the tokens of all ranks. ``purposes``: by direction and weight,
@@ -78,13 +83,15 @@ class Mover:
         dims: Mapping[str, int],
         ctx: Context,
         inputs: Mapping[fx.Node, Placed],
+        layout: ShardLayout,
     ) -> None:
         self.graph, self.dims, self.ctx = graph, dims, ctx
-        self.ranks = ctx.world_size
+        self.ranks, self.place, self.group = layout.ranks, layout.place, layout.group_name
+        self.between = layout.between
         self.placed: dict[fx.Node, Placed] = dict(inputs)
         self.partial: dict[fx.Node, PartialSum] = {}
         self.totals: list[fx.Node] = []
-        self.gradients: list[fx.Node] = []
+        self.gradients: dict[fx.Node, list[fx.Node]] = {}
         self.spreads: dict[tuple[Any, ...], fx.Node | None] = {}
         self.gathered: dict[fx.Node, fx.Node] = {}
         self.purposes: dict[tuple[bool, str], int] = {}
@@ -161,14 +168,25 @@ class Mover:
         return self._mean(found.node, node)
 
     def _mean(self, total: fx.Node, node: fx.Node) -> fx.Node:
-        """The mean over ranks of a total, in place of a reduction."""
-        own = cast(self.graph, total, node.meta["val"].dtype)
-        mean = self.emit(_aten.mul.Tensor, (own, 1.0 / self.ranks))
+        """The mean over all ranks of a total: reduced between hosts only, if there are any."""
+        dtype, travels = node.meta["val"].dtype, node.kwargs.get("reduce_dtype")
+        if not self.between or not isinstance(travels, torch.dtype):
+            travels = dtype
+        own = cast(self.graph, total, travels)
+        mean = self.emit(_aten.mul.Tensor, (own, 1.0 / self.ctx.world_size))
         if not mean.meta["val"].is_contiguous():
             mean = compact(self.graph, mean)
-        GRADIENT_OF.set(mean, reduce_grad_of(node).name)
-        self.gradients.append(mean)
-        return mean
+        name, found = reduce_grad_of(node).name, mean
+        self.gradients[mean] = []
+        if self.between:
+            purpose = Collective((name,), gathers=False)
+            args = (mean, "sum", self.between)
+            start = start_collective(self.graph, ALL_REDUCE, args, purpose)
+            wait = call(self.graph, WAIT, (start,), "reduced")
+            found = cast_after_wait(self.graph, wait, dtype)
+            self.gradients[mean] = list(dict.fromkeys((start, wait, found)))
+        GRADIENT_OF.set(found, name)
+        return found
 
     def _is_added_up_later(self, node: fx.Node) -> bool:
         """Take a node into a partial sum if it only adds to it; else add up those that it reads."""

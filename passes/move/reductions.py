@@ -89,7 +89,7 @@ def looked_up(mover: Mover, node: fx.Node) -> fx.Node | None:
     source, later = _behind(mover, source)
     found = mover.placed[source]
     total = source.meta["val"].shape[1]
-    start = mover.ctx.rank * (total // mover.ranks)
+    start = mover.place * (total // mover.ranks)
     ids = all_tokens(mover, index, node, found.names)
     part = mover.emit(TAKE_COLUMNS, (found.node, ids, start, total))
     value = combined(mover, part, mover.own_sizes(index), found.names, SUM_RANKS)

@@ -166,7 +166,7 @@ def _filled(mover: Mover, node: fx.Node) -> fx.Node:
 def _slice(mover: Mover, node: fx.Node, dim: int) -> fx.Node:
     """This rank's slice of a constant."""
     size = node.meta["val"].shape[dim] // mover.ranks
-    start = mover.ctx.rank * size
+    start = mover.place * size
     return mover.emit(_aten.slice.Tensor, (node, dim, start, start + size))
 
 

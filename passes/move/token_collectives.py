@@ -47,7 +47,7 @@ def _gathered(mover: Mover, tokens: fx.Node, node: fx.Node, names: frozenset[str
     graph, ctx = mover.graph, mover.ctx
     own = tokens if tokens.meta["val"].is_contiguous() else compact(graph, tokens)
     purpose = _purpose(mover, names, gathers=True)
-    wait, sent = gather(graph, [own], ctx.group_name, purpose, ctx)
+    wait, sent = gather(graph, [own], mover.group, purpose, ctx)
     inner = list(own.meta["val"].shape[1:])
     if sent is None:
         return after_wait(call(graph, _aten.view.default, (wait, [-1, *inner])))
@@ -62,7 +62,7 @@ def combined(
     target = REDUCE_SCATTER
     if ctx.uses_p2p:
         target = EXCHANGE
-    elif combine is not SUM_RANKS or by_all_to_all(bytes_of(part.meta["val"]), ctx.group_name, ctx):
+    elif combine is not SUM_RANKS or by_all_to_all(bytes_of(part.meta["val"]), mover.group, ctx):
         target = ALL_TO_ALL
     is_static = all(isinstance(size, int) for size in part.meta["val"].shape)
     if target is ALL_TO_ALL and not is_static:
@@ -71,9 +71,7 @@ def combined(
         target = REDUCE_SCATTER
     purpose = _purpose(mover, names, gathers=False)
     own = part if part.meta["val"].is_contiguous() else compact(graph, part)
-    rows = reduce_rows(
-        graph, target, flat(graph, own), mover.ranks, ctx.group_name, purpose, combine
-    )
+    rows = reduce_rows(graph, target, flat(graph, own), mover.ranks, mover.group, purpose, combine)
     return after_wait(call(graph, _aten.view.default, (rows, list(sizes))))
 
 
