@@ -4,7 +4,8 @@ Needs: a captured step. Leaves: the step unchanged.
 
 A group begins with a weight whose rows are features of its product's result (a linear). A trial
 (``passes/move/move_activations.py``) says which other weights would have to stay too: the bias of
-the product, a gate beside it, the weight that contracts the features. The group is complete when
+the product, a gate beside it, the weight that contracts the features. A stack of experts' weights
+begins a group by expert, and another one by hidden size. The group is complete when
 the trial needs no more, in the forward and in the backward. Examples: the two linears of an MLP,
 with the first one's bias; the three of a gated MLP; a head with its bias. The table of an embedding
 is a group by itself, also where it is the head.
@@ -31,6 +32,7 @@ from passes.candidates.parameter_groups import alike
 from passes.graph.captured import Captured
 from passes.graph.fx_utils import copy_module, empty_value, fake_mode_of, is_collective
 from passes.graph.metadata import COLLECTIVE
+from passes.move.experts import ways_to_share
 from passes.move.move_activations import rewrite
 from passes.move.placed import Refused
 from passes.ops.markers import REDUCE_GRAD, reduce_grad_of, unshard_of, unshards
@@ -91,21 +93,35 @@ def find_move_groups(captured: Captured, ctx: Context) -> MoveGroups:
     readers = {unshard_of(node).name: node for node in unshards(captured.forward.graph)}
     together = [[ctx.parameters[index].name for index in own] for own in alike(ctx.parameters)]
     for names in together:
-        first = names[0]
-        is_matrix = len(ctx.parameter(first).shape) == 2 and all(one in readers for one in names)
-        if any(group.dims.get(first) == 0 for group in found) or not is_matrix:
+        if not all(one in readers for one in names):
             continue
-        is_table = any(user.target in _TABLES for user in readers[first].users)
-        if read_along(readers[first]) != 0 and not is_table:
-            continue
-        try:
-            found.append(_group(captured, ctx, together, names, decision))
-        except Refused as error:
-            refused.update(dict.fromkeys(names, error.reason))
+        dims, reason = _starts(readers[names[0]], ctx, found)
+        for dim in dims:
+            try:
+                found.append(_group(captured, ctx, together, names, dim, decision))
+            except Refused as error:
+                reason = reason or error.reason
+        if reason and not any(names[0] in group.dims for group in found):
+            refused.update(dict.fromkeys(names, reason))
     groups = _apart(found)
     if ctx.mesh_dims:
         groups += [other for one in groups if (other := _over_all(captured, ctx, one)) is not None]
     return MoveGroups(tuple(groups), refused)
+
+
+def _starts(reader: fx.Node, ctx: Context, found: Sequence[MoveGroup]) -> tuple[list[int], str]:
+    """The dimensions along which a weight may begin a group, and the reason if there are none.
+
+    ``reader``: its ``unshard``. ``found``: the groups before.
+    """
+    name = unshard_of(reader).name
+    rank = len(ctx.parameter(name).shape)
+    if rank == 3:
+        return ([], "") if any(name in group.dims for group in found) else ways_to_share(reader)
+    if rank != 2 or any(group.dims.get(name) == 0 for group in found):
+        return [], ""
+    is_table = any(user.target in _TABLES for user in reader.users)
+    return ([0] if read_along(reader) == 0 or is_table else []), ""
 
 
 def _over_all(captured: Captured, ctx: Context, group: MoveGroup) -> MoveGroup | None:
@@ -138,14 +154,17 @@ def _group(
     ctx: Context,
     together: Sequence[Sequence[str]],
     names: Sequence[str],
+    dim: int,
     decision: Decision,
 ) -> MoveGroup:
     """The group that begins with these weights of all layers; the first layer decides.
 
+    ``dim``: the dimension of these weights that the ranks share.
+
     Raises:
         Refused: there is no such group.
     """
-    chosen = {names[0]: 0}
+    chosen = {names[0]: dim}
     while True:
         _check_even(chosen, ctx, decision)
         try:

@@ -6,6 +6,7 @@ operator, in the files of this folder:
 ========================  =======================================================================
 ``products.py``           matrix products gather tokens, or become partial sums
 ``tables.py``             embeddings of shared rows; ``bags.py``: of ``EmbeddingBag``
+``experts.py``            products of stacked weights
 ``heads.py``              attention by heads
 ``pointwise.py``          pointwise operators; ``spread.py``: the local tensors that they read
 ``reductions.py``         sums, means, the largest features, and a lookup of one feature a token
@@ -29,6 +30,7 @@ from torch import Tensor, fx
 from passes.graph.fx_utils import ALL_REDUCE, WAIT, call, compact, output_node
 from passes.graph.metadata import GRADIENT_OF, RECOMPUTED
 from passes.move.bags import BAGS, bagged, element
+from passes.move.experts import STACKED, stacked
 from passes.move.heads import ATTENTIONS, attended
 from passes.move.layouts import (
     VIEWS,
@@ -72,7 +74,7 @@ class Mover:
     nodes that add it up between hosts. ``spreads``: local
     tensors in other placements. ``constants``: tensors that numbers of the graph alone make.
     ``equal``: these, and tensors of gathered weights; they are equal on all ranks.
-    ``gathered``: by local tensor, the tokens of all ranks. ``purposes``: by direction and weight,
+    ``gathered``: by local tensor, the tokens of all ranks. ``stacks``: the same of experts. ``purposes``: by direction and weight,
     the number of its collectives of tokens. ``flat_ids``: by tensor of ids, its flat form.
     ``meta``: of the original node that new nodes belong to.
     """
@@ -94,6 +96,7 @@ class Mover:
         self.gradients: dict[fx.Node, list[fx.Node]] = {}
         self.spreads: dict[tuple[Any, ...], fx.Node | None] = {}
         self.gathered: dict[fx.Node, fx.Node] = {}
+        self.stacks: dict[tuple[fx.Node, bool], fx.Node] = {}
         self.purposes: dict[tuple[bool, str], int] = {}
         self.flat_ids: dict[fx.Node, fx.Node] = {}
         self.meta: dict[str, Any] = {}
@@ -209,6 +212,8 @@ class Mover:
         if node.target in VIEWS and node.args[0] in self.partial:
             source: Any = node.args[0]
             found = self.partial[source]
+            if found.back is not None:
+                return None
             shape, sizes = list(value.shape), list(arguments_of(node)[1])
             whole, last = _kind(source), source.meta["val"].shape[-1:]
             turned = []
@@ -226,17 +231,22 @@ class Mover:
         if any(one in self.placed or _kind(one) != _kind(node) for one in node.all_input_nodes):
             return None
         parts = [self.partial[one] for one in node.all_input_nodes if one in self.partial]
+        if len({one.back for one in parts}) > 1:
+            return None
         others = [one for one in node.all_input_nodes if one not in self.partial]
         part = parts[0].part
         for other in parts[1:]:
             part = self.emit(_aten.add.Tensor, (part, other.part))
         names = frozenset(name for one in parts for name in one.names)
         others += [other for one in parts for other in one.others]
-        return PartialSum(part, parts[0].sizes, tuple(others), names)
+        return PartialSum(part, parts[0].sizes, tuple(others), names, parts[0].back)
 
     def _added_up(self, found: PartialSum, node: fx.Node) -> fx.Node:
         """The own tokens of the sum of all ranks' parts, with the local tensors added."""
-        total = combined(self, found.part, found.sizes, found.names, SUM_RANKS)
+        if found.back is not None:
+            total = found.back(self, found.part, found.names)
+        else:
+            total = combined(self, found.part, found.sizes, found.names, SUM_RANKS)
         self.totals.append(total)
         for one in found.others:
             total = self.emit(_aten.add.Tensor, (total, one))
@@ -275,6 +285,7 @@ class Mover:
 _RULES: dict[Any, Callable[[Mover, fx.Node], Placed | PartialSum | fx.Node | None]] = {
     _aten.mm.default: product,
     _aten.addmm.default: product,
+    **dict.fromkeys(STACKED, stacked),
     **dict.fromkeys(VIEWS, viewed),
     **dict.fromkeys(ATTENTIONS, attended),
     _aten.split.Tensor: split,
