@@ -2,7 +2,7 @@
 
 Needs: a captured step. Leaves: the step unchanged.
 
-A group begins with a weight whose rows are features of its product's result (a linear). A trial
+A group begins with a weight whose rows, or columns, are features of its product's result. A trial
 (``passes/move/move_activations.py``) says which other weights would have to stay too: the bias of
 the product, a gate beside it, the weight that contracts the features. A stack of experts' weights
 begins a group by expert, and another one by hidden size. The group is complete when
@@ -118,10 +118,11 @@ def _starts(reader: fx.Node, ctx: Context, found: Sequence[MoveGroup]) -> tuple[
     rank = len(ctx.parameter(name).shape)
     if rank == 3:
         return ([], "") if any(name in group.dims for group in found) else ways_to_share(reader)
-    if rank != 2 or any(group.dims.get(name) == 0 for group in found):
-        return [], ""
     is_table = any(user.target in _TABLES for user in reader.users)
-    return ([0] if read_along(reader) == 0 or is_table else []), ""
+    along = 0 if is_table else read_along(reader)
+    if rank != 2 or along is None or any(group.dims.get(name) == along for group in found):
+        return [], ""
+    return [along], ""
 
 
 def _over_all(captured: Captured, ctx: Context, group: MoveGroup) -> MoveGroup | None:

@@ -74,8 +74,9 @@ class Mover:
     nodes that add it up between hosts. ``spreads``: local
     tensors in other placements. ``constants``: tensors that numbers of the graph alone make.
     ``equal``: these, and tensors of gathered weights; they are equal on all ranks.
-    ``gathered``: by local tensor, the tokens of all ranks. ``stacks``: the same of experts. ``purposes``: by direction and weight,
-    the number of its collectives of tokens. ``flat_ids``: by tensor of ids, its flat form.
+    ``gathered``: by local tensor, the tokens of all ranks. ``stacks``: the same of experts.
+    ``purposes``: by direction and weight, the number of its collectives of tokens. ``flat_ids``:
+    by tensor of ids, its flat form.
     ``meta``: of the original node that new nodes belong to.
     """
 

@@ -6,7 +6,7 @@ Gathered tokens are gathered once. Constants are repeated, not gathered.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -136,7 +136,10 @@ def added_stack(mover: Mover, part: fx.Node, names: frozenset[str]) -> fx.Node:
 
 #: By number of dimensions, and by the dimensions of tokens and features: how the own tokens of a
 #: stack come back, by expert and by hidden size.
-STACKS = {(3, 1, 0): stack_of_own_tokens, (3, 1, 2): added_stack}
+STACKS: dict[tuple[int, int | None, int], Callable[[Mover, fx.Node, frozenset[str]], fx.Node]] = {
+    (3, 1, 0): stack_of_own_tokens,
+    (3, 1, 2): added_stack,
+}
 
 
 def _exchanged(
