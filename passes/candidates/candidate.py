@@ -170,7 +170,7 @@ def rows_of(
     rows = []
     for p, decision in zip(ctx.parameters, decisions, strict=True):
         split = sliced.get(p.name, Split(p.name, 1))
-        saved_bytes = p.state_bytes(1) - p.state_bytes(ctx.cut(decision).ranks)
+        saved_bytes = p.state_bytes(1) - p.state_bytes(ctx.cut(decision).ranks, dims.get(p.name, 0))
         rows.append(
             ParameterPlan(
                 **split._asdict(),

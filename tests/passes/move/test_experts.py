@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from passes.annotate.training_state import shard_bytes
+from passes.candidates.candidate import Stays, rows_of
 from passes.candidates.move_groups import find_move_groups
 from passes.capture.captured_step import lay_out
 from passes.graph.metadata import COLLECTIVE
 from passes.pipeline import default_passes
 from passes.types.decision import Decision
+from passes.types.plan import Plan
 from tests.passes.capture.test_captured_step import Training, decided
 from tests.passes.captures import capture_step
 from tests.passes.move.test_move_activations import check_training, collectives
@@ -113,6 +116,22 @@ def test_by_expert_where_the_ranks_divide_them_and_else_by_hidden_size() -> None
     assert group.dims == {**BY_HIDDEN, "gate": 2}
     (group,) = found_of(Experts("turned"), 8)[0].groups
     assert group.dims == {"up": 1, "down": 2}
+
+
+def test_the_state_of_a_rank_is_its_part_along_the_dimension() -> None:
+    """Eight ranks have an eighth of each of four experts."""
+    _, _, ctx = found_of(Experts(), 8)
+    plan = decided(ctx, Decision.SHARD_REGATHER).tensor_parallel(BY_HIDDEN)
+    parts = {one.name: shard_bytes(ctx, plan, one) for one in ctx.parameters}
+    assert parts["up"] == parts["down"] == 4 * (4 * 6 * 8) // 8
+    rows = rows_of(ctx, [row.decision for row in plan.parameters], stays=_stays(plan))
+    saved = {row.name: row.saved_bytes for row in rows}
+    assert saved["up"] == 4 * 4 * (4 * 6 * 8) * 7 // 8  # with its gradient and Adam's state
+
+
+def _stays(plan: Plan) -> list[Stays]:
+    rows = enumerate(plan.parameters)
+    return [Stays(n, row.name, row.dim) for n, row in rows if row.name in plan.moved]
 
 
 class Other(nn.Module):
