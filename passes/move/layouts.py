@@ -165,7 +165,7 @@ def fused(mover: Mover, node: fx.Node) -> Refused:
     """The error for parts of the sliced features, as of fused queries, keys and values.
 
     A rank would hold some columns of each part. Checkpoints of torch describe no such shard:
-    they refuse ``_StridedShard`` on a mesh of one dimension (2.13 to 2.15).
+    they refuse ``_StridedShard`` on a mesh of one dimension (2.13, 2.15).
     """
     return mover.refused(
         node,
