@@ -85,8 +85,8 @@ DESCRIBED: dict[str, Described] = {
         "reading_a_plan.md#slices",
     ),
     "tensor_parallel": Described(
-        "`True`: the planner may leave the weights of an MLP, attention, an embedding or a head "
-        "where they are, and move activations; "
+        "`True`: the planner may leave the weights of an MLP, attention, an embedding, a head "
+        "or stacked experts where they are, and move activations; "
         "or a list of names of such parameters, such as `['blocks.*.up.weight']`",
         "`False`: all weights move",
         "moving_activations.md",

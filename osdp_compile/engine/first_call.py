@@ -62,7 +62,7 @@ from osdp_compile.tracking.other_models import OtherModels, other_models
 from osdp_compile.tracking.pending_model import PendingModel, end_waiting
 from osdp_compile.tracking.session import Session, base_parts, remember, session_for
 from osdp_compile.tracking.uncovered import compiled_models
-from passes.annotate.training_state import held_between_steps
+from passes.annotate.training_state import held_between_steps, shard_bytes
 from passes.graph.captured import Captured
 from passes.pipeline import Pass, default_passes, validate
 from passes.types.context import Context
@@ -354,7 +354,7 @@ def _watch(session: Session, parameters: Sequence[nn.Parameter], counted_bytes: 
     """
     ctx, plan = session.context, session.plan
     trained = [
-        (parameter, one.shard_bytes(ctx.cut(plan.decision(one.name)).ranks))
+        (parameter, shard_bytes(ctx, plan, one))
         for one, parameter in zip(ctx.parameters, parameters, strict=True)
         if one.requires_grad
     ]

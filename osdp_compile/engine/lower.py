@@ -25,6 +25,7 @@ from osdp_compile.errors import OsdpError
 from osdp_compile.model.find_modules import marked_name, placeholders, static_inputs
 from osdp_compile.planning.capture import partitioned
 from osdp_compile.runtime.collectives import backend_of
+from osdp_compile.runtime.eager_markers import group_of
 from osdp_compile.tracking.larger_inputs import GrowingPeak, of_symbolic_size, symbols_of
 from osdp_compile.tracking.memory_watch import GraphInput, watched
 from osdp_compile.tracking.profiler_ranges import ranges_of
@@ -119,7 +120,7 @@ def lower(
     def gathering(*given: Any) -> Any:
         return _lowered(spare, given, session, compile_inner, observe, lowering)[0]
 
-    group = mesh.get_group()
+    group = group_of(session.context.group_name)
     if backend_of(group, mesh.device_type) == "fake":
         return compiled
     return agreeing(compiled, lowering.key, gathering, group, torch.device(mesh.device_type))

@@ -216,7 +216,7 @@ def _local_rows(full: Tensor, cut: ShardLayout) -> Tensor:
 def placements_of(decision: Decision, mesh: DeviceMesh, dim: int = 0) -> list[Shard | Replicate]:
     """A parameter's placement on each dimension of the mesh; ``dim``: its sharded dimension."""
     if decision.within_host:
-        return [Replicate(), Shard(0)]
+        return [Replicate(), Shard(dim)]
     return [Shard(dim) if decision.sharded else Replicate()] * mesh.ndim
 
 

@@ -59,7 +59,8 @@ def shape_text(shape: Sequence[int]) -> str:
 def decided(row: ParameterPlan) -> str:
     """The text of a decision, with its slices."""
     if row.moves is Moves.ACTIVATIONS:
-        return f"tensor parallel, along {row.dim}"
+        within = " within host" if row.decision.within_host else ""
+        return f"tensor parallel{within}, along {row.dim}"
     text = row.decision.text
     if row.slices == 1:
         return text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from passes.annotate.owner_ranks import orthogonal_bytes, orthogonal_seconds
-from passes.types.context import Context
+from passes.types.context import Context, Parameter
 from passes.types.plan import Plan
 
 #: Reduced gradients of earlier backwards; a backward adds its own to them.
@@ -11,6 +11,12 @@ EARLIER_GRADIENTS = "earlier gradients"
 #: Bytes held by other models of the process.
 OTHER_MODELS = "other models"
 LIBRARIES = "libraries"
+
+
+def shard_bytes(ctx: Context, plan: Plan, parameter: Parameter) -> int:
+    """Bytes of a parameter's largest shard in a plan."""
+    row = plan[parameter.name]
+    return parameter.shard_bytes(ctx.cut(row.decision).ranks, row.dim)
 
 
 def state_bytes(ctx: Context, plan: Plan) -> dict[str, int]:
@@ -21,7 +27,7 @@ def state_bytes(ctx: Context, plan: Plan) -> dict[str, int]:
     """
     total = {"parameters": 0, "gradients": 0, "optimizer": 0}
     for parameter in ctx.parameters:
-        local = parameter.shard_bytes(ctx.cut(plan.decision(parameter.name)).ranks)
+        local = shard_bytes(ctx, plan, parameter)
         total["parameters"] += local
         if parameter.requires_grad:
             total["gradients"] += local
@@ -46,11 +52,7 @@ def optimizer_temporary_bytes(ctx: Context, plan: Plan) -> int:
     Muon's whole matrices count beside it.
     """
     largest_bytes = max(
-        (
-            p.shard_bytes(ctx.cut(plan.decision(p.name)).ranks)
-            for p in ctx.parameters
-            if p.requires_grad
-        ),
+        (shard_bytes(ctx, plan, p) for p in ctx.parameters if p.requires_grad),
         default=0,
     )
     return 2 * largest_bytes + orthogonal_bytes(ctx.parameters, ctx.world_size)

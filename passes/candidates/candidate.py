@@ -19,11 +19,13 @@ class Stays(NamedTuple):
     """A parameter that stays where it is while activations move.
 
     ``place``: its index in the context's parameters. ``dim``: the dimension that the ranks share.
+    ``decision``: the ranks that share it: all of them, or those of a host.
     """
 
     place: int
     name: str
     dim: int
+    decision: Decision = Decision.SHARD_REGATHER
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Candidate:
 
     ``decisions``: of every parameter, in the context's order. ``bucket_bytes``: the bucket size.
     ``recompute``, ``also_save``, ``splits``: as in :class:`passes.types.plan.Plan`.
-    ``stays``: the parameters that stay where they are. They are sharded over all ranks and run
+    ``stays``: the parameters that stay where they are. They have the decisions given there and run
     whole, whatever decision or slices a change gives them.
     """
 
@@ -58,7 +60,7 @@ class Candidate:
             return made
         decisions = list(made.decisions)
         for one in made.stays:
-            decisions[one.place] = Decision.SHARD_REGATHER
+            decisions[one.place] = one.decision
         names = {one.name for one in made.stays}
         splits = tuple(one for one in made.splits if not {one.name, one.like} & names)
         return dataclasses.replace(made, decisions=tuple(decisions), splits=splits)
@@ -74,15 +76,19 @@ class Candidate:
         others = [one for one in self.stays if one.name not in group.dims]
         if activations:
             others += [
-                Stays(index, one.name, group.dims[one.name])
+                Stays(index, one.name, group.dims[one.name], group.decision)
                 for index, one in enumerate(ctx.parameters)
                 if one.name in group.dims
             ]
-        return self.replace(stays=tuple(sorted(others)))
+        return self.replace(stays=tuple(sorted(others, key=lambda one: one.place)))
 
     def moves(self, group: MoveGroup) -> bool:
-        """Whether activations move to a group."""
-        return any(one.name in group.dims for one in self.stays)
+        """Whether activations move to a group, on the ranks of the group."""
+        return self.moves_on(group) == group.decision
+
+    def moves_on(self, group: MoveGroup) -> Decision | None:
+        """The decision on a group's weights while activations move to them; None: they do not."""
+        return next((one.decision for one in self.stays if one.name in group.dims), None)
 
     def deciding(self, changes: Iterable[tuple[int, Decision]], ctx: Context) -> Candidate:
         """The same with other decisions for some parameters, by index.
@@ -164,7 +170,7 @@ def rows_of(
     rows = []
     for p, decision in zip(ctx.parameters, decisions, strict=True):
         split = sliced.get(p.name, Split(p.name, 1))
-        saved_bytes = p.state_bytes(1) - p.state_bytes(ctx.cut(decision).ranks)
+        saved_bytes = p.state_bytes(1) - p.state_bytes(ctx.cut(decision).ranks, dims.get(p.name, 0))
         rows.append(
             ParameterPlan(
                 **split._asdict(),

@@ -2,9 +2,10 @@
 
 Needs: a captured step. Leaves: the step unchanged.
 
-A group begins with a weight whose rows are features of its product's result (a linear). A trial
+A group begins with a weight whose rows, or columns, are features of its product's result. A trial
 (``passes/move/move_activations.py``) says which other weights would have to stay too: the bias of
-the product, a gate beside it, the weight that contracts the features. The group is complete when
+the product, a gate beside it, the weight that contracts the features. A stack of experts' weights
+begins a group by expert, and another one by hidden size. The group is complete when
 the trial needs no more, in the forward and in the backward. Examples: the two linears of an MLP,
 with the first one's bias; the three of a gated MLP; a head with its bias. The table of an embedding
 is a group by itself, also where it is the head.
@@ -12,6 +13,9 @@ No weight is in two groups: of groups that share one, the one counts that sends 
 weights.
 
 Layers whose names differ only in a number have the same groups.
+
+With hosts of several ranks (``ctx.mesh_dims``), groups are found for the ranks of a host. Each
+stands twice where all ranks can share it too: within hosts, and over all ranks.
 """
 
 from __future__ import annotations
@@ -28,11 +32,13 @@ from passes.candidates.parameter_groups import alike
 from passes.graph.captured import Captured
 from passes.graph.fx_utils import copy_module, empty_value, fake_mode_of, is_collective
 from passes.graph.metadata import COLLECTIVE
+from passes.move.experts import ways_to_share
 from passes.move.move_activations import rewrite
 from passes.move.placed import Refused
 from passes.ops.markers import REDUCE_GRAD, reduce_grad_of, unshard_of, unshards
 from passes.split.split_rules import read_along
 from passes.types.context import Context
+from passes.types.decision import Decision
 
 _TABLES = {torch.ops.aten.embedding.default, torch.ops.aten._embedding_bag.default}
 #: The most weights and biases of a layer in one group: attention with biases has seven.
@@ -46,11 +52,13 @@ class MoveGroup:
     ``layers``: for each layer, the names and the dimension that the ranks share.
     ``weight_bytes``: of the weights of a layer.
     ``token_bytes``: that a rank sends in a step for a layer, if activations move.
+    ``decision``: the ranks that share the weights: all of them, or those of a host.
     """
 
     layers: tuple[tuple[tuple[str, int], ...], ...]
     weight_bytes: int
     token_bytes: int
+    decision: Decision = Decision.SHARD_REGATHER
 
     @functools.cached_property
     def dims(self) -> dict[str, int]:
@@ -65,27 +73,70 @@ class MoveGroups:
     groups: tuple[MoveGroup, ...] = ()
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
+    @property
+    def by_weights(self) -> list[list[MoveGroup]]:
+        """The groups, those of the same weights together."""
+        found: dict[tuple[tuple[tuple[str, int], ...], ...], list[MoveGroup]] = {}
+        for group in self.groups:
+            found.setdefault(group.layers, []).append(group)
+        return list(found.values())
+
 
 def find_move_groups(captured: Captured, ctx: Context) -> MoveGroups:
-    """All move groups of a step, in the order of the parameters."""
+    """All move groups of a step, in the order of the parameters.
+
+    With hosts, the groups within hosts come first.
+    """
+    decision = Decision.SHARD_HOST_REGATHER if ctx.mesh_dims else Decision.SHARD_REGATHER
     found: list[MoveGroup] = []
     refused: dict[str, str] = {}
     readers = {unshard_of(node).name: node for node in unshards(captured.forward.graph)}
     together = [[ctx.parameters[index].name for index in own] for own in alike(ctx.parameters)]
     for names in together:
-        first = names[0]
-        is_matrix = len(ctx.parameter(first).shape) == 2 and all(one in readers for one in names)
-        if any(group.dims.get(first) == 0 for group in found) or not is_matrix:
+        if not all(one in readers for one in names):
             continue
-        is_table = any(user.target in _TABLES for user in readers[first].users)
-        if read_along(readers[first]) != 0 and not is_table:
-            continue
-        try:
-            found.append(_group(captured, ctx, together, names))
-        except Refused as error:
-            refused.update(dict.fromkeys(names, error.reason))
+        dims, reason = _starts(readers[names[0]], ctx, found)
+        for dim in dims:
+            try:
+                found.append(_group(captured, ctx, together, names, dim, decision))
+            except Refused as error:
+                reason = reason or error.reason
+        if reason and not any(names[0] in group.dims for group in found):
+            refused.update(dict.fromkeys(names, reason))
     groups = _apart(found)
+    if ctx.mesh_dims:
+        groups += [other for one in groups if (other := _over_all(captured, ctx, one)) is not None]
     return MoveGroups(tuple(groups), refused)
+
+
+def _starts(reader: fx.Node, ctx: Context, found: Sequence[MoveGroup]) -> tuple[list[int], str]:
+    """The dimensions along which a weight may begin a group, and the reason if there are none.
+
+    ``reader``: its ``unshard``. ``found``: the groups before.
+    """
+    name = unshard_of(reader).name
+    rank = len(ctx.parameter(name).shape)
+    if rank == 3:
+        return ([], "") if any(name in group.dims for group in found) else ways_to_share(reader)
+    is_table = any(user.target in _TABLES for user in reader.users)
+    along = 0 if is_table else read_along(reader)
+    if rank != 2 or along is None or any(group.dims.get(name) == along for group in found):
+        return [], ""
+    return [along], ""
+
+
+def _over_all(captured: Captured, ctx: Context, group: MoveGroup) -> MoveGroup | None:
+    """A group within hosts as one that all ranks share; None: they cannot."""
+    decision = Decision.SHARD_REGATHER
+    first = dict(group.layers[0])
+    try:
+        _check_even(first, ctx, decision)
+        token_bytes = _trial(captured, ctx, first, decision)
+        if len(group.layers) > 1:
+            _trial(captured, ctx, group.dims, decision)
+    except Refused:
+        return None
+    return dataclasses.replace(group, token_bytes=token_bytes, decision=decision)
 
 
 def _apart(found: Sequence[MoveGroup]) -> list[MoveGroup]:
@@ -100,18 +151,25 @@ def _apart(found: Sequence[MoveGroup]) -> list[MoveGroup]:
 
 
 def _group(
-    captured: Captured, ctx: Context, together: Sequence[Sequence[str]], names: Sequence[str]
+    captured: Captured,
+    ctx: Context,
+    together: Sequence[Sequence[str]],
+    names: Sequence[str],
+    dim: int,
+    decision: Decision,
 ) -> MoveGroup:
     """The group that begins with these weights of all layers; the first layer decides.
+
+    ``dim``: the dimension of these weights that the ranks share.
 
     Raises:
         Refused: there is no such group.
     """
-    chosen = {names[0]: 0}
+    chosen = {names[0]: dim}
     while True:
-        _check_even(chosen, ctx)
+        _check_even(chosen, ctx, decision)
         try:
-            _, token_bytes = _trial(captured, ctx, chosen)
+            token_bytes = _trial(captured, ctx, chosen, decision)
             break
         except Refused as error:
             more = {name: dim for name, dim in error.needs if name not in chosen}
@@ -126,41 +184,41 @@ def _group(
         for place in range(len(names))
     )
     weight_bytes = sum(ctx.parameter(name).full_bytes for name in chosen)
-    found = MoveGroup(layers, weight_bytes, token_bytes)
+    found = MoveGroup(layers, weight_bytes, token_bytes, decision)
     if len(layers) > 1:
-        _trial(captured, ctx, found.dims)
+        _trial(captured, ctx, found.dims, decision)
     return found
 
 
-def _check_even(dims: Mapping[str, int], ctx: Context) -> None:
+def _check_even(dims: Mapping[str, int], ctx: Context, decision: Decision) -> None:
+    ranks = ctx.cut(decision).ranks
     for name, dim in dims.items():
         size = ctx.parameter(name).shape[dim]
-        if size % ctx.world_size:
-            raise Refused(f"{ctx.world_size} ranks do not divide the {size} of {name}")
+        if size % ranks:
+            raise Refused(f"{ranks} ranks do not divide the {size} of {name}")
 
 
-def _trial(
-    captured: Captured, ctx: Context, dims: Mapping[str, int]
-) -> tuple[list[fx.GraphModule], int]:
-    """Both graphs with activations that move, and the bytes that a rank sends for them.
+def _trial(captured: Captured, ctx: Context, dims: Mapping[str, int], decision: Decision) -> int:
+    """The bytes that a rank sends for activations that move to these weights.
 
     Raises:
         Refused: an operator has no rule.
     """
     graphs = [copy_module(captured.forward), copy_module(captured.backward)]
     for gm in graphs:
-        _set_shards(gm.graph, ctx, dims)
-    rewrite(graphs, dims, ctx)
+        _set_shards(gm.graph, ctx, dims, decision)
+    layout = ctx.cut(decision)
+    rewrite(graphs, dims, ctx, layout)
     full_bytes = sum(
         collective_full_bytes(node)
         for gm in graphs
         for node in gm.graph.nodes
         if is_collective(node) and COLLECTIVE.of(node).tokens
     )
-    return graphs, full_bytes * (ctx.world_size - 1) // ctx.world_size
+    return full_bytes * (layout.ranks - 1) // layout.ranks
 
 
-def _set_shards(graph: fx.Graph, ctx: Context, dims: Mapping[str, int]) -> None:
+def _set_shards(graph: fx.Graph, ctx: Context, dims: Mapping[str, int], decision: Decision) -> None:
     """Give the parameters the shapes of their shards."""
     shards = {unshard_of(node).shard: unshard_of(node).name for node in unshards(graph)}
     for node in graph.find_nodes(op="call_function", target=REDUCE_GRAD):
@@ -169,5 +227,5 @@ def _set_shards(graph: fx.Graph, ctx: Context, dims: Mapping[str, int]) -> None:
         for shard, name in shards.items():
             if name in dims:
                 local = list(ctx.parameter(name).shape)
-                local[dims[name]] //= ctx.world_size
+                local[dims[name]] //= ctx.cut(decision).ranks
                 shard.meta["val"] = empty_value(shard.meta["val"], local)

@@ -40,7 +40,7 @@ def bagged(mover: Mover, node: fx.Node) -> Placed | None:
         return None  # the bags of ids are read here too
     part, total = found.node.meta["val"].shape[0], table.meta["val"].shape[0]
     everything = _of_all(mover, node, ids, offsets, found.names)
-    args = (found.node, *everything, mover.ranks, mover.ctx.rank * part, total)
+    args = (found.node, *everything, mover.ranks, mover.place * part, total)
     return found.of(mover.emit(TAKE_BAGS, (*args, options.get("mode", _SUM) == _MEAN)))
 
 
@@ -80,7 +80,7 @@ def put_in_bags(mover: Mover, put: fx.Node, node: fx.Node, names: frozenset[str]
     rows = put.meta["val"].shape[0] // mover.ranks
     args = (*everything, all_tokens(mover, gradient, node, names), mover.ranks)
     is_mean = options.get("mode", _SUM) == _MEAN
-    return mover.emit(PUT_BAGS, (*args, mover.ctx.rank * rows, rows, is_mean))
+    return mover.emit(PUT_BAGS, (*args, mover.place * rows, rows, is_mean))
 
 
 def _options(node: fx.Node, first: int, names: tuple[str, ...]) -> dict[str, Any]:

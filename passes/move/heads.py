@@ -124,8 +124,10 @@ def _before(node: fx.Node, dim: int) -> tuple[fx.Node, int] | None:
     """The input, and its dimension, that a dimension of a result comes from; None: none."""
     source: Any = node.args[0] if node.args else None
     rank = node.meta["val"].dim()
-    if node.target in PRODUCTS:
+    if node.target in PRODUCTS or node.target is _aten.baddbmm.default:
         last = operands_of(node)[-1]
+        if dim == 0 and rank == 3:
+            return last, 0
         return (last, last.meta["val"].dim() - 1) if dim == rank - 1 else None
     if node.target is _aten.permute.default:
         return source, permuted_dims(node)[dim]

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from passes.graph.fx_utils import always_equal
-from passes.move.placed import Placed
+from passes.move.placed import Placed, Refused
 from passes.move.spread import is_filled, named
 from passes.split.split_rules import arguments_of, permuted_dims
 
@@ -65,7 +65,8 @@ def viewed(mover: Mover, node: fx.Node) -> Placed:
     if features is None or not is_outer or (found.tokens == 0 and features == 0):
         raise mover.refused(node, f"{named(node)} mixes tokens and features")
     if shape[features] % mover.ranks:
-        reason = f"{mover.ranks} ranks do not divide the {shape[features]} heads of {named(node)}"
+        size = shape[features]
+        reason = f"{mover.ranks} ranks do not divide the {size} heads, or parts, of {named(node)}"
         raise mover.refused(node, reason)
     sizes = [size if isinstance(size, int) else sizes[dim] for dim, size in enumerate(shape)]
     sizes[features] = shape[features] // mover.ranks
@@ -153,9 +154,24 @@ def split(mover: Mover, node: fx.Node) -> Placed | None:
     """
     source, size, *rest = arguments_of(node)
     found, dim = mover.placed[source], (rest[0] if rest else 0) % source.meta["val"].dim()
+    if dim == found.features and not found.is_weight:
+        raise fused(mover, node)
     if dim in (found.tokens, found.features):
         return None
     return found.of(mover.emit(node.target, (found.node, size, dim)))
+
+
+def fused(mover: Mover, node: fx.Node) -> Refused:
+    """The error for parts of the sliced features, as of fused queries, keys and values.
+
+    A rank would hold some columns of each part. Checkpoints of torch describe no such shard:
+    they refuse ``_StridedShard`` on a mesh of one dimension (2.13, 2.15).
+    """
+    return mover.refused(
+        node,
+        f"{named(node)} takes parts of one product, as queries, keys and values of a fused weight: "
+        "no checkpoint describes a shard of each part",
+    )
 
 
 def element_of(mover: Mover, node: fx.Node) -> Placed:
@@ -172,7 +188,11 @@ def sliced(mover: Mover, node: fx.Node) -> Placed:
     found, rank = mover.placed.get(source), node.meta["val"].dim()
     zeros = sources[0] if len(sources) == 2 else None
     is_whole = zeros is None or (zeros.target is _aten.full.default and is_filled(zeros))
-    if found is None or not is_whole or dim % rank in (found.tokens, found.features):
+    if found is None:
+        raise mover.refused(node, f"{named(node)} has no rule for these places")
+    if found.tokens is not None and zeros is None and dim % rank == found.features:
+        raise fused(mover, node)
+    if not is_whole or dim % rank in (found.tokens, found.features):
         raise mover.refused(node, f"{named(node)} has no rule for this dimension")
     if zeros is None:
         return found.of(mover.emit(node.target, (found.node, *node.args[1:])))

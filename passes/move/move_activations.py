@@ -22,10 +22,14 @@ After (N ranks)::
     dv = mm(DY.t(), gelu(h)) / N
 
 Weights, and gradients of weights, do not travel. A gradient of a weight is the sum over the tokens
-of all ranks, divided by N: the mean over ranks, as of a gradient that is reduced. Tokens that the
-backward needs again are saved as the rank's own, and gathered again.
+of all ranks, divided by N: the mean over ranks, as of a gradient that is reduced.
 
-The gradients of weights stand behind the next partial sum, so that the ranks add it up meanwhile.
+Within hosts (``shard_host_regather``), the N ranks are those of a host, and every host has the
+weights whole. The sums of the hosts are all-reduced between them, divided by the number of all
+ranks. Weights of each kind are moved by a walk of their own.
+
+Tokens that the backward needs again are saved as the rank's own, and gathered again. The gradients
+of weights stand behind the next partial sum, so that the ranks add it up meanwhile.
 
 The walk gives every tensor a placement (``passes/move/move_rules.py``). Where an operator has no
 rule, the weights that lead to it are not moved in these graphs, and the walk begins again without
@@ -48,17 +52,15 @@ from passes.move.move_rules import Mover
 from passes.move.placed import Placed, Refused
 from passes.ops.markers import unshard_of, unshards
 from passes.types.context import Context, Phase
+from passes.types.decision import DECISIONS, Decision
+from passes.types.shard_layout import ShardLayout
 
 
 def move(step: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Move activations in a step. See the module's docstring."""
     if not ctx.plan.moved or not ctx.moves_activations:
         return step
-    forward, backward = graphs_of(step)
-    chosen, refused = _movable([forward, backward], ctx)
-    NOT_MOVED.set(step, refused)
-    if chosen:
-        rewrite([forward, backward], chosen, ctx)
+    NOT_MOVED.set(step, _move(list(graphs_of(step)), ctx))
     return step
 
 
@@ -66,21 +68,35 @@ def move_inference(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Move activations in the graph of an inference; other graphs stay as they are."""
     if ctx.phase is not Phase.INFERENCE or not ctx.plan.moved or not ctx.moves_activations:
         return gm
-    chosen, refused = _movable([gm], ctx)
-    NOT_MOVED.set(gm, refused)
-    if chosen:
-        rewrite([gm], chosen, ctx)
+    NOT_MOVED.set(gm, _move([gm], ctx))
     return gm
 
 
-def _movable(graphs: list[fx.GraphModule], ctx: Context) -> tuple[dict[str, int], dict[str, str]]:
-    """The parameters to move, with their dimensions; and the reasons of the others."""
+def _move(graphs: list[fx.GraphModule], ctx: Context) -> dict[str, str]:
+    """Move activations as the plan says; returns the reasons of the weights that are not moved."""
+    refused: dict[str, str] = {}
+    for decision in DECISIONS:
+        chosen, others = _movable(graphs, ctx, decision)
+        refused |= others
+        if chosen:
+            rewrite(graphs, chosen, ctx, ctx.cut(decision))
+    return refused
+
+
+def _movable(
+    graphs: list[fx.GraphModule], ctx: Context, decision: Decision
+) -> tuple[dict[str, int], dict[str, str]]:
+    """The parameters to move, with their dimensions; and the reasons of the others.
+
+    ``decision``: of these parameters. So the same ranks share all of them.
+    """
     read = {unshard_of(node).name for gm in graphs for node in unshards(gm.graph)}
-    chosen = {name: ctx.plan[name].dim for name in sorted(read & ctx.plan.moved)}
+    moved = [name for name in sorted(read & ctx.plan.moved) if ctx.plan.decision(name) == decision]
+    chosen = {name: ctx.plan[name].dim for name in moved}
     refused: dict[str, str] = {}
     while chosen:
         try:
-            rewrite([copy_module(gm) for gm in graphs], chosen, ctx)
+            rewrite([copy_module(gm) for gm in graphs], chosen, ctx, ctx.cut(decision))
             break
         except Refused as error:
             for name in error.names & chosen.keys():
@@ -89,10 +105,12 @@ def _movable(graphs: list[fx.GraphModule], ctx: Context) -> tuple[dict[str, int]
     return chosen, refused
 
 
-def rewrite(graphs: list[fx.GraphModule], dims: Mapping[str, int], ctx: Context) -> None:
+def rewrite(
+    graphs: list[fx.GraphModule], dims: Mapping[str, int], ctx: Context, layout: ShardLayout
+) -> None:
     """Move activations to these parameters, in a forward and its backward or in one graph.
 
-    ``dims``: the sharded dimension of each parameter.
+    ``dims``: the sharded dimension of each parameter. ``layout``: the ranks that share them.
 
     Raises:
         Refused: naming the operator without a rule. The graphs are then half rewritten.
@@ -101,7 +119,7 @@ def rewrite(graphs: list[fx.GraphModule], dims: Mapping[str, int], ctx: Context)
     if len(graphs) == 2:
         given = graphs[1].graph.find_nodes(op="placeholder")
         saved_count = sum(not node.name.startswith("tangents") for node in given)
-    first = Mover(graphs[0].graph, dims, ctx, {})
+    first = Mover(graphs[0].graph, dims, ctx, {}, layout)
     first.run()
     saved = _return(first, saved_count)
     _remove_unused(first)
@@ -117,7 +135,7 @@ def rewrite(graphs: list[fx.GraphModule], dims: Mapping[str, int], ctx: Context)
             own.meta = {**node.meta, "val": placed.node.meta["val"]}
             SAVES.set(own, placed.node.name)
             inputs[node] = placed.of(own)
-    second = Mover(backward, dims, ctx, inputs)
+    second = Mover(backward, dims, ctx, inputs, layout)
     second.run()
     _return(second, 0)
     for node in inputs:
@@ -147,7 +165,7 @@ def _sink_gradients(mover: Mover) -> None:
             continue
         anchor = min(later, key=order.__getitem__)
         place = last_moved.get(anchor, anchor)
-        for node in sorted(own, key=order.__getitem__):
+        for node in [*sorted(own, key=order.__getitem__), *mover.gradients[gradient]]:
             place.append(node)
             place = node
         last_moved[anchor] = place

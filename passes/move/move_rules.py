@@ -6,6 +6,7 @@ operator, in the files of this folder:
 ========================  =======================================================================
 ``products.py``           matrix products gather tokens, or become partial sums
 ``tables.py``             embeddings of shared rows; ``bags.py``: of ``EmbeddingBag``
+``experts.py``            products of stacked weights
 ``heads.py``              attention by heads
 ``pointwise.py``          pointwise operators; ``spread.py``: the local tensors that they read
 ``reductions.py``         sums, means, the largest features, and a lookup of one feature a token
@@ -26,9 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.graph.fx_utils import call, compact, output_node
+from passes.graph.fx_utils import ALL_REDUCE, WAIT, call, compact, output_node
 from passes.graph.metadata import GRADIENT_OF, RECOMPUTED
 from passes.move.bags import BAGS, bagged, element
+from passes.move.experts import STACKED, stacked
 from passes.move.heads import ATTENTIONS, attended
 from passes.move.layouts import (
     VIEWS,
@@ -50,9 +52,11 @@ from passes.move.tables import embedded, table_gradient
 from passes.move.token_collectives import combined
 from passes.ops.markers import REDUCE_GRAD, UNSHARD, reduce_grad_of, unshard_of
 from passes.ops.packing import SUM_RANKS
-from passes.shard.lower_markers import cast
+from passes.shard.lower_markers import cast, cast_after_wait, start_collective
 from passes.split.split_rules import arguments_of
 from passes.types.context import Context
+from passes.types.plan import Collective
+from passes.types.shard_layout import ShardLayout
 
 _aten = torch.ops.aten
 #: Metadata of a node that its placed form inherits.
@@ -63,12 +67,16 @@ class Mover:
     """The rewriting of one graph.
 
     ``placed``: by node of the original graph, its placed form. ``partial``: its partial sum.
-    ``dims``: by parameter, the dimension that the ranks share. ``totals``: the sums of partial
-    sums, in graph order. ``gradients``: the gradients of weights that stay. ``spreads``: local
+    ``dims``: by parameter, the dimension that the ranks share. ``ranks``: their number; ``place``:
+    this rank's index among them; ``group``: their process group. ``between``: the process group of
+    the ranks with the same parts on other hosts; "": there are none. ``totals``: the sums of
+    partial sums, in graph order. ``gradients``: the gradients of weights that stay, each with the
+    nodes that add it up between hosts. ``spreads``: local
     tensors in other placements. ``constants``: tensors that numbers of the graph alone make.
     ``equal``: these, and tensors of gathered weights; they are equal on all ranks.
-    ``gathered``: by local tensor, the tokens of all ranks. ``purposes``: by direction and weight,
-    the number of its collectives of tokens. ``flat_ids``: by tensor of ids, its flat form.
+    ``gathered``: by local tensor, the tokens of all ranks. ``stacks``: the same of experts.
+    ``purposes``: by direction and weight, the number of its collectives of tokens. ``flat_ids``:
+    by tensor of ids, its flat form.
     ``meta``: of the original node that new nodes belong to.
     """
 
@@ -78,15 +86,18 @@ class Mover:
         dims: Mapping[str, int],
         ctx: Context,
         inputs: Mapping[fx.Node, Placed],
+        layout: ShardLayout,
     ) -> None:
         self.graph, self.dims, self.ctx = graph, dims, ctx
-        self.ranks = ctx.world_size
+        self.ranks, self.place, self.group = layout.ranks, layout.place, layout.group_name
+        self.between = layout.between
         self.placed: dict[fx.Node, Placed] = dict(inputs)
         self.partial: dict[fx.Node, PartialSum] = {}
         self.totals: list[fx.Node] = []
-        self.gradients: list[fx.Node] = []
+        self.gradients: dict[fx.Node, list[fx.Node]] = {}
         self.spreads: dict[tuple[Any, ...], fx.Node | None] = {}
         self.gathered: dict[fx.Node, fx.Node] = {}
+        self.stacks: dict[tuple[fx.Node, bool], fx.Node] = {}
         self.purposes: dict[tuple[bool, str], int] = {}
         self.flat_ids: dict[fx.Node, fx.Node] = {}
         self.meta: dict[str, Any] = {}
@@ -161,14 +172,25 @@ class Mover:
         return self._mean(found.node, node)
 
     def _mean(self, total: fx.Node, node: fx.Node) -> fx.Node:
-        """The mean over ranks of a total, in place of a reduction."""
-        own = cast(self.graph, total, node.meta["val"].dtype)
-        mean = self.emit(_aten.mul.Tensor, (own, 1.0 / self.ranks))
+        """The mean over all ranks of a total: reduced between hosts only, if there are any."""
+        dtype, travels = node.meta["val"].dtype, node.kwargs.get("reduce_dtype")
+        if not self.between or not isinstance(travels, torch.dtype):
+            travels = dtype
+        own = cast(self.graph, total, travels)
+        mean = self.emit(_aten.mul.Tensor, (own, 1.0 / self.ctx.world_size))
         if not mean.meta["val"].is_contiguous():
             mean = compact(self.graph, mean)
-        GRADIENT_OF.set(mean, reduce_grad_of(node).name)
-        self.gradients.append(mean)
-        return mean
+        name, found = reduce_grad_of(node).name, mean
+        self.gradients[mean] = []
+        if self.between:
+            purpose = Collective((name,), gathers=False)
+            args = (mean, "sum", self.between)
+            start = start_collective(self.graph, ALL_REDUCE, args, purpose)
+            wait = call(self.graph, WAIT, (start,), "reduced")
+            found = cast_after_wait(self.graph, wait, dtype)
+            self.gradients[mean] = list(dict.fromkeys((start, wait, found)))
+        GRADIENT_OF.set(found, name)
+        return found
 
     def _is_added_up_later(self, node: fx.Node) -> bool:
         """Take a node into a partial sum if it only adds to it; else add up those that it reads."""
@@ -191,6 +213,8 @@ class Mover:
         if node.target in VIEWS and node.args[0] in self.partial:
             source: Any = node.args[0]
             found = self.partial[source]
+            if found.back is not None:
+                return None
             shape, sizes = list(value.shape), list(arguments_of(node)[1])
             whole, last = _kind(source), source.meta["val"].shape[-1:]
             turned = []
@@ -208,17 +232,22 @@ class Mover:
         if any(one in self.placed or _kind(one) != _kind(node) for one in node.all_input_nodes):
             return None
         parts = [self.partial[one] for one in node.all_input_nodes if one in self.partial]
+        if len({one.back for one in parts}) > 1:
+            return None
         others = [one for one in node.all_input_nodes if one not in self.partial]
         part = parts[0].part
         for other in parts[1:]:
             part = self.emit(_aten.add.Tensor, (part, other.part))
         names = frozenset(name for one in parts for name in one.names)
         others += [other for one in parts for other in one.others]
-        return PartialSum(part, parts[0].sizes, tuple(others), names)
+        return PartialSum(part, parts[0].sizes, tuple(others), names, parts[0].back)
 
     def _added_up(self, found: PartialSum, node: fx.Node) -> fx.Node:
         """The own tokens of the sum of all ranks' parts, with the local tensors added."""
-        total = combined(self, found.part, found.sizes, found.names, SUM_RANKS)
+        if found.back is not None:
+            total = found.back(self, found.part, found.names)
+        else:
+            total = combined(self, found.part, found.sizes, found.names, SUM_RANKS)
         self.totals.append(total)
         for one in found.others:
             total = self.emit(_aten.add.Tensor, (total, one))
@@ -257,6 +286,7 @@ class Mover:
 _RULES: dict[Any, Callable[[Mover, fx.Node], Placed | PartialSum | fx.Node | None]] = {
     _aten.mm.default: product,
     _aten.addmm.default: product,
+    **dict.fromkeys(STACKED, stacked),
     **dict.fromkeys(VIEWS, viewed),
     **dict.fromkeys(ATTENTIONS, attended),
     _aten.split.Tensor: split,

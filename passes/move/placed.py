@@ -21,10 +21,13 @@ ranks of both is equal. So it may only become the gradient of a weight that the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
+
+if TYPE_CHECKING:
+    from passes.move.move_rules import Mover
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +62,15 @@ class PartialSum:
     """A local tensor that the ranks have not added up yet.
 
     ``part``: this rank's part, for the tokens of all ranks. ``sizes``: of the local tensor, as
-    arguments of a reshape. ``others``: local tensors to add.
+    arguments of a reshape. ``others``: local tensors to add. ``back``: gives the own tokens of all
+    ranks' parts, where tokens are not outermost (``token_collectives.py``).
     """
 
     part: fx.Node
     sizes: tuple[Any, ...]
     others: tuple[fx.Node, ...]
     names: frozenset[str]
+    back: Callable[[Mover, fx.Node, frozenset[str]], fx.Node] | None = None
 
 
 class Refused(ValueError):

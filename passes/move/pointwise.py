@@ -68,7 +68,9 @@ def _spread_inputs(mover: Mover, node: fx.Node, frame: Frame) -> dict[fx.Node, f
     for one in node.all_input_nodes:
         if one in mover.placed:
             continue
-        made = spread(mover, one, frame)
+        by_expert = (frame.tokens, frame.features) == (1, 0)
+        comes_from = origin(one, 0) if by_expert and one.meta["val"].dim() == 3 else None
+        made = spread(mover, one, frame) if comes_from is None else None
         if made is None:
             reason = f"{named(node)} reads {named(one)}, which is for this rank's tokens"
             if _is_random(one):

@@ -75,9 +75,10 @@ def _columns(
 
 def _all_tokens_turned(mover: Mover, turned: fx.Node, node: fx.Node, placed: Placed) -> fx.Node:
     """The tokens of all ranks along the second dimension of a matrix."""
-    if turned.target is not _aten.permute.default or permuted_dims(turned) != [1, 0]:
-        raise mover.refused(node, f"{named(node)} reads tokens that are no transposed matrix")
-    (source, *_) = turned.all_input_nodes
+    if turned.target is _aten.permute.default and permuted_dims(turned) == [1, 0]:
+        (source, *_) = turned.all_input_nodes
+    else:  # the forward saves the transposed matrix
+        source = mover.emit(_aten.permute.default, (turned, [1, 0]))
     everything = all_tokens(mover, source, node, placed.names)
     return mover.emit(_aten.permute.default, (everything, [1, 0]))
 

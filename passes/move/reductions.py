@@ -1,7 +1,7 @@
 """Reductions: operators that read all tokens, or all features of a token.
 
 Each rank has a slice of the features. A sum over tokens is a total. A sum over features is a
-partial sum. A sum over both is a share.
+partial sum. A sum over both is a share. A sum over the features of experts is local after it.
 
 ``amax``: the ranks exchange the largest of their slices, and each gets those of its own tokens.
 ``gather`` of one feature a token, as in a cross-entropy: the rank that has it looks it up.
@@ -21,7 +21,7 @@ from torch import fx
 from passes.graph.fx_utils import always_equal
 from passes.move.placed import PartialSum, Placed
 from passes.move.spread import is_pointwise, named
-from passes.move.token_collectives import all_tokens, combined
+from passes.move.token_collectives import STACKS, all_tokens, combined
 from passes.ops.packing import MAX_RANKS, SUM_RANKS
 from passes.ops.tables import TAKE_COLUMNS
 from passes.split.split_rules import arguments_of
@@ -41,6 +41,10 @@ def summed(mover: Mover, node: fx.Node) -> Placed | PartialSum:
     keeps = bool(rest and rest[0]) or bool(node.kwargs.get("keepdim"))
     tokens = None if found.tokens in over else found.tokens
     is_mean = node.target is _aten.mean.dim
+    back = STACKS.get((rank, found.tokens, found.features))
+    if back is not None and over == {2} and keeps and not is_mean:
+        made = mover.emit(node.target, (found.node, *node.args[1:]), node.kwargs)
+        return PartialSum(made, (), (), found.names, back)
     if not over or found.is_weight or (found.tokens not in (None, 0) and found.features in over):
         raise mover.refused(node, f"{named(node)} adds up the dimension that is sliced")
     if is_mean and over & {found.tokens, found.features}:
@@ -89,7 +93,7 @@ def looked_up(mover: Mover, node: fx.Node) -> fx.Node | None:
     source, later = _behind(mover, source)
     found = mover.placed[source]
     total = source.meta["val"].shape[1]
-    start = mover.ctx.rank * (total // mover.ranks)
+    start = mover.place * (total // mover.ranks)
     ids = all_tokens(mover, index, node, found.names)
     part = mover.emit(TAKE_COLUMNS, (found.node, ids, start, total))
     value = combined(mover, part, mover.own_sizes(index), found.names, SUM_RANKS)

@@ -9,6 +9,8 @@ pointwise operators and broadcasts      computed again from their spread inputs,
                                         values along ``features`` or its inputs are fewer bytes
 ======================================  ========================================================
 
+The tokens of experts (``experts.py``) are gathered in the same way, or go to the experts' ranks.
+
 Everything else has values that a rank cannot know, as a random mask with features. The result may
 be smaller than the operator's other operand: it broadcasts.
 """
@@ -23,7 +25,7 @@ import torch
 from torch import fx
 
 from passes.graph.fx_utils import CAST, always_equal, bytes_of
-from passes.move.token_collectives import all_tokens
+from passes.move.token_collectives import all_stacked, all_tokens
 
 if TYPE_CHECKING:
     from passes.move.move_rules import Mover
@@ -72,6 +74,10 @@ def _spread(mover: Mover, node: fx.Node, frame: Frame) -> fx.Node | None:
         return _slice(mover, node, feature) if has_features else node
     if node in mover.equal and not has_features and not has_tokens:
         return node
+    if token == 1 and len(sizes) == len(whole) == 3 and has_tokens:
+        by_expert = feature == 0
+        if by_expert or not has_features:
+            return all_stacked(mover, node, frame.node, frame.names, by_expert)
     if has_features or (has_tokens and _is_larger_than_inputs(mover, node)):
         found = _again(mover, node, frame)
         if found is not None or has_features:
@@ -166,7 +172,7 @@ def _filled(mover: Mover, node: fx.Node) -> fx.Node:
 def _slice(mover: Mover, node: fx.Node, dim: int) -> fx.Node:
     """This rank's slice of a constant."""
     size = node.meta["val"].shape[dim] // mover.ranks
-    start = mover.ctx.rank * size
+    start = mover.place * size
     return mover.emit(_aten.slice.Tensor, (node, dim, start, start + size))
 
 

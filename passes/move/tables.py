@@ -36,7 +36,7 @@ def embedded(mover: Mover, node: fx.Node) -> PartialSum:
         raise mover.refused(node, f"{named(node)} reads a table that is not sliced by words")
     rows, total = found.node.meta["val"].shape[0], table.meta["val"].shape[0]
     everything = all_tokens(mover, _flat(mover, ids), node, found.names)
-    args = (found.node, everything, mover.ctx.rank * rows, total)
+    args = (found.node, everything, mover.place * rows, total)
     sizes = (*_sizes_of(mover, ids), table.meta["val"].shape[1])
     return PartialSum(mover.emit(TAKE_ROWS, args), sizes, (), found.names)
 
@@ -83,7 +83,7 @@ def put_total(mover: Mover, put: fx.Node, node: fx.Node, names: frozenset[str]) 
     tokens = mover.emit(_aten.reshape.default, (values, sizes))
     everything = all_tokens(mover, tokens, node, names)
     rows = put.meta["val"].shape[0] // mover.ranks
-    return mover.emit(PUT_ROWS, (ids, everything, mover.ctx.rank * rows, rows))
+    return mover.emit(PUT_ROWS, (ids, everything, mover.place * rows, rows))
 
 
 def _flat(mover: Mover, ids: fx.Node) -> fx.Node:

@@ -5,20 +5,21 @@ Gathered tokens are gathered once. Constants are repeated, not gathered.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from passes.annotate.collectives import by_all_to_all
-from passes.graph.fx_utils import ALL_TO_ALL, REDUCE_SCATTER, bytes_of, call, compact
+from passes.graph.fx_utils import ALL_TO_ALL, REDUCE_SCATTER, WAIT, bytes_of, call, compact
 from passes.move.placed import Refused
 from passes.ops.p2p import EXCHANGE
 from passes.ops.packing import SUM_RANKS
 from passes.ops.slicing import slice_name
 from passes.ops.tables import TOKENS_OF
-from passes.shard.lower_markers import after_wait, flat, gather, reduce_rows
+from passes.shard.lower_markers import after_wait, flat, gather, reduce_rows, start_collective
 from passes.types.plan import Collective
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def _gathered(mover: Mover, tokens: fx.Node, node: fx.Node, names: frozenset[str
     graph, ctx = mover.graph, mover.ctx
     own = tokens if tokens.meta["val"].is_contiguous() else compact(graph, tokens)
     purpose = _purpose(mover, names, gathers=True)
-    wait, sent = gather(graph, [own], ctx.group_name, purpose, ctx)
+    wait, sent = gather(graph, [own], mover.group, purpose, ctx)
     inner = list(own.meta["val"].shape[1:])
     if sent is None:
         return after_wait(call(graph, _aten.view.default, (wait, [-1, *inner])))
@@ -62,7 +63,7 @@ def combined(
     target = REDUCE_SCATTER
     if ctx.uses_p2p:
         target = EXCHANGE
-    elif combine is not SUM_RANKS or by_all_to_all(bytes_of(part.meta["val"]), ctx.group_name, ctx):
+    elif combine is not SUM_RANKS or by_all_to_all(bytes_of(part.meta["val"]), mover.group, ctx):
         target = ALL_TO_ALL
     is_static = all(isinstance(size, int) for size in part.meta["val"].shape)
     if target is ALL_TO_ALL and not is_static:
@@ -71,10 +72,93 @@ def combined(
         target = REDUCE_SCATTER
     purpose = _purpose(mover, names, gathers=False)
     own = part if part.meta["val"].is_contiguous() else compact(graph, part)
-    rows = reduce_rows(
-        graph, target, flat(graph, own), mover.ranks, ctx.group_name, purpose, combine
-    )
+    rows = reduce_rows(graph, target, flat(graph, own), mover.ranks, mover.group, purpose, combine)
     return after_wait(call(graph, _aten.view.default, (rows, list(sizes))))
+
+
+def all_stacked(
+    mover: Mover, tokens: fx.Node, node: fx.Node, names: frozenset[str], by_expert: bool
+) -> fx.Node:
+    """The tokens of all ranks along dimension 1, of ``[experts, tokens, features]``.
+
+    ``by_expert``: for this rank's experts only. Tokens that all experts read are gathered once.
+    ``node``: the operator that reads them, for these weights.
+    """
+    key = tokens, by_expert
+    if key not in mover.stacks:
+        mover.stacks[key] = _all_stacked(mover, tokens, node, names, by_expert)
+    return mover.stacks[key]
+
+
+def _all_stacked(
+    mover: Mover, tokens: fx.Node, node: fx.Node, names: frozenset[str], by_expert: bool
+) -> fx.Node:
+    experts, *each = tokens.meta["val"].shape
+    source: Any = tokens.args[0] if tokens.target is _aten.expand.default else tokens
+    if list(source.meta["val"].shape) not in (each, [1, *each]):
+        source = tokens
+    is_shared = source is not tokens or experts == 1
+    if by_expert and not is_shared:
+        sizes = [experts // mover.ranks, *each]
+        received = _exchanged(mover, tokens, sizes, names, gathers=True)
+        turned = mover.emit(_aten.permute.default, (received, [1, 0, 2, 3]))
+        whole = [sizes[0], mover.ranks * each[0], each[1]]
+        return mover.emit(_aten.reshape.default, (turned, whole))
+    if source.meta["val"].dim() == 2:
+        gathered = all_tokens(mover, source, node, names)
+        stack = mover.emit(_aten.unsqueeze.default, (gathered, 0))
+    else:
+        turned = mover.emit(_aten.permute.default, (source, [1, 0, 2]))
+        gathered = all_tokens(mover, turned, node, names)
+        stack = mover.emit(_aten.permute.default, (gathered, [1, 0, 2]))
+    if source is tokens:
+        return stack
+    own = experts // mover.ranks if by_expert else experts
+    return mover.emit(_aten.expand.default, (stack, [own, -1, -1]))
+
+
+def stack_of_own_tokens(mover: Mover, part: fx.Node, names: frozenset[str]) -> fx.Node:
+    """The results of all experts for the own tokens: each rank has those of its experts."""
+    experts, total, features = part.meta["val"].shape
+    by_rank = [experts, mover.ranks, total // mover.ranks, features]
+    turned = mover.emit(_aten.reshape.default, (part, by_rank))
+    turned = mover.emit(_aten.permute.default, (turned, [1, 0, 2, 3]))
+    return _exchanged(mover, turned, by_rank[2:], names, gathers=False)
+
+
+def added_stack(mover: Mover, part: fx.Node, names: frozenset[str]) -> fx.Node:
+    """The own tokens of the sum of all ranks' parts, of ``[experts, tokens, features]``."""
+    turned = mover.emit(_aten.permute.default, (part, [1, 0, 2]))
+    sizes = [-1, *turned.meta["val"].shape[1:]]
+    own = combined(mover, turned, sizes, names, SUM_RANKS)
+    return compact(mover.graph, mover.emit(_aten.permute.default, (own, [1, 0, 2])))
+
+
+#: By number of dimensions, and by the dimensions of tokens and features: how the own tokens of a
+#: stack come back, by expert and by hidden size.
+STACKS: dict[tuple[int, int | None, int], Callable[[Mover, fx.Node, frozenset[str]], fx.Node]] = {
+    (3, 1, 0): stack_of_own_tokens,
+    (3, 1, 2): added_stack,
+}
+
+
+def _exchanged(
+    mover: Mover, rows: fx.Node, sizes: Sequence[Any], names: frozenset[str], gathers: bool
+) -> fx.Node:
+    """This rank's part of the rows of every rank, each of some sizes, in an all-to-all."""
+    graph, shape = mover.graph, rows.meta["val"].shape
+    if not all(isinstance(size, int) for size in shape):
+        raise Refused("its experts have any number of tokens (dynamic=True)", names)
+    own = rows if rows.meta["val"].is_contiguous() else compact(graph, rows)
+    packed, purpose = flat(graph, own), _purpose(mover, names, gathers)
+    if mover.ctx.uses_p2p:
+        start = start_collective(graph, EXCHANGE, (packed, mover.ranks, mover.group), purpose)
+        wait = call(graph, WAIT, (start,), "exchanged")
+        return after_wait(call(graph, TOKENS_OF, (wait, list(sizes), packed)))
+    splits = [math.prod(shape) // mover.ranks] * mover.ranks
+    start = start_collective(graph, ALL_TO_ALL, (packed, splits, splits, mover.group), purpose)
+    wait = call(graph, WAIT, (start,), "exchanged")
+    return after_wait(call(graph, _aten.view.default, (wait, [-1, *sizes])))
 
 
 def _purpose(mover: Mover, names: frozenset[str], gathers: bool) -> Collective:

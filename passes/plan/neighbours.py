@@ -71,11 +71,11 @@ class Neighbourhood:
     def _moved(self, best: Candidate) -> list[tuple[Change, Candidate]]:
         """Activations in place of the weights of a move group, and back; most gain first.
 
-        The prices do not know what activations cost: the bytes order the changes.
+        The prices do not know what activations cost: the bytes order the changes. Groups that the
+        user names change between hosts and all ranks only.
         """
         evaluator = self.evaluator
-        if evaluator.ctx.tensor_parallel is not True:
-            return []
+        is_free = evaluator.ctx.tensor_parallel is True
         groups = sorted(
             enumerate(evaluator.move_groups.groups),
             key=lambda pair: (pair[1].token_bytes - 2 * pair[1].weight_bytes) * len(pair[1].layers),
@@ -83,6 +83,7 @@ class Neighbourhood:
         return [
             (("move", place), best.moving(group, not best.moves(group), evaluator.ctx))
             for place, group in groups
+            if is_free or best.moves_on(group) not in (None, group.decision)
         ]
 
     def _proposals(self, reference: Reference, structure: Candidate) -> Moves:

@@ -361,12 +361,12 @@ class PlanEvaluator:
         """
         if not self.ctx.tensor_parallel or self.folded is not None or self.graphs.is_joined:
             return MoveGroups()
-        if self.ctx.mesh_dims is not None or self.ctx.world_size == 1:
+        if self.ctx.world_size == 1:
             return MoveGroups()
         return find_move_groups(self.graphs, self.ctx)
 
     def _stay_by_hand(self) -> list[MoveGroup]:
-        """The groups that the user names.
+        """The groups that the user names; of the same weights, the first one.
 
         Raises:
             ValueError: activations cannot move to a named parameter. The message has the reason.
@@ -379,7 +379,8 @@ class PlanEvaluator:
             if not any(name in group.dims for group in found.groups):
                 reason = found.refused.get(name, "it is in no group of products")
                 raise ValueError(f"activations cannot move to parameter {name!r}: {reason}")
-        return [group for group in found.groups if any(name in group.dims for name in names)]
+        firsts = [own[0] for own in found.by_weights]
+        return [group for group in firsts if any(name in group.dims for name in names)]
 
     def uniform(self, option: int) -> Candidate:
         """One decision for all parameters, at the default bucket size.

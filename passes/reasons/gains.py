@@ -70,9 +70,10 @@ def gains_of_moves(evaluator: PlanEvaluator, key: Candidate) -> dict[str, str]:
     ctx, found = evaluator.ctx, dict[str, str]()
     for name, reason in evaluator.move_groups.refused.items():
         found[name] = f"its weight moves: {reason}"
-    for group in evaluator.move_groups.groups:
-        moves = key.moves(group)
-        other = key.moving(group, not moves, ctx)
+    for groups in evaluator.move_groups.by_weights:
+        moves = key.moves_on(groups[0]) is not None
+        changed = [(key.moving(group, not moves, ctx), group) for group in groups]
+        other, group = min(changed, key=lambda pair: evaluator.evaluated_rank(pair[0]))
         now, then = (evaluator.evaluate(one).prediction for one in (key, other))
         longer_seconds = then.step_seconds - now.step_seconds
         if moves:

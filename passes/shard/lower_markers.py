@@ -21,7 +21,7 @@ A parameter sharded within hosts is gathered and reduced on the mesh's inner gro
 shard is then all-reduced between hosts, the second stage of the reduction.
 
 A parameter that is sharded along another dimension than the first (its activations move, but not in
-this graph) is transposed before the gather and after it, and so is its gradient.
+this graph) is turned before the gather and after it, and so is its gradient.
 
 A shard is cast to the parameter's read dtype before the gather. A gradient is cast to its travel
 dtype before the reduction, and to its parameter's dtype after it.
@@ -90,31 +90,38 @@ def _turn(graph: fx.Graph) -> None:
         if not marker.dim:
             continue
         with graph.inserting_before(node):
-            rows = _transposed(graph, marker.shard, marker.dim)
+            rows = _outermost(graph, marker.shard, marker.dim)
             whole = node.meta["val"].movedim(marker.dim, 0).contiguous()
             turned = graph.call_function(UNSHARD, kwargs=dict(node.kwargs))
             turned.meta["val"] = whole
             set_args(turned, marker._replace(shard=rows, shape=list(whole.shape), dim=0))
-            _replace(node, _transposed(graph, turned, marker.dim))
+            _replace(node, _back_in_place(graph, turned, marker.dim))
     for node in graph.find_nodes(op="call_function", target=REDUCE_GRAD):
         mark = reduce_grad_of(node)
         if not mark.dim:
             continue
         with graph.inserting_before(node):
-            gradient = _transposed(graph, mark.gradient, mark.dim)
-            rows = _transposed(graph, mark.shard, mark.dim)
+            gradient = _outermost(graph, mark.gradient, mark.dim)
+            rows = _outermost(graph, mark.shard, mark.dim)
             turned = graph.call_function(REDUCE_GRAD, kwargs=dict(node.kwargs))
             turned.meta["val"] = rows.meta["val"].contiguous()
             set_args(turned, mark._replace(gradient=gradient, shard=rows, dim=0))
-            part = _transposed(graph, turned, mark.dim)
+            part = _back_in_place(graph, turned, mark.dim)
         GRADIENT_OF.set(part, mark.name)
         _replace(node, part)
 
 
-def _transposed(graph: fx.Graph, node: fx.Node, dim: int) -> fx.Node:
-    """A contiguous copy of a matrix with its dimensions exchanged."""
-    assert dim == 1 and node.meta["val"].dim() == 2, node
-    return compact(graph, call(graph, _aten.permute.default, (node, [1, 0])))
+def _outermost(graph: fx.Graph, node: fx.Node, dim: int) -> fx.Node:
+    """A contiguous copy of a tensor with a dimension moved to the first place."""
+    others = [one for one in range(node.meta["val"].dim()) if one != dim]
+    return compact(graph, call(graph, _aten.permute.default, (node, [dim, *others])))
+
+
+def _back_in_place(graph: fx.Graph, node: fx.Node, dim: int) -> fx.Node:
+    """A contiguous copy of a tensor with its first dimension moved to a place."""
+    dims = list(range(1, node.meta["val"].dim()))
+    dims.insert(dim, 0)
+    return compact(graph, call(graph, _aten.permute.default, (node, dims)))
 
 
 def _replace(node: fx.Node, by: fx.Node) -> None:

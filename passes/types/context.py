@@ -52,22 +52,22 @@ class Parameter:
     def gradient_bytes(self) -> int:
         return self.full_bytes if self.requires_grad else 0
 
-    def shard_bytes(self, ranks: int) -> int:
-        """Bytes of the largest shard: ``ceil(rows / ranks)`` rows, on the first rank."""
+    def shard_bytes(self, ranks: int, dim: int = 0) -> int:
+        """Bytes of the largest shard: ``ceil(rows / ranks)`` rows along ``dim``."""
         if not self.shape or self.numel == 0:
             return self.full_bytes
-        rows = -(-self.shape[0] // ranks)
-        return rows * (self.numel // self.shape[0]) * self.element_bytes
+        rows = -(-self.shape[dim] // ranks)
+        return rows * (self.numel // self.shape[dim]) * self.element_bytes
 
-    def state_bytes(self, ranks: int) -> int:
+    def state_bytes(self, ranks: int, dim: int = 0) -> int:
         """Bytes of parameter, gradient and optimizer state on the rank with the largest shard.
 
-        ``ranks``: ranks that share the parameter; 1: it is replicated.
+        ``ranks``: ranks that share the parameter along ``dim``; 1: it is replicated.
         """
         if ranks == 1 or self.full_bytes == 0:
             return self.full_bytes + self.gradient_bytes + self.optimizer_bytes
-        share = self.shard_bytes(ranks) / self.full_bytes
-        return self.shard_bytes(ranks) * (2 if self.requires_grad else 1) + round(
+        share = self.shard_bytes(ranks, dim) / self.full_bytes
+        return self.shard_bytes(ranks, dim) * (2 if self.requires_grad else 1) + round(
             self.optimizer_bytes * share
         )
 

@@ -31,8 +31,8 @@ class Moves(str, enum.Enum):
 
     Attributes:
         WEIGHT: the weight is gathered to the data.
-        ACTIVATIONS: the weight's shard stays, and the tokens of all ranks are gathered to it
-            (tensor parallel, ``passes/move/move_activations.py``).
+        ACTIVATIONS: the weight's shard stays, and the tokens of the ranks that share the weight are
+            gathered to it (tensor parallel, ``passes/move/move_activations.py``).
     """
 
     WEIGHT = "weight"

@@ -69,8 +69,9 @@ class ParameterPlan:
             The output slices of that parameter's operator are inputs of this parameter's slices.
         kept_slices: number of slices, from the first, that are kept gathered for the backward; the
             others are regathered.
-        moves: ``activations``: every rank keeps its shard, and the tokens of all ranks travel to
-            it. The parameter is sharded over all ranks and not kept gathered.
+        moves: ``activations``: every rank keeps its shard, and the tokens of the ranks that share
+            the parameter travel to it: of all ranks, or of the ranks of each host. It is not kept
+            gathered.
         dim: the dimension that it is sharded along; 0 for every parameter whose weight moves.
     """
 
@@ -91,9 +92,10 @@ class ParameterPlan:
         stays = self.moves is Moves.ACTIVATIONS
         if self.dim and not stays:
             raise ValueError(f"parameter {self.name!r}: dim={self.dim} needs moves='activations'")
-        if stays and (self.decision != Decision.SHARD_REGATHER or self.slices > 1):
+        if stays and (not self.decision.regathers or self.slices > 1):
             raise ValueError(
-                f"parameter {self.name!r}: moves='activations' needs shard_regather and one slice"
+                f"parameter {self.name!r}: moves='activations' needs shard_regather or "
+                "shard_host_regather, and one slice"
             )
 
     @property
@@ -331,17 +333,19 @@ class Plan:
         rows = tuple(own if one.name == name else one for one in self.parameters)
         return self.replace(parameters=rows, order={}, prediction=None)
 
-    def tensor_parallel(self, dims: Mapping[str, int]) -> Plan:
+    def tensor_parallel(self, dims: Mapping[str, int], *, within_hosts: bool = False) -> Plan:
         """A copy in which these parameters stay where they are, and activations move.
 
         ``dims``: the dimension of each parameter that the ranks share. Of the two linears of an
         MLP: 0 for the first one's weight and bias, 1 for the second one's weight.
+        ``within_hosts``: the ranks of each host share them, and every host has them whole. The plan
+        needs ``ranks_of_a_host``.
 
         The copy has no order of collectives and no prediction.
 
         Raises:
             ValueError: if the ranks cannot share a parameter evenly along its dimension, or if the
-                plan shards other parameters within hosts.
+                plan has no hosts.
 
         Examples:
             >>> import torch
@@ -351,18 +355,25 @@ class Plan:
             >>> sorted(plan.moved)
             ['0.bias', '0.weight', '1.weight']
         """
+        if within_hosts and self.ranks_of_a_host is None:
+            raise ValueError(
+                "within_hosts=True needs a plan with hosts: give Plan.uniform ranks_of_a_host, how "
+                "many ranks a host has"
+            )
+        decision = Decision.SHARD_HOST_REGATHER if within_hosts else Decision.SHARD_REGATHER
+        ranks = self._ranks_of(decision)
         rows = {row.name: row for row in self.parameters}
         for name, dim in dims.items():
             row = self[name]
-            even = 0 <= dim < len(row.shape) and row.shape[dim] % self.world_size == 0
-            if not even or not row.shape[dim] or self.world_size == 1:
+            even = 0 <= dim < len(row.shape) and row.shape[dim] % ranks == 0
+            if not even or not row.shape[dim] or ranks == 1:
                 raise ValueError(
-                    f"parameter {name!r} of shape {row.shape} cannot stay on {self.world_size} "
+                    f"parameter {name!r} of shape {row.shape} cannot stay on {ranks} "
                     f"ranks in equal parts along dimension {dim}: let its weight move"
                 )
             rows[name] = dataclasses.replace(
                 row,
-                decision=Decision.SHARD_REGATHER,
+                decision=decision,
                 moves=Moves.ACTIVATIONS,
                 dim=dim,
                 slices=1,
@@ -370,13 +381,11 @@ class Plan:
                 like=None,
                 kept_slices=0,
             )
-        made = self.replace(parameters=tuple(rows.values()), order={}, prediction=None)
-        if made.moved and made.within_hosts:
-            raise ValueError(
-                "a plan that shards parameters within hosts moves no activations: choose "
-                "shard_regather for the parameters that it shards within hosts"
-            )
-        return made
+        return self.replace(parameters=tuple(rows.values()), order={}, prediction=None)
+
+    def _ranks_of(self, decision: Decision) -> int:
+        """The number of ranks among which a sharded parameter is divided."""
+        return (self.ranks_of_a_host or 1) if decision.within_host else self.world_size
 
     def mismatch(
         self,
@@ -414,10 +423,10 @@ class Plan:
         for row in self.parameters:
             if row.moves is Moves.WEIGHT:
                 continue
-            inside = 0 <= row.dim < len(row.shape)
-            if self.within_hosts or not inside or row.shape[row.dim] % self.world_size:
+            inside, ranks = 0 <= row.dim < len(row.shape), self._ranks_of(row.decision)
+            if not inside or row.shape[row.dim] % ranks:
                 return (
-                    f"parameter {row.name!r} of shape {row.shape} cannot stay on {self.world_size} "
+                    f"parameter {row.name!r} of shape {row.shape} cannot stay on {ranks} "
                     f"ranks in equal parts along dimension {row.dim}"
                 )
         return None

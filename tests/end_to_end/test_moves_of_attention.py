@@ -138,3 +138,53 @@ def test_a_model_of_hugging_face_moves_in_all_its_groups(two_ranks, kind):
             "post_attention_layernorm",
             "norm",
         }
+
+
+class Gpt2(nn.Module):
+    """A small GPT-2 of Hugging Face, which returns its loss alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        dropped = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+        config = transformers.GPT2Config(
+            vocab_size=64,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=16,
+            use_cache=False,
+            **dropped,
+        )
+        self.model = transformers.GPT2LMHeadModel(config)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.model(input_ids=ids).logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def _gpt_2(rank, world_size):
+    """Distance from one process in float32; what stays; the reason for the fused projection."""
+    torch.manual_seed(0)
+    model = Gpt2()
+
+    def ids(step, micro, number):
+        generator = torch.Generator().manual_seed(100 * step + number)
+        return torch.randint(0, 64, (2, 12), generator=generator)
+
+    recipe = Recipe(step=its_loss, optimizer=adamw, steps=5, batch=ids, max_norm=1.0)
+    reference = Reference(copy.deepcopy(model), recipe, world_size)
+    options = {"hardware": SLOW, "tensor_parallel": ["*wte*", "*c_fc.weight"], "debug": True}
+    apart = train_osdp(model, options, recipe, rank).distance(reference.train(rank))
+    plan = plan_in_force(model)
+    reasons = [row.reason for row in plan.parameters if row.name.endswith("c_attn.weight")]
+    return apart, {name.split(".")[-2] for name in plan.moved}, reasons
+
+
+@pytest.mark.thorough
+def test_gpt_2_of_hugging_face_moves_all_but_its_fused_attention(two_ranks):
+    pytest.importorskip("transformers")
+    for apart, moved, reasons in two_ranks.run(_gpt_2):
+        assert apart < 1e-5
+        assert len(reasons) == 2 and all("of a fused weight" in one for one in reasons)
+        assert moved == {"wte", "c_fc", "c_proj"}

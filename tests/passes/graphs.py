@@ -84,6 +84,13 @@ def two_dimensions(hosts: int, world_size: int) -> tuple[MeshDim, MeshDim]:
     return MeshDim("host", hosts, OUTER), MeshDim("gpu", world_size // hosts, INNER)
 
 
+def ranks_along(hosts: int, world_size: int) -> dict[str, list[list[int]]]:
+    """The ranks of the process groups along each mesh dimension."""
+    each = world_size // hosts
+    within = [list(range(h * each, (h + 1) * each)) for h in range(hosts)]
+    return {INNER: within, OUTER: [list(ranks) for ranks in zip(*within, strict=True)]}
+
+
 def with_mesh_dims(given: Hardware, outer: LinkRate, inner: LinkRate) -> Hardware:
     """A profile with one rate for all collectives between hosts, and one within a host."""
     dimensions = {

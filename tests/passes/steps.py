@@ -106,12 +106,7 @@ class Step:
 
     def groups(self) -> dict[str, list[list[int]]]:
         """The ranks of the process groups along each mesh dimension."""
-        each = self.world_size // self.hosts
-        hosts = [list(range(h * each, (h + 1) * each)) for h in range(self.hosts)]
-        return {
-            graphs.INNER: hosts,
-            graphs.OUTER: [list(ranks) for ranks in zip(*hosts, strict=True)],
-        }
+        return graphs.ranks_along(self.hosts, self.world_size)
 
     def rows(self, rank: int) -> int:
         return self.batch_rows[rank] if self.batch_rows else 4

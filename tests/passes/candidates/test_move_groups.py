@@ -12,6 +12,7 @@ from passes.pipeline import default_passes
 from passes.plan.planner import make_plan
 from passes.types.decision import Decision, Moves
 from tests.passes.captures import capture_step
+from tests.passes.move.test_move_activations import check_training
 from tests.passes.split.test_split_operators import Gated
 
 
@@ -95,3 +96,26 @@ def test_named_groups_stay_whatever_the_search_finds() -> None:
         for layer in range(2)
         for name in ("up.weight", "up.bias", "down.weight")
     }
+
+
+class Columns(nn.Module):
+    """Two linears whose weights are [in, out], as GPT-2's; x: [batch, 6]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.up, self.down = nn.Parameter(torch.randn(6, 16)), nn.Parameter(torch.randn(16, 6))
+        self.bias = nn.Parameter(torch.randn(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.addmm(self.bias, torch.tanh(self.first(x)), self.up)
+        y: Tensor = x + F.gelu(h) @ self.down
+        return y
+
+
+def test_weights_of_rows_of_inputs_are_a_group_too() -> None:
+    model = Columns()
+    captured, ctx = capture_step(model, torch.randn(5, 6), world_size=2)
+    (group,) = find_move_groups(captured, ctx).groups
+    assert group.dims == {"up": 1, "bias": 0, "down": 0}
+    check_training(model, [torch.randn(5, 6) for _ in range(2)], group.dims)

@@ -22,7 +22,7 @@ from passes.types.context import Context, Phase
 from passes.types.decision import FLAT_DECISIONS, Decision
 from passes.types.plan import Plan, shardable
 from tests.passes.captures import capture_step
-from tests.passes.graphs import local_rows, plan_of
+from tests.passes.graphs import plan_of, ranks_along
 from tests.passes.ranks_interpreter import run_ranks
 
 KEEP, AGAIN, REPLICATE = Decision.SHARD_KEEP, Decision.SHARD_REGATHER, Decision.REPLICATE
@@ -94,12 +94,14 @@ class Training:
                     continue
                 value = whole[name].detach()
                 if plan.decision(name).sharded:
-                    dim = plan[name].dim
-                    first, last = local_rows(value.shape[dim], len(contexts), rank)
-                    value = value.narrow(dim, first, last - first).clone()
+                    cut = contexts[rank].replace(plan=plan).layout_of(name)
+                    first, last = cut.rows(value.shape[cut.dim])
+                    value = value.narrow(cut.dim, first, last - first).clone()
                 values.append(value)
             inputs.append(values)
-        outputs = run_ranks(lowered[Phase.FORWARD], inputs)
+        dims = contexts[0].mesh_dims
+        groups = None if dims is None else ranks_along(dims[0].size, len(contexts))
+        outputs = run_ranks(lowered[Phase.FORWARD], inputs, groups)
         # The forward returns its output, then what is saved, then weights kept by the plan.
         backward_inputs = []
         for rank, gm in enumerate(lowered[Phase.BACKWARD]):
@@ -110,7 +112,7 @@ class Training:
             ]
             assert not list(saved)
             backward_inputs.append(given)
-        returned = run_ranks(lowered[Phase.BACKWARD], backward_inputs)
+        returned = run_ranks(lowered[Phase.BACKWARD], backward_inputs, groups)
         return [output[0] for output in outputs], [
             _by_name(gm, values)
             for gm, values in zip(lowered[Phase.BACKWARD], returned, strict=True)
@@ -125,9 +127,9 @@ class Training:
             assert set(found) == set(wanted_gradients)
             for name, gradient in wanted_gradients.items():
                 if plan.decision(name).sharded:
-                    dim = plan[name].dim
-                    first, last = local_rows(gradient.shape[dim], len(contexts), rank)
-                    gradient = gradient.narrow(dim, first, last - first)
+                    cut = contexts[rank].replace(plan=plan).layout_of(name)
+                    first, last = cut.rows(gradient.shape[cut.dim])
+                    gradient = gradient.narrow(cut.dim, first, last - first)
                 torch.testing.assert_close(found[name], gradient, msg=lambda m, n=name: f"{n}: {m}")
 
 

@@ -144,3 +144,38 @@ def test_what_is_refused(reason: str) -> None:
     found = find_move_groups(captured, ctx)
     assert not found.groups
     assert reason in found.refused["q.weight"]
+
+
+class Fused(nn.Module):
+    """One projection for queries, keys and values; x: [batch, length, 12]."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.qkv, self.o, self.way = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(x)
+        if self.way == "chunk":
+            q, k, v = parts.chunk(3, -1)
+        elif self.way == "slice":
+            q, k, v = (parts[..., n * WIDTH : (n + 1) * WIDTH] for n in range(3))
+        else:
+            q, k, v = parts.unflatten(-1, (3, WIDTH)).unbind(-2)
+        q, k, v = (one.unflatten(-1, (2, SIZE)).transpose(1, 2) for one in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = x + self.o(y.transpose(1, 2).flatten(2))
+        return out
+
+
+@pytest.mark.parametrize(
+    "way, reason",
+    [
+        ("chunk", "parts of one product, as queries, keys and values of a fused weight"),
+        ("slice", "parts of one product, as queries, keys and values of a fused weight"),
+        ("unbind", "2 ranks do not divide the 3 heads, or parts"),
+    ],
+)
+def test_a_fused_projection_is_refused_with_the_reason(way: str, reason: str) -> None:
+    captured, ctx = capture_step(Fused(way), torch.randn(2, 5, WIDTH), world_size=2)
+    found = find_move_groups(captured, ctx)
+    assert not found.groups and reason in found.refused["qkv.weight"]
