@@ -202,7 +202,9 @@ class OsdpStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
 
     def teardown(self) -> None:
         """As ``DDPStrategy``; a sharded module stays on its device, where its mesh is."""
-        self._end_no_sync()
+        # Other ranks may be gone after an error, so gradients of an unfinished step are dropped.
+        unfinished = RuntimeError("the Trainer ends")
+        self._end_no_sync(RuntimeError, unfinished, None)
         if plan_of(self.lightning_module) is None:
             super().teardown()
             return

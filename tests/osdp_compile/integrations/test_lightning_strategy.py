@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import osdp_compile
+import osdp_compile.engine.no_sync as no_sync
 from osdp_compile import Decision, Plan
 from osdp_compile.engine import backend
 from tests.osdp_compile.integrations.test_hf_trainer import as_torchrun
@@ -221,6 +222,31 @@ ACCUMULATING = {"accumulate_grad_batches": 3}  # the last step of an epoch has f
 )
 def test_a_trainer_with(two_ranks, tmp_path, changed, options):
     two_ranks.run(trains_as_with_ddp, tmp_path, changed, options)
+
+
+class FailsAtTheSecond(pl.Callback):
+    """An error between two backwards of one step."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        if index == 1:
+            raise ZeroDivisionError
+
+
+def ends_in_the_middle_of_a_step(rank: int, world_size: int, folder: Path) -> int:
+    asked = {"options": {"accumulate": True}, "more_callbacks": [FailsAtTheSecond()]}
+    with (
+        as_lightning(rank, world_size),
+        mock.patch.object(no_sync, "_reduce") as reduce,
+        pytest.raises(ZeroDivisionError),
+    ):
+        by_osdp(folder, **asked, **ACCUMULATING)
+    return reduce.call_count
+
+
+@pytest.mark.thorough
+def test_after_an_error_nothing_is_reduced_any_more(two_ranks, tmp_path):
+    """Other ranks may not be there."""
+    assert two_ranks.run(ends_in_the_middle_of_a_step, tmp_path) == [0, 0]
 
 
 IN_SHARDS = {"save_distributed_checkpoint": True}
