@@ -203,7 +203,7 @@ class OsdpStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
     def teardown(self) -> None:
         """As ``DDPStrategy``; a sharded module stays on its device, where its mesh is."""
         # Other ranks may be gone after an error, so gradients of an unfinished step are dropped.
-        unfinished = RuntimeError("the Trainer ends")
+        unfinished = RuntimeError()
         self._end_no_sync(RuntimeError, unfinished, None)
         if plan_of(self.lightning_module) is None:
             super().teardown()
