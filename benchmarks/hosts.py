@@ -115,6 +115,18 @@ class Hosts(Processes):
             "TP_SOCKET_IFNAME": _DEVICE,
         }
 
+    def address(self, number: int) -> str:
+        """The address of a host."""
+        return _ADDRESS.format(number + 1)
+
+    def unplug(self, number: int) -> None:
+        """Cut a host's cable: nothing comes or goes, and nobody is told."""
+        _ip(f"-n {self._prefix}-switch link set port{number} down")
+
+    def plug_in(self, number: int) -> None:
+        """Mend a host's cable."""
+        _ip(f"-n {self._prefix}-switch link set port{number} up")
+
     def _build(self) -> None:
         switch = f"{self._prefix}-switch"
         _ip(f"netns add {switch}")

@@ -1,4 +1,4 @@
-"""transformers.Trainer with osdp: compile the model, save and load whole checkpoints.
+"""transformers.Trainer with osdp: compile the model, save and load its checkpoints.
 
     from osdp_compile.integrations.hf_trainer import OsdpTrainer
 
@@ -13,18 +13,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.tensor import DTensor
+from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from osdp_compile.errors import OsdpError
+from osdp_compile.integrations.checkpoint_files import (
+    OptimizerFiles,
+    begin_sharded_checkpoint,
+    check_sharded_checkpoint,
+    named_optimizer_state,
+    whole_optimizer_state,
+    whole_weights,
+    with_own_rows,
+)
 from osdp_compile.integrations.step_logger import step_figures
-from osdp_compile.model.shard_in_place import model_parameters
-from osdp_compile.model.state_dict import part_of
-from osdp_compile.optim.rebind import stays_whole
+from osdp_compile.tracking.session import plan_of
 
 try:
     from transformers import Trainer
@@ -36,6 +43,13 @@ except ImportError as error:
     ) from error
 
 
+#: The folder of a checkpoint with the optimizer's shards. A plain Trainer takes a folder of such a
+#: name for its own, and fails: it does not begin with new optimizer state in silence.
+_OPTIMIZER_FOLDER = "osdp_optimizer"
+#: The name of the optimizer's state in it.
+_OPTIMIZER = "optimizer"
+
+
 class OsdpTrainerMixin:
     """Mixin: a ``transformers.Trainer``, or a subclass of it, trains with osdp.
 
@@ -43,10 +57,12 @@ class OsdpTrainerMixin:
 
         class MyTrainer(OsdpTrainerMixin, Seq2SeqTrainer): ...
 
-    The model is compiled for training. Evaluation calls the model without compilation, and its
-    modules gather each weight when they read it. Checkpoints have the format of a Trainer: weights
-    for ``from_pretrained``, and ``optimizer.pt`` with whole tensors. Rank 0 writes them. Training
-    can continue under another plan, on another number of ranks, or in a plain Trainer.
+    The model is compiled for training and for evaluation. ``generate`` calls it without
+    compilation, and its modules gather each weight when they read it.
+
+    Checkpoints have weights for ``from_pretrained``, which rank 0 writes. Each rank writes its rows
+    of the optimizer's state to the folder ``osdp_optimizer``. Training can continue under another
+    plan and on another number of ranks. Checkpoints of a plain Trainer are loaded too.
 
     The logs of training have the step's measured and predicted figures
     (:func:`osdp_compile.integrations.step_logger.step_figures`), in TensorBoard or wherever
@@ -54,10 +70,13 @@ class OsdpTrainerMixin:
 
     Args:
         osdp_options: the options of ``torch.compile(..., backend="osdp", options=...)``.
+        osdp_whole_optimizer: write the optimizer's state to ``optimizer.pt`` as whole tensors,
+            which a plain Trainer loads. Rank 0 gathers them tensor by tensor.
 
     Raises:
         OsdpError: for arguments that ask for another backend, a mode of torch.compile, FSDP,
-            DeepSpeed, DataParallel or files on every host; or for a model that is compiled already.
+            DeepSpeed, DataParallel, files on every host or evaluation of a cast model; or for a
+            model that is compiled already.
     """
 
     args: Any
@@ -67,9 +86,16 @@ class OsdpTrainerMixin:
     lr_scheduler: Any
 
     def __init__(
-        self, *args: Any, osdp_options: Mapping[str, Any] | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        osdp_options: Mapping[str, Any] | None = None,
+        osdp_whole_optimizer: bool = False,
+        **kwargs: Any,
     ) -> None:
         self._osdp_options = dict(osdp_options or {})
+        self._osdp_whole_optimizer = osdp_whole_optimizer
+        self._osdp_compiled: Any = None
+        self._osdp_waiting: OptimizerFiles | None = None
         super().__init__(*args, **kwargs)
         if hasattr(self.model, "_orig_mod"):
             raise OsdpError(
@@ -97,52 +123,74 @@ class OsdpTrainerMixin:
         self, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any
     ) -> Any:
         wrapped = super()._wrap_model(model, training, *args, **kwargs)  # type: ignore[misc]
-        if not training or hasattr(wrapped, "_orig_mod"):
+        if hasattr(wrapped, "_orig_mod"):
             return wrapped
-        # Autocast, if the arguments ask for it. In evaluation mode accelerate adds no DDP.
-        wrapped = self.accelerator.prepare_model(wrapped, evaluation_mode=True)
-        options = self._osdp_options
-        if self.args.gradient_accumulation_steps > 1:
-            options = {"accumulate": "reduced", **options}
-        return torch.compile(wrapped, backend="osdp", options=options)
+        if getattr(self._osdp_compiled, "_orig_mod", None) is not wrapped:
+            # Autocast, if the arguments ask for it. In evaluation mode accelerate adds no DDP.
+            prepared = self.accelerator.prepare_model(wrapped, evaluation_mode=True)
+            options = self._osdp_options
+            if self.args.gradient_accumulation_steps > 1:
+                options = {"accumulate": "reduced", **options}
+            self._osdp_compiled = torch.compile(prepared, backend="osdp", options=options)
+        return self._osdp_compiled
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if state_dict is None:
-            state_dict = _whole_weights(self.model)
+            state_dict = whole_weights(self.model)
         super()._save(output_dir, state_dict)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        state = self.optimizer.state_dict()
-        state["state"] = _whole_state(state["state"], keep=self.args.should_save)
+        self._load_waiting()
+        optimizer = _of_torch(self.optimizer)
+        if self._osdp_whole_optimizer:
+            state = whole_optimizer_state(optimizer, keep=self.args.should_save)
+            if self.args.should_save:
+                torch.save(state, os.path.join(output_dir, OPTIMIZER_NAME))
+        else:
+            folder = Path(output_dir, _OPTIMIZER_FOLDER)
+            begin_sharded_checkpoint(folder)
+            save({_OPTIMIZER: named_optimizer_state(self.model, optimizer)}, checkpoint_id=folder)
         if self.args.should_save:
-            torch.save(state, os.path.join(output_dir, OPTIMIZER_NAME))
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # not accelerate's wrapper
-        hook = optimizer.register_load_state_dict_pre_hook(self._cut)
+        self._osdp_waiting = None
+        if checkpoint is not None and os.path.isdir(os.path.join(checkpoint, _OPTIMIZER_FOLDER)):
+            self._load_shards(Path(checkpoint))
+            return
+        optimizer = _of_torch(self.optimizer)
+        hook = optimizer.register_load_state_dict_pre_hook(
+            lambda _, given: with_own_rows(self.model, optimizer, given)
+        )
         try:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         finally:
             hook.remove()
 
-    def _cut(self, optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-        """A state dict of whole tensors, with this rank's shards for sharded parameters."""
-        places = {id(one.parameter): one.places[0] for one in model_parameters([("", self.model)])}
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        keys = [key for group in given["param_groups"] for key in group["params"]]
-        state = dict(given["state"])
-        for parameter, key in zip(held, keys, strict=False):  # torch refuses a mismatch
-            if not isinstance(parameter, DTensor) or key not in state:
-                continue
-            module, attribute = places[id(parameter)]
-            state[key] = {
-                name: part_of(module, attribute, value)
-                if _is_like(name, value, parameter)
-                else value
-                for name, value in state[key].items()
-            }
-        return {**given, "state": state}
+    def _load_shards(self, checkpoint: Path) -> None:
+        """Load the optimizer's options now, and its rows once the model is sharded."""
+        folder, optimizer = checkpoint / _OPTIMIZER_FOLDER, _of_torch(self.optimizer)
+        check_sharded_checkpoint(folder)
+        self._osdp_waiting = OptimizerFiles(self.model, optimizer, folder, _OPTIMIZER)
+        self._osdp_waiting.load_groups()
+        if plan_of(self.model) is not None:
+            self._load_waiting()
+        else:
+            hook: Any = None
+
+            def load(*_: Any) -> None:
+                hook.remove()
+                self._load_waiting()
+
+            hook = optimizer.register_step_pre_hook(load)
+        schedule = torch.load(checkpoint / SCHEDULER_NAME, weights_only=True)
+        self.lr_scheduler.load_state_dict(schedule)
+
+    def _load_waiting(self) -> None:
+        """Load the rows that wait for the model to be sharded, if there are any. Collective."""
+        waiting, self._osdp_waiting = self._osdp_waiting, None
+        if waiting is not None:
+            waiting.load_state()
 
 
 class OsdpTrainer(OsdpTrainerMixin, Trainer):
@@ -169,6 +217,12 @@ def _check(args: Any) -> None:
             "save_on_each_node=True beside OsdpTrainer: whole weights are gathered on rank 0 only, "
             "so leave it out, and give all hosts one shared folder"
         )
+    for name in ("fp16_full_eval", "bf16_full_eval"):
+        if getattr(args, name, False):
+            raise OsdpError(
+                f"{name}=True beside OsdpTrainer: it casts the sharded weights themselves. Leave "
+                "it out: bf16=True evaluates with autocast"
+            )
     if args.n_gpu > 1:
         raise OsdpError(
             f"one process with {args.n_gpu} GPUs: Trainer would use DataParallel. Start a process "
@@ -176,40 +230,7 @@ def _check(args: Any) -> None:
         )
 
 
-def _whole_weights(model: nn.Module) -> dict[str, Any]:
-    """A model's whole state dict on the CPU, on rank 0; empty on other ranks. Collective.
-
-    Tied parameters share memory here too: ``save_pretrained`` recognises them by it.
-    """
-    whole = get_model_state_dict(
-        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
-    first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        same = first.setdefault(id(parameter), name)
-        if same in whole and name in whole:
-            whole[name] = whole[same]
-    return whole
-
-
-def _whole_state(state: Mapping[Any, Mapping[str, Any]], keep: bool) -> dict[Any, dict[str, Any]]:
-    """An optimizer's state with whole tensors on the CPU, if ``keep``. Collective.
-
-    Ranks that do not keep it hold one whole tensor at a time.
-    """
-    whole: dict[Any, dict[str, Any]] = {}
-    for key, entry in state.items():
-        own = {}
-        for name, value in entry.items():
-            full = value.full_tensor() if isinstance(value, DTensor) else value
-            if keep:
-                own[name] = full.cpu() if isinstance(full, Tensor) else full
-        if keep:
-            whole[key] = own
-    return whole
-
-
-def _is_like(name: str, value: Any, parameter: DTensor) -> bool:
-    """Whether a value of an optimizer's state is whole, and is to be sharded as its parameter."""
-    plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
-    return plain and value.shape == parameter.shape and not stays_whole(name)
+def _of_torch(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside accelerate's wrapper."""
+    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+#: Modules of packages that not every environment of the tests has, with the package.
+OPTIONAL = {"osdp_compile.integrations.lightning_strategy": "lightning"}
+
+
+def importable(module: str) -> bool:
+    """Whether a module of ours has the package that it needs here."""
+    return module not in OPTIONAL or importlib.util.find_spec(OPTIONAL[module]) is not None
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -10,12 +10,13 @@ import pytest
 
 import osdp_compile
 import passes
+from tests.project.pages import importable
 
 MODULES = sorted(
     info.name
     for package in (osdp_compile, passes)
     for info in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
-    if not info.name.endswith("__main__")
+    if not info.name.endswith("__main__") and importable(info.name)
 )
 
 

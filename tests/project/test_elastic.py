@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from benchmarks.hosts import Hosts, HostsError
 from benchmarks.processes import free_port
 from tests.project.test_examples import EXAMPLES, environment, losses, torchrun
 
@@ -24,27 +26,87 @@ QUICK = "join_timeout=120,last_call_timeout=1,keep_alive_interval=1,keep_alive_m
 ELASTIC = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
+class OneMachine:
+    """The places of hosts, as processes of this machine."""
+
+    def __init__(self) -> None:
+        self.endpoint = f"127.0.0.1:{free_port()}"
+
+    def prefix(self, number: int) -> Sequence[str]:
+        """The command that runs another one on a host."""
+        return ()
+
+    def address(self, number: int) -> str:
+        return "127.0.0.1"
+
+    def settings(self, number: int) -> str:
+        """Settings of a host's rendezvous."""
+        return QUICK
+
+    def variables(self) -> dict[str, str]:
+        return {}
+
+    def lose(self, host: Host) -> None:
+        """All of its processes end at once, and tell nobody."""
+        host.end()
+
+    def mend(self, number: int) -> None:
+        """Put a host back to where another one was lost."""
+
+
+class Namespaces(OneMachine):
+    """The places of hosts, as network namespaces; a host is lost with its cable."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        self._hosts = hosts
+        self.endpoint = f"{hosts.address(0)}:{hosts.port()}"
+
+    def prefix(self, number: int) -> Sequence[str]:
+        return self._hosts.command_prefix(number)
+
+    def address(self, number: int) -> str:
+        return self._hosts.address(number)
+
+    def settings(self, number: int) -> str:
+        """All have the machine's name, so that torchrun cannot see whose address it is."""
+        return f"{QUICK},is_host={number == 0}"
+
+    def variables(self) -> dict[str, str]:
+        given = self._hosts.variables(0, 0)
+        return {name: given[name] for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")}
+
+    def lose(self, host: Host) -> None:
+        self._hosts.unplug(host.number)
+        host.end()  # what its kernel says of it reaches nobody
+
+    def mend(self, number: int) -> None:
+        self._hosts.plug_in(number)
+
+
 class Host:
     """torchrun's agent on one host, and its rank."""
 
-    def __init__(self, name: str, port: int, folder: Path, cache: Path, steps: int) -> None:
-        self.log = folder / f"{name}.log"
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2"]
-        command += ["--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d"]
-        command += [f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
-        command += ["--rdzv-id=elastic", f"--rdzv-conf={QUICK}", "--monitor-interval=0.1"]
+    def __init__(
+        self, name: str, place: OneMachine, number: int, folder: Path, cache: Path, steps: int
+    ) -> None:
+        self.number, self.log = number, folder / f"{name}.log"
+        command = [*place.prefix(number), sys.executable, "-m", "torch.distributed.run"]
+        command += ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3"]
+        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={place.endpoint}"]
+        command += [f"--local-addr={place.address(number)}", "--rdzv-id=elastic"]
+        command += [f"--rdzv-conf={place.settings(number)}", "--monitor-interval=0.1"]
         command += [str(EXAMPLES / "elastic.py"), f"--steps={steps}", "--every=2", "--timeout=30"]
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
                 command,
                 cwd=folder,
-                env=environment(folder, cache, **ELASTIC),
+                env=environment(folder, cache, **ELASTIC, **place.variables()),
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
 
-    def disappear(self) -> None:
-        """All of its processes end at once, and tell nobody."""
+    def end(self) -> None:
+        """End its processes at once."""
         agent = self.process.pid
         ranks = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
         for process in (agent, *map(int, ranks)):
@@ -52,15 +114,18 @@ class Host:
         self.process.wait()
 
 
-def accepts(port: int, seconds: float = 60.0) -> None:
-    """Wait until a process listens on a port."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        with socket.socket() as one:
-            if one.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.1)
-    raise AssertionError(f"nobody listens on port {port}")
+#: Connects to an address and port until it can.
+WAIT = """
+import socket, sys, time
+while socket.socket().connect_ex((sys.argv[1], int(sys.argv[2]))):
+    time.sleep(0.1)
+"""
+
+
+def accepts(place: OneMachine, seconds: float = 60.0) -> None:
+    """Wait until a process listens at the rendezvous."""
+    command = [*place.prefix(0), sys.executable, "-c", WAIT, *place.endpoint.split(":")]
+    subprocess.run(command, check=True, timeout=seconds)
 
 
 def printed(*hosts: Host) -> str:
@@ -79,28 +144,51 @@ def until(said: str, *hosts: Host, seconds: float = 180.0) -> str:
     raise AssertionError(f"nobody printed {said!r}:\n{printed(*hosts)[-6000:]}")
 
 
-@pytest.mark.thorough
-def test_a_host_that_disappears_and_comes_back(tmp_path: Path, inductor_cache: Path) -> None:
+@pytest.fixture
+def namespaces() -> Iterator[Namespaces]:
+    with contextlib.ExitStack() as stack:
+        try:
+            hosts = stack.enter_context(Hosts(2, "400mbit"))
+        except (HostsError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        yield Namespaces(hosts)
+
+
+def goes_on(place: OneMachine, folder: Path, cache: Path) -> None:
+    """Two hosts, then one, then two; the losses of each step are those of one run."""
     asked = [f"--steps={STEPS}", "--every=100", "--folder=whole"]
-    whole = losses(torchrun(tmp_path, inductor_cache, 2, "elastic.py", *asked))
+    whole = losses(torchrun(folder, cache, 2, "elastic.py", *asked))
     assert sorted(whole) == [*range(1, STEPS + 1)]
 
-    port = free_port()
-    first = Host("first", port, tmp_path, inductor_cache, STEPS)
+    first = Host("first", place, 0, folder, cache, STEPS)
     hosts = [first]
     try:
-        accepts(port)  # on one machine, the agent that comes first holds the rendezvous
-        hosts.append(Host("second", port, tmp_path, inductor_cache, STEPS))
+        accepts(place)  # on one machine, the agent that comes first holds the rendezvous
+        hosts.append(Host("second", place, 1, folder, cache, STEPS))
         until(r"^step [1-9]\d+ .* ranks 2$", *hosts)
-        hosts[1].disappear()
+        place.lose(hosts[1])
         until("^1 ranks go on after step [1-9]", first)
-        hosts.append(Host("again", port, tmp_path, inductor_cache, STEPS))
+        place.mend(1)
+        hosts.append(Host("again", place, 1, folder, cache, STEPS))
         until(rf"^step {STEPS} .* ranks 2$", *hosts)
         assert first.process.wait(60) == 0 and hosts[2].process.wait(60) == 0
     finally:
         for host in hosts:
             if host.process.poll() is None:
-                host.disappear()
+                host.end()
     seen = losses(printed(*hosts))
     assert sorted(seen) == sorted(whole)
     assert all(abs(seen[step] - whole[step]) < 1e-3 for step in whole)
+
+
+@pytest.mark.thorough
+def test_a_host_that_disappears_and_comes_back(tmp_path: Path, inductor_cache: Path) -> None:
+    goes_on(OneMachine(), tmp_path, inductor_cache)
+
+
+@pytest.mark.thorough
+def test_a_host_whose_cable_is_cut_comes_back(
+    tmp_path: Path, inductor_cache: Path, namespaces: Namespaces
+) -> None:
+    """The others hear nothing of it: a collective of theirs gives up after its timeout."""
+    goes_on(namespaces, tmp_path, inductor_cache)

@@ -23,11 +23,12 @@ KILLS = int(os.environ.get("OSDP_TEST_KILLS", "1"))
 
 def environment(folder: Path, cache: Path, **more: str) -> dict[str, str]:
     """Of an example's processes; what is measured is kept in their folder."""
+    given = os.environ.get("PYTHONPATH", "")
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
-        "PYTHONPATH": str(EXAMPLES.parent),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(EXAMPLES.parent), given))),
         "OSDP_CACHE_DIR": str(folder / "profiles"),
         **more,
     }
@@ -75,6 +76,17 @@ def test_training_a_gpt(tmp_path, inductor_cache, ranks):
     assert (tmp_path / "plan.json").exists() == (ranks > 1)
     assert (tmp_path / "out/report.html").exists() == (ranks > 1)
     assert ("open out/report.html" in printed) == (ranks > 1)
+
+
+@pytest.mark.thorough
+def test_torchtitans_llama_trains_as_with_its_fsdp(tmp_path, inductor_cache):
+    pytest.importorskip("torchtitan.models.llama3", exc_type=ImportError)
+    asked = ["train_torchtitan_llama.py", "--layers", "2", "--steps", "4", "--length", "32"]
+    theirs = losses(torchtitan := torchrun(tmp_path, inductor_cache, 2, *asked, "--fsdp"))
+    assert "[osdp]" not in torchtitan and len(set(theirs.values())) == 4
+    printed = torchrun(tmp_path, inductor_cache, 2, *asked, "--memory-limit", "36MiB")
+    assert "shard, " in printed
+    assert losses(printed) == pytest.approx(theirs, rel=1e-5)
 
 
 class Ranks:

@@ -131,6 +131,7 @@ ELSEWHERE = {
     "budgets.md": "test_the_budget_of_the_page",
     "experiments.md": "quotes programs of their time",
     "hugging_face.md": "tests/osdp_compile/integrations/test_hf_trainer.py",
+    "lightning.md": "tests/osdp_compile/integrations/test_lightning_strategy.py",
     "snapshots.md": "test_the_snapshot_of_the_page",
 }
 RUN = sorted({page.name for page in PAGES if python_blocks(page)} - set(ELSEWHERE))

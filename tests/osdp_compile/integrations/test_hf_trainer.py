@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
 import osdp_compile
 from osdp_compile import Decision, Plan
+from osdp_compile.engine import backend
+from osdp_compile.integrations.checkpoint_files import OptimizerFiles
 from tests.end_to_end.test_hugging_face import LENGTH, WORDS, made
+from tests.ranks import Ranks
 from tests.training import SLOW
 
 transformers = pytest.importorskip("transformers")
@@ -60,7 +65,10 @@ def plan_of(model, kind: Decision) -> Plan:
 
 
 def trained(trainer, begun: str | None = None) -> SimpleNamespace:
-    """Trains to the end, evaluates and saves; what was logged of each step, and the weights."""
+    """Trains to the end, evaluates and saves.
+
+    What was logged of each step, the weights, and the predictions of an evaluation.
+    """
     trainer.train(resume_from_checkpoint=begun)
     logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     saved = Path(trainer.args.output_dir, "saved")
@@ -71,6 +79,7 @@ def trained(trainer, begun: str | None = None) -> SimpleNamespace:
         losses=[entry["loss"] for entry in logged],
         norms=[entry["grad_norm"] for entry in logged],
         eval_loss=trainer.evaluate()["eval_loss"],
+        predictions=trainer.predict(rows()).predictions,
         weights={name: one.detach() for name, one in whole.named_parameters()},
         bytes_saved=(saved / "model.safetensors").stat().st_size,
     )
@@ -85,7 +94,11 @@ def by_ddp(folder: Path, begun: str | None = None, **changed: Any) -> SimpleName
 
 
 def by_osdp(
-    folder: Path, kind: Decision = Decision.SHARD_REGATHER, begun: str | None = None, **changed: Any
+    folder: Path,
+    kind: Decision = Decision.SHARD_REGATHER,
+    begun: str | None = None,
+    whole_optimizer: bool = False,
+    **changed: Any,
 ) -> SimpleNamespace:
     from osdp_compile.integrations.hf_trainer import OsdpTrainer
 
@@ -96,6 +109,7 @@ def by_osdp(
         train_dataset=data,
         eval_dataset=data,
         osdp_options={"plan": plan_of(model, kind), "hardware": SLOW},
+        osdp_whole_optimizer=whole_optimizer,
     )
     result = trained(trainer, begun)
     figures = [one.get("osdp/predicted_step_seconds") for one in trainer.state.log_history[-4:]]
@@ -112,6 +126,8 @@ def assert_same(one: SimpleNamespace, other: SimpleNamespace, tolerance: float =
     torch.testing.assert_close(one.losses, other.losses, **close)
     torch.testing.assert_close(one.norms, other.norms, **close)
     torch.testing.assert_close(one.eval_loss, other.eval_loss, **close)
+    assert one.predictions.shape == (ROWS, LENGTH, WORDS)
+    np.testing.assert_allclose(one.predictions, other.predictions, tolerance, 10 * tolerance)
     torch.testing.assert_close(one.weights, other.weights, **close)
     assert one.bytes_saved == other.bytes_saved
 
@@ -121,7 +137,7 @@ def trains_as_with_ddp(rank: int, world_size: int, folder: Path) -> None:
         expected = by_ddp(folder / "ddp")
         assert len(set(expected.losses)) == STEPS
         assert max(expected.norms) > 0.5  # something is clipped
-        assert_same(by_osdp(folder / "osdp"), expected)
+        assert_same(by_osdp(folder / "osdp", whole_optimizer=True), expected)
 
         half = str(folder / "osdp" / f"checkpoint-{STEPS // 2}")
         again = by_osdp(folder / "again", Decision.REPLICATE, half)
@@ -134,6 +150,112 @@ def trains_as_with_ddp(rank: int, world_size: int, folder: Path) -> None:
 @pytest.mark.thorough
 def test_a_trainer_trains_saves_and_goes_on_as_with_ddp(two_ranks, tmp_path):
     two_ranks.run(trains_as_with_ddp, tmp_path)
+
+
+def goes_on_from_shards(rank: int, world_size: int, folder: Path) -> list[float]:
+    """Half of the steps, then the others under another plan; as in one go."""
+    with as_torchrun(rank, world_size):
+        expected = by_osdp(folder / "osdp")
+        half = folder / "osdp" / f"checkpoint-{STEPS // 2}"
+        assert not (half / "optimizer.pt").exists()
+        assert len(list((half / "osdp_optimizer").glob("*.distcp"))) == world_size
+        with watched_states() as at_load:
+            found = by_osdp(folder / "again", Decision.SHARD_KEEP, str(half))
+        assert_same(found, expected)
+        assert at_load == ["sharded"]  # no rank held whole state
+        if rank == 0:
+            (half / "osdp_optimizer" / ".metadata").rename(folder / "metadata")
+        torch.distributed.barrier()
+        with pytest.raises(osdp_compile.OsdpError, match="no complete checkpoint"):
+            by_osdp(folder / "incomplete", begun=str(half))
+        torch.distributed.barrier()
+        if rank == 0:
+            (folder / "metadata").rename(half / "osdp_optimizer" / ".metadata")
+        torch.distributed.barrier()
+        with pytest.raises(FileNotFoundError, match=r"optimizer\.pt"):  # not new state in silence
+            by_ddp(folder / "plain", str(half))
+        return expected.losses
+
+
+@contextlib.contextmanager
+def watched_states():
+    """How the parameters lie when an optimizer's state is loaded from shards."""
+    seen: list[str] = []
+    load_state = OptimizerFiles.load_state
+
+    def watched(self: OptimizerFiles) -> None:
+        load_state(self)
+        tensors = [v for state in self._optimizer.state.values() for v in state.values() if v.dim()]
+        seen.append("sharded" if all(isinstance(v, DTensor) for v in tensors) else "whole")
+
+    with mock.patch.object(OptimizerFiles, "load_state", watched):
+        yield seen
+
+
+def goes_on_alone(rank: int, world_size: int, folder: Path, half: str) -> list[float]:
+    """The same global batches on one rank."""
+    from osdp_compile.integrations.hf_trainer import OsdpTrainer
+
+    with as_torchrun(rank, world_size):
+        args = arguments(folder, per_device_train_batch_size=4)
+        trainer = OsdpTrainer(made("GPT-2"), args, train_dataset=rows())
+        trainer.train(resume_from_checkpoint=half)
+        return [entry["loss"] for entry in trainer.state.log_history if "grad_norm" in entry]
+
+
+@pytest.mark.thorough
+def test_optimizer_shards_go_on_under_another_plan_and_on_one_rank(
+    two_ranks, inductor_cache, tmp_path
+):
+    losses, _ = two_ranks.run(goes_on_from_shards, tmp_path)
+    half = str(tmp_path / "osdp" / f"checkpoint-{STEPS // 2}")
+    with Ranks(1, inductor_cache) as one_rank:
+        (alone,) = one_rank.run(goes_on_alone, tmp_path / "alone", half)
+    assert alone == pytest.approx(losses, rel=1e-4)
+
+
+def test_training_and_evaluation_call_one_compiled_model(tmp_path):
+    from osdp_compile.integrations.hf_trainer import OsdpTrainer
+
+    trainer = OsdpTrainer(made("GPT-2"), arguments(tmp_path))
+    evaluating = trainer._wrap_model(trainer.model, training=False)
+    assert evaluating._orig_mod is trainer.model
+    assert trainer._wrap_model(trainer.model) is evaluating
+    assert trainer._wrap_model(evaluating) is evaluating
+
+
+def evaluates(rank: int, world_size: int, folder: Path) -> None:
+    """Before training, after it, and with a smaller last batch: compiled, as with DDP."""
+    from osdp_compile.integrations.hf_trainer import OsdpTrainer
+
+    with as_torchrun(rank, world_size):
+        data = rows()[:-2]
+
+        def trainer_of(cls: type, **more: Any) -> Any:
+            args = arguments(folder, max_steps=2, save_strategy="no", per_device_eval_batch_size=4)
+            return cls(made("GPT-2"), args, train_dataset=data, eval_dataset=data, **more)
+
+        options = {"plan": plan_of(made("GPT-2"), Decision.SHARD_REGATHER), "hardware": SLOW}
+        ours = trainer_of(OsdpTrainer, osdp_options=options)
+        lowered = []
+        for trained_yet in (False, True):
+            theirs = trainer_of(transformers.Trainer)  # a plain one that evaluated trains wrongly
+            for one in (ours, theirs) if trained_yet else ():
+                transformers.set_seed(0)  # the order of the batches
+                one.train()
+            with mock.patch.object(backend, "lower", wraps=backend.lower) as lower:
+                found = [one.predict(data) for one in (ours, theirs)]
+            lowered.append(lower.call_count)
+            losses = [one.metrics["test_loss"] for one in found]
+            assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+            predictions = [one.predictions for one in found]
+            np.testing.assert_allclose(*predictions, 1e-4, 1e-4)
+        assert lowered[0] == 0 and lowered[1] > 0, "a sharded model is not evaluated compiled"
+
+
+@pytest.mark.thorough
+def test_evaluation_is_compiled_and_predicts_as_with_ddp(two_ranks, tmp_path):
+    two_ranks.run(evaluates, tmp_path)
 
 
 def trains_in_bf16(rank: int, world_size: int, folder: Path) -> None:
@@ -241,6 +363,7 @@ def test_a_plain_trainer_is_told_of_ours(two_ranks, tmp_path):
         ({"torch_compile_mode": "max-autotune", "torch_compile_backend": "osdp"}, "osdp_options"),
         ({"fsdp": "full_shard"}, "fsdp"),
         ({"save_on_each_node": True}, "save_on_each_node"),
+        ({"bf16_full_eval": True}, "bf16_full_eval"),
     ],
 )
 def test_arguments_for_something_else_are_refused(tmp_path, changed, said):
