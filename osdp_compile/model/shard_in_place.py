@@ -187,11 +187,14 @@ def _local_rows(full: Tensor, cut: ShardLayout) -> Tensor:
     return rows.clone(memory_format=torch.contiguous_format)
 
 
-def placements_of(decision: Decision, mesh: DeviceMesh, dim: int = 0) -> list[Shard | Replicate]:
-    """A parameter's placement on each dimension of the mesh; ``dim``: its sharded dimension."""
+def placements_of(decision: Decision, ndim: int, dim: int = 0) -> list[Shard | Replicate]:
+    """A parameter's placement on each of our mesh dimensions.
+
+    ``ndim``: the number of these dimensions. ``dim``: the parameter's sharded dimension.
+    """
     if decision.within_host:
         return [Replicate(), Shard(0)]
-    return [Shard(dim) if decision.sharded else Replicate()] * mesh.ndim
+    return [Shard(dim) if decision.sharded else Replicate()] * ndim
 
 
 def lay_out(
@@ -204,19 +207,19 @@ def lay_out(
     """A DTensor; this rank holds its rows (sharded) or the whole value.
 
     Without communication: every rank must hold the same ``full``. With ``others``, it is the part
-    of this rank in their mesh, and ``mesh`` has our dimension and theirs.
+    of this rank in their mesh, and ``mesh`` has our dimensions and theirs.
     """
     if others is not None:
-        own = Shard(cut.dim) if decision.sharded else Replicate()
+        ours = placements_of(decision, mesh.ndim - others.mesh.ndim, cut.dim)
         return DTensor.from_local(
             _local_rows(full, cut) if decision.sharded else full,
             mesh,
-            others.with_ours(own),
+            others.with_ours(ours),
             run_check=False,
             shape=others.shape,
             stride=others.stride,
         )
-    placements = placements_of(decision, mesh, cut.dim)
+    placements = placements_of(decision, mesh.ndim, cut.dim)
     if not decision.sharded:
         return DTensor.from_local(full, mesh, placements, run_check=False)
     stride = torch.empty(full.shape, device="meta").stride()

@@ -28,13 +28,14 @@ WORDS, WIDTH, HEADS, LENGTH = 24, 16, 4, 6
 
 
 class Attention(nn.Module):
-    def __init__(self):
+    def __init__(self, width):
         super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.head_width = width // HEADS
 
     def forward(self, x):
         q, k, v = (
-            one(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            one(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for one in (self.q, self.k, self.v)
         )
         x = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -42,11 +43,11 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, width):
         super().__init__()
-        self.norm, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention = Attention()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x):
         x = x + self.attention(self.norm(x))
@@ -54,11 +55,11 @@ class Block(nn.Module):
 
 
 class Language(nn.Module):
-    def __init__(self):
+    def __init__(self, width, layers):
         super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.words = nn.Embedding(WORDS, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, WORDS, bias=False)
 
     def forward(self, tokens):
         x = self.words(tokens)
@@ -67,9 +68,9 @@ class Language(nn.Module):
         return self.head(self.norm(x))
 
 
-def made():
+def made(width=WIDTH, layers=2):
     torch.manual_seed(0)
-    return Language().double()
+    return Language(width, layers).double()
 
 
 def linears_only(model, mesh):
@@ -131,8 +132,8 @@ def step_of(called, model, optimizer, batch):
     return whole(norm).item()
 
 
-def reference_step(model, optimizer, step):
-    (sum(loss_of(model, tokens(step, place)) for place in range(2)) / 2).backward()
+def reference_step(model, optimizer, step, places=2):
+    (sum(loss_of(model, tokens(step, place)) for place in range(places)) / places).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     optimizer.step()
     optimizer.zero_grad()
@@ -167,14 +168,16 @@ def placements(model):
     }
 
 
+def local_parameters(model):
+    """Names and local tensors, about which the plan decides."""
+    return [
+        (name, p.to_local().detach() if isinstance(p, DTensor) else p)
+        for name, p in model.named_parameters()
+    ]
+
+
 def options_for(kind, model, mesh):
-    with torch.device("meta"):
-        local = {
-            name: torch.empty(p.to_local().shape if isinstance(p, DTensor) else p.shape)
-            for name, p in model.named_parameters()
-        }
-    named = [(name, p.to(torch.float64)) for name, p in local.items()]
-    plan = Plan.uniform(named, kind, world_size=2)
+    plan = Plan.uniform(local_parameters(model), kind, world_size=2)
     return {"mesh": mesh["dp"], "hardware": SLOW, "plan": plan}
 
 
