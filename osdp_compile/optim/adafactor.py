@@ -47,8 +47,8 @@ def step_on_rows(
         any(one != sharded[0] for one in sharded)
     ):
         raise OsdpError(
-            "torch.optim.Adafactor does not work on parameters that two mesh dimensions shard "
-            "(parallelize_module beside backend='osdp'): use another optimizer, such as AdamW"
+            "torch.optim.Adafactor does not work on parameters that several mesh dimensions "
+            "shard (parallelize_module beside backend='osdp'): use another optimizer, such as AdamW"
         )
     if maximize:
         grad = -grad  # type: ignore[assignment]
