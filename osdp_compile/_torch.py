@@ -172,6 +172,7 @@ __all__ = [
     "shown_by_torch",
     "skip_code",
     "strided_shard",
+    "tensor_inside",
     "trace_artifact",
     "tree_leaves",
     "tree_map_only",
@@ -702,6 +703,13 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh of which this one is some dimensions; itself if it is no part."""
     # 2.13.0, 2.15.0: DeviceMesh._get_root_mesh
     return mesh._get_root_mesh()
+
+
+def tensor_inside(tensor: DTensor) -> Tensor:
+    """The local tensor that a DTensor holds; ``to_local()`` of a parameter is a view of it."""
+    # 2.13.0, 2.15.0: DTensor._local_tensor
+    local: Tensor = tensor._local_tensor
+    return local
 
 
 def strided_shard(dim: int, parts: int) -> Placement:

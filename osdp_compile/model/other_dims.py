@@ -88,6 +88,8 @@ class OtherDims:
 
 #: Parameters of models on other dimensions too -> their placements there.
 _known: Any = WeakTensorKeyDictionary()
+#: Their local tensors of the time before they are sharded -> the DTensors before.
+_before: Any = WeakTensorKeyDictionary()
 #: Modules of which the parameters are local tensors now -> their class, and the parameters before.
 _local: WeakKeyDictionary[nn.Module, tuple[type[nn.Module], dict[str, nn.Parameter]]]
 _local = WeakKeyDictionary()
@@ -104,6 +106,17 @@ def keep_other_dims(old: Tensor, new: Tensor) -> None:
     found = other_dims_of(old)
     if found is not None:
         _known[new] = found
+
+
+def local_before(local: Tensor) -> Tensor | None:
+    """The tensor in the DTensor that ``local`` took the place of, with the same memory.
+
+    Python code may hold that DTensor for ever. None: there was none, or autograd saved it.
+    """
+    before: DTensor | None = _before.pop(local, None)
+    if before is None or _torch.is_saved(before):
+        return None
+    return _torch.tensor_inside(before)
 
 
 def are_on_other_dims(parameters: Iterable[nn.Parameter], mesh: DeviceMesh | None) -> bool:
@@ -253,6 +266,7 @@ def _taken(
     if parameter.grad is not None:
         new.grad = local_part(parameter.grad)
     optimizers.rebind(parameter, new, local_part)
+    _before[new] = parameter
     _known[new] = OtherDims(
         mesh, tuple(parameter.placements), parameter.shape, parameter.stride(), is_plain=False
     )
@@ -294,4 +308,5 @@ def give_back() -> None:
             module._parameters[attribute] = old
             others = None if new is None else _known.pop(new, None)
             if new is not None and new is not old and others is not None:
+                _before.pop(new, None)
                 OptimizerIndex([new]).rebind(new, old, others.as_read)

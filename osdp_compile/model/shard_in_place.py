@@ -35,7 +35,7 @@ from osdp_compile.model.mixed_precision import (
     cast_what_it_is_called_with,
     subclass,
 )
-from osdp_compile.model.other_dims import OtherDims, keep_other_dims, other_dims_of
+from osdp_compile.model.other_dims import OtherDims, keep_other_dims, local_before, other_dims_of
 from osdp_compile.optim.checks import replaced
 from osdp_compile.optim.rebind import OptimizerIndex
 from osdp_compile.runtime import eager_markers
@@ -354,19 +354,30 @@ def shard_in_place(
         )
         _hand_on_gradients(entry, new, decision, cut)
         replaced(old, entry.name)
-        if decision.sharded and old.device.type != "meta" and not _torch.is_saved(old):
-            _free(old)
+        if decision.sharded and old.device.type != "meta":
+            _free_whole(old)
         renewed.append(new)
     read_through_markers(parameters, ctx, reading, mesh)
     return renewed
 
 
-def _free(whole: nn.Parameter) -> None:
+def _free_whole(old: nn.Parameter) -> None:
     """Free the memory of a sharded parameter's old object, which the graph and its inputs hold.
 
-    So at most one parameter has both whole and sharded memory at a time. A later read of the old
-    object gives no stale values: floating-point values are NaN. Callers keep parameters that
-    autograd saved, for example for a penalty computed before the first call.
+    So at most one parameter has both whole and sharded memory at a time. Parameters that autograd
+    saved, for example for a penalty computed before the first call, are kept.
+    """
+    before = local_before(old)
+    if before is not None:
+        _free(before)
+    if not _torch.is_saved(old):
+        _free(old)
+
+
+def _free(whole: Tensor) -> None:
+    """Free a tensor's memory.
+
+    A later read gives no stale values: floating-point values are NaN.
     """
     single = torch.empty((), dtype=whole.dtype, device=whole.device)
     if whole.is_floating_point() and whole.element_size() > 1:  # not all 1-byte types have NaN

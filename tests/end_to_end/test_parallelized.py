@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import repeat
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from torch.distributed.tensor.parallel import (
 
 import osdp_compile
 from osdp_compile import InfeasibleLimit, Plan, plan_of
+from osdp_compile.planning.planner_inputs import UNSEEN_BYTES
+from tests.end_to_end.test_limit_is_kept import STEPS, kept, trained
 from tests.training import SLOW
 
 WORDS, WIDTH, HEADS, LENGTH = 24, 16, 4, 6
@@ -160,6 +163,7 @@ class Found:
     placements: dict[str, tuple]
     theirs: dict[str, tuple]
     loss_apart: float
+    freed: bool
 
 
 def placements(model):
@@ -168,12 +172,25 @@ def placements(model):
     }
 
 
+def local_of(parameter):
+    return parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter
+
+
 def local_parameters(model):
     """Names and local tensors, about which the plan decides."""
-    return [
-        (name, p.to_local().detach() if isinstance(p, DTensor) else p)
-        for name, p in model.named_parameters()
-    ]
+    return [(name, local_of(p)) for name, p in model.named_parameters()]
+
+
+def are_freed(before, model):
+    """Whether the old objects of sharded parameters have lost their memory, and hold no values.
+
+    ``before``: the parameters before the first call.
+    """
+    return all(
+        local_of(before[name]).isnan().all()
+        for name, one in model.named_parameters()
+        if isinstance(one, DTensor) and not one.placements[0].is_replicate()
+    )
 
 
 def options_for(kind, model, mesh):
@@ -194,7 +211,7 @@ def train(rank, world_size, distribute, kind, early):
     options = options_for(kind, model, mesh)
     compiled = torch.compile(model, backend="osdp", options=options)
     optimizers = adamw(model), adamw(reference)
-    norms = []
+    norms, before = [], dict(model.named_parameters())
     for step in range(4):
         if step == 1 and not early:
             optimizers = adamw(model), adamw(reference)
@@ -210,6 +227,7 @@ def train(rank, world_size, distribute, kind, early):
         placements(model),
         placements(theirs),
         max(abs(eager.item()), abs(called.item())),
+        are_freed(before, model),
     )
 
 
@@ -229,6 +247,7 @@ def test_trains_like_one_process(four_ranks, distribute, kind, early):
         assert found.apart < 1e-11
         assert max(map(abs, found.norms)) < 1e-11
         assert found.loss_apart < 1e-11
+        assert found.freed
         if kind == "replicate":
             assert all(one[0] == Replicate() for one in found.placements.values())
         else:  # what FSDP2 leaves on one dimension is replicated over the other here
@@ -266,6 +285,28 @@ def test_one_plan_for_all_ranks_under_a_limit(four_ranks):
     assert max(apart) < 1e-11
     assert len(set(plans)) == 1
     assert all(kept)
+
+
+def measured(rank, world_size):
+    mesh = two_by_two()
+
+    def run(options):
+        model = made(width=64)
+        by_sequence(model, mesh["tp"])
+        generator = torch.Generator().manual_seed(rank // 2)
+        batch = torch.randint(0, WORDS, (4, 32), generator=generator)
+        return trained(model, repeat(batch, STEPS), options, lambda one: one.square().mean())
+
+    return kept(run, mesh=mesh["dp"])
+
+
+@pytest.mark.inductor
+@pytest.mark.thorough
+def test_the_measured_peak_is_within_the_limit(four_ranks):
+    for one in four_ranks.run(measured):
+        assert one.peak_bytes <= one.limit_bytes
+        assert one.predicted_bytes - UNSEEN_BYTES <= 1.05 * one.peak_bytes
+        assert not one.warnings
 
 
 def with_fsdp2(mesh):
