@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from itertools import repeat
 
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -22,8 +24,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 import osdp_compile
-from osdp_compile import InfeasibleLimit, Plan, plan_of
+from osdp_compile import InfeasibleLimit, OsdpError, Plan, plan_of
 from osdp_compile.planning.planner_inputs import UNSEEN_BYTES
+from osdp_compile.trace import fake_world
+from tests.boxed import without_inductor
 from tests.end_to_end.test_limit_is_kept import STEPS, kept, trained
 from tests.training import SLOW
 
@@ -454,6 +458,39 @@ def refusals(rank, world_size):
     refused("moves", mesh["dp"], tensor_parallel=True)
     refused("a graph break", mesh["dp"], wrap=Broken)
     return said
+
+
+def after_a_refused_graph_break(rank, world_size):
+    """Dynamo compiles each module of a broken loop on its own, the embedding before its sum."""
+    mesh = two_by_two()
+    model = made(layers=1)
+    by_sequence(model, mesh["tp"])
+    batch = tokens(0, mesh["dp"].get_local_rank())
+    options = {"hardware": SLOW, "mesh": mesh["dp"]}
+    with pytest.raises(OsdpError, match="fullgraph=True"):
+        loss_of(torch.compile(Broken(model), backend="osdp", options=options), batch)
+    torch._dynamo.reset()
+    found = loss_of(torch.compile(model, backend="osdp", options=options), batch)
+    return abs((found - loss_of(made(layers=1), batch)).item())
+
+
+@pytest.mark.thorough
+def test_a_model_trains_after_a_refused_graph_break(four_ranks):
+    assert max(four_ranks.run(after_a_refused_graph_break)) < 1e-11
+
+
+@contextlib.contextmanager
+def new_world(world_size, rank=0):
+    """A fake world without the caches of an earlier one, which know its groups by their names."""
+    torch.compiler.reset()
+    _clear_sharding_prop_cache()
+    with fake_world(world_size, rank):
+        yield
+
+
+def test_a_model_compiles_after_a_refused_graph_break():
+    with new_world(4), without_inductor():
+        after_a_refused_graph_break(0, 4)
 
 
 @pytest.mark.thorough

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from osdp_compile import Decision, Plan, _torch, plan_of
 from osdp_compile.engine.backend import compile_graph
@@ -33,6 +32,7 @@ from tests.end_to_end.test_parallelized import (
     local_parameters,
     loss_of,
     made,
+    new_world,
     placements,
     reference_step,
     step_of,
@@ -212,9 +212,7 @@ def traced(rank, options_of):
     def uncompiled(gm, inputs, **_):
         return make_boxed_func(gm.forward)
 
-    torch.compiler.reset()
-    _clear_sharding_prop_cache()  # it knows the groups of an earlier world by their names
-    with fake_world(8, rank):
+    with new_world(8, rank):
         mesh = three_dimensions()
         model = distributed(mesh, layers=1)
         options = CheckedOptions.parse({**options_of(model, mesh), "debug": True})
