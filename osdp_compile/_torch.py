@@ -102,6 +102,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 # 2.13.0, 2.15.0: the placement of FSDP2 after tensor parallelism.
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
 
 # 2.13.0: Adafactor's functional step of a group, on lists.
@@ -149,6 +150,7 @@ __all__ = [
     "fake_store",
     "flattened",
     "forget_compiled",
+    "forget_placements",
     "gradient_input_index",
     "handle_adafactor",
     "handle_dtensor_operator",
@@ -172,6 +174,7 @@ __all__ = [
     "shown_by_torch",
     "skip_code",
     "strided_shard",
+    "tensor_inside",
     "trace_artifact",
     "tree_leaves",
     "tree_map_only",
@@ -702,6 +705,23 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh of which this one is some dimensions; itself if it is no part."""
     # 2.13.0, 2.15.0: DeviceMesh._get_root_mesh
     return mesh._get_root_mesh()
+
+
+def forget_placements() -> None:
+    """Empty DTensor's caches of placements by operator.
+
+    The output of a distributed embedding is a partial sum, whose placement holds a mask until the
+    sum is complete. In a graph that ends before, this is a mask of the trace, and the next trace of
+    such an embedding fails: it finds the placement in the cache.
+    """
+    _clear_sharding_prop_cache()  # 2.13.0, 2.15.0
+
+
+def tensor_inside(tensor: DTensor) -> Tensor:
+    """The local tensor that a DTensor holds; ``to_local()`` of a parameter is a view of it."""
+    # 2.13.0, 2.15.0: DTensor._local_tensor
+    local: Tensor = tensor._local_tensor
+    return local
 
 
 def strided_shard(dim: int, parts: int) -> Placement:

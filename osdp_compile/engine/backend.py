@@ -135,6 +135,7 @@ def _first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: CheckedOptio
 def _take_local(gm: fx.GraphModule, inputs: Sequence[Any]) -> NoReturn:
     """Make parameters on other mesh dimensions local; then Dynamo traces the frame again."""
     if interrupted_call(gm, inputs) is not None:
+        _torch.forget_placements()  # this graph may end with an embedding's partial sum
         raise OsdpError(
             "the model's parameters are on other mesh dimensions too (parallelize_module), and its "
             "step is several graphs: that is not supported. torch.compile(..., fullgraph=True) "

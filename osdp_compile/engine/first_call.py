@@ -23,7 +23,7 @@ from osdp_compile.log_lines import NAMES, OF_ALL_RANKS
 from osdp_compile.model.agreement import agree, fingerprint, from_rank_zero, on_every_rank
 from osdp_compile.model.find_modules import plain_parameters
 from osdp_compile.model.mixed_precision import end_casting
-from osdp_compile.model.other_dims import end_local, others_of, whole_mesh
+from osdp_compile.model.other_dims import end_local, mesh_beside, others_of, whole_mesh
 from osdp_compile.model.shard_in_place import (
     ModelParameter,
     Reading,
@@ -109,8 +109,8 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: CheckedOption
         synchronize(itertools.chain(values, buffers_of(roots)), group)
         if mesh is not None and others is not None:
             assert options.mesh is not None
-            both = whole_mesh(options.mesh, others.mesh)
-            return shard_in_place(entries, both, context, optimizers, reading)
+            beside = mesh_beside(mesh, options.mesh, others.mesh, context.plan)
+            return shard_in_place(entries, beside, context, optimizers, reading)
         if mesh is None or not context.plan.shards:
             renewing = optimizers if call is not None else None
             return keep_in_place(entries, context, reading, renewing)

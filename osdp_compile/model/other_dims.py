@@ -1,10 +1,10 @@
 """Parameters on other mesh dimensions: a model that ``parallelize_module`` distributed before.
 
-Its parameters are DTensors on a dimension of the mesh that is not ``options={"mesh": ...}``, such
-as ``mesh["tp"]``. The backend plans for the local tensors and shards these over its own dimension.
-Modules read the gathered local tensor as a DTensor on the other dimensions, as the model's own
-code expects. The sharded parameters are DTensors on all dimensions, with the placements of FSDP2
-after tensor parallelism.
+Its parameters are DTensors on a dimension of the mesh that is not in ``options={"mesh": ...}``,
+such as ``mesh["tp"]``. The backend plans for the local tensors and shards these over its own
+dimensions, one or two. Modules read the gathered local tensor as a DTensor on the other dimensions,
+as the model's own code expects. The sharded parameters are DTensors on all dimensions, with the
+placements of FSDP2 after tensor parallelism.
 
 From the first trace of such a model until it is sharded, its parameters are plain local tensors.
 """
@@ -29,7 +29,8 @@ from osdp_compile.live_objects import living
 from osdp_compile.model.find_modules import placeholders, plain_parameters
 from osdp_compile.model.mixed_precision import subclass
 from osdp_compile.optim.rebind import OptimizerIndex
-from osdp_compile.runtime.meshes import local_part
+from osdp_compile.runtime.meshes import groups_along, local_part
+from passes.types.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,24 +69,27 @@ class OtherDims:
         placed = DTensor.from_local(whole, self.mesh, everywhere, run_check=False)
         return placed.redistribute(placements=self.placements).to_local()
 
-    def with_ours(self, own: Placement) -> list[Placement]:
-        """The placements on our dimension and then the others.
+    def with_ours(self, ours: Sequence[Placement]) -> list[Placement]:
+        """The placements on our dimensions, ``ours``, and then the others.
 
-        Rows that the other dimensions have cut already are cut further by us: the placement is
+        Rows that the other dimensions have cut already are cut further by us: the placements are
         strided, as FSDP2's.
         """
+        return [*map(self._strided, ours), *self.placements]
+
+    def _strided(self, own: Placement) -> Placement:
+        if not isinstance(own, Shard):
+            return own
         parts = math.prod(
-            self.mesh.size(dim)
-            for dim, one in enumerate(self.placements)
-            if isinstance(own, Shard) and one.is_shard(own.dim)
+            self.mesh.size(dim) for dim, one in enumerate(self.placements) if one.is_shard(own.dim)
         )
-        if isinstance(own, Shard) and parts > 1:
-            own = _torch.strided_shard(own.dim, parts)
-        return [own, *self.placements]
+        return _torch.strided_shard(own.dim, parts) if parts > 1 else own
 
 
 #: Parameters of models on other dimensions too -> their placements there.
 _known: Any = WeakTensorKeyDictionary()
+#: Their local tensors of the time before they are sharded -> the DTensors before.
+_before: Any = WeakTensorKeyDictionary()
 #: Modules of which the parameters are local tensors now -> their class, and the parameters before.
 _local: WeakKeyDictionary[nn.Module, tuple[type[nn.Module], dict[str, nn.Parameter]]]
 _local = WeakKeyDictionary()
@@ -104,13 +108,24 @@ def keep_other_dims(old: Tensor, new: Tensor) -> None:
         _known[new] = found
 
 
+def local_before(local: Tensor) -> Tensor | None:
+    """The tensor in the DTensor that ``local`` took the place of, with the same memory.
+
+    Python code may hold that DTensor for ever. None: there was none, or autograd saved it.
+    """
+    before: DTensor | None = _before.pop(local, None)
+    if before is None or _torch.is_saved(before):
+        return None
+    return _torch.tensor_inside(before)
+
+
 def are_on_other_dims(parameters: Iterable[nn.Parameter], mesh: DeviceMesh | None) -> bool:
     """Whether some of the parameters, which no plan has yet, are on other mesh dimensions.
 
     ``mesh``: the option.
 
     Raises:
-        OsdpError: for such parameters if ``mesh`` is not a single dimension beside theirs.
+        OsdpError: for such parameters if ``mesh`` has a dimension of theirs, or no names.
     """
     found = next((one for one in parameters if _is_distributed(one)), None)
     if found is None:
@@ -120,10 +135,11 @@ def are_on_other_dims(parameters: Iterable[nn.Parameter], mesh: DeviceMesh | Non
     if mesh is None or mesh == theirs or _torch.root_mesh(mesh) != root:
         return False  # sharded by another means: refused later
     names = mesh.mesh_dim_names
-    if mesh.ndim != 1 or not names or set(names) & set(theirs.mesh_dim_names or ()):
+    if not names or set(names) & set(theirs.mesh_dim_names or ()):
         raise OsdpError(
             f"the model's parameters are DTensors on {theirs}, and options={{'mesh'}} is {mesh}: "
-            "give one dimension beside theirs, such as mesh['dp']"
+            "give the dimensions beside theirs, such as mesh['dp'], or two of them: "
+            "mesh['dp_replicate', 'dp_shard']"
         )
     if mesh.size() == 1:
         raise OsdpError(
@@ -143,9 +159,31 @@ def others_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> OtherDims | None:
 
 
 def whole_mesh(mesh: DeviceMesh, others: DeviceMesh) -> DeviceMesh:
-    """The mesh of our dimension and the others."""
+    """The mesh of our dimensions and the others."""
     assert mesh.mesh_dim_names is not None and others.mesh_dim_names is not None
     return _torch.root_mesh(mesh)[(*mesh.mesh_dim_names, *others.mesh_dim_names)]
+
+
+def mesh_beside(flat: DeviceMesh, given: DeviceMesh, others: DeviceMesh, plan: Plan) -> DeviceMesh:
+    """The mesh of a model's DTensors, on our dimensions and the others.
+
+    Ours are two if the plan shards within hosts, else one.
+
+    ``flat``: the mesh over all data-parallel ranks. ``given``: the user's option.
+    """
+    everyone = whole_mesh(given, others)
+    if given.ndim == 1:
+        return everyone
+    assert others.mesh_dim_names is not None and flat.mesh_dim_names is not None
+    ours = groups_along(given) if plan.within_hosts else {flat.mesh_dim_names[0]: flat.get_group()}
+    theirs = {name: others.get_group(name) for name in others.mesh_dim_names}
+    sizes = [one.size() for one in (*ours.values(), *theirs.values())]
+    return DeviceMesh.from_group(
+        [*ours.values(), *theirs.values()],
+        given.device_type,
+        everyone.mesh.reshape(sizes),
+        mesh_dim_names=(*ours, *theirs),
+    )
 
 
 def distributed_modules(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[nn.Module]:
@@ -228,6 +266,7 @@ def _taken(
     if parameter.grad is not None:
         new.grad = local_part(parameter.grad)
     optimizers.rebind(parameter, new, local_part)
+    _before[new] = parameter
     _known[new] = OtherDims(
         mesh, tuple(parameter.placements), parameter.shape, parameter.stride(), is_plain=False
     )
@@ -269,4 +308,5 @@ def give_back() -> None:
             module._parameters[attribute] = old
             others = None if new is None else _known.pop(new, None)
             if new is not None and new is not old and others is not None:
+                _before.pop(new, None)
                 OptimizerIndex([new]).rebind(new, old, others.as_read)

@@ -37,7 +37,7 @@ from osdp_compile.model.mixed_precision import (
     cast_what_it_is_called_with,
     subclass,
 )
-from osdp_compile.model.other_dims import OtherDims, keep_other_dims, other_dims_of
+from osdp_compile.model.other_dims import OtherDims, keep_other_dims, local_before, other_dims_of
 from osdp_compile.optim.checks import replaced
 from osdp_compile.optim.rebind import OptimizerIndex
 from osdp_compile.runtime import eager_markers
@@ -213,11 +213,14 @@ def _local_rows(full: Tensor, cut: ShardLayout) -> Tensor:
     return rows.clone(memory_format=torch.contiguous_format)
 
 
-def placements_of(decision: Decision, mesh: DeviceMesh, dim: int = 0) -> list[Shard | Replicate]:
-    """A parameter's placement on each dimension of the mesh; ``dim``: its sharded dimension."""
+def placements_of(decision: Decision, ndim: int, dim: int = 0) -> list[Shard | Replicate]:
+    """A parameter's placement on each of our mesh dimensions.
+
+    ``ndim``: the number of these dimensions. ``dim``: the parameter's sharded dimension.
+    """
     if decision.within_host:
         return [Replicate(), Shard(dim)]
-    return [Shard(dim) if decision.sharded else Replicate()] * mesh.ndim
+    return [Shard(dim) if decision.sharded else Replicate()] * ndim
 
 
 def lay_out(
@@ -230,19 +233,19 @@ def lay_out(
     """A DTensor; this rank holds its rows (sharded) or the whole value.
 
     Without communication: every rank must hold the same ``full``. With ``others``, it is the part
-    of this rank in their mesh, and ``mesh`` has our dimension and theirs.
+    of this rank in their mesh, and ``mesh`` has our dimensions and theirs.
     """
     if others is not None:
-        own = Shard(cut.dim) if decision.sharded else Replicate()
+        ours = placements_of(decision, mesh.ndim - others.mesh.ndim, cut.dim)
         return DTensor.from_local(
             _local_rows(full, cut) if decision.sharded else full,
             mesh,
-            others.with_ours(own),
+            others.with_ours(ours),
             run_check=False,
             shape=others.shape,
             stride=others.stride,
         )
-    placements = placements_of(decision, mesh, cut.dim)
+    placements = placements_of(decision, mesh.ndim, cut.dim)
     if not decision.sharded:
         return DTensor.from_local(full, mesh, placements, run_check=False)
     stride = torch.empty(full.shape, device="meta").stride()
@@ -381,19 +384,30 @@ def shard_in_place(
         )
         _hand_on_gradients(entry, new, decision, cut)
         replaced(old, entry.name)
-        if decision.sharded and old.device.type != "meta" and not _torch.is_saved(old):
-            _free(old)
+        if decision.sharded and old.device.type != "meta":
+            _free_whole(old)
         renewed.append(new)
     read_through_markers(parameters, ctx, reading, mesh)
     return renewed
 
 
-def _free(whole: nn.Parameter) -> None:
+def _free_whole(old: nn.Parameter) -> None:
     """Free the memory of a sharded parameter's old object, which the graph and its inputs hold.
 
-    So at most one parameter has both whole and sharded memory at a time. A later read of the old
-    object gives no stale values: floating-point values are NaN. Callers keep parameters that
-    autograd saved, for example for a penalty computed before the first call.
+    So at most one parameter has both whole and sharded memory at a time. Parameters that autograd
+    saved, for example for a penalty computed before the first call, are kept.
+    """
+    before = local_before(old)
+    if before is not None:
+        _free(before)
+    if not _torch.is_saved(old):
+        _free(old)
+
+
+def _free(whole: Tensor) -> None:
+    """Free a tensor's memory.
+
+    A later read gives no stale values: floating-point values are NaN.
     """
     single = torch.empty((), dtype=whole.dtype, device=whole.device)
     if whole.is_floating_point() and whole.element_size() > 1:  # not all 1-byte types have NaN

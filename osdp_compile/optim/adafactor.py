@@ -44,11 +44,11 @@ def step_on_rows(
     """
     sharded = [one for one in param.placements if not one.is_replicate()]
     if len({one.dim for one in sharded if isinstance(one, Shard)}) > 1 or (
-        len(sharded) == 2 and sharded[0] != sharded[1]
+        any(one != sharded[0] for one in sharded)
     ):
         raise OsdpError(
-            "torch.optim.Adafactor does not work on parameters that two mesh dimensions shard "
-            "(parallelize_module beside backend='osdp'): use another optimizer, such as AdamW"
+            "torch.optim.Adafactor does not work on parameters that several mesh dimensions "
+            "shard (parallelize_module beside backend='osdp'): use another optimizer, such as AdamW"
         )
     if maximize:
         grad = -grad  # type: ignore[assignment]

@@ -124,7 +124,8 @@ def _check(entry: ModelParameter, laid_out: PendingModel) -> None:
     if parameter.device.type == "meta":
         raise_on_meta(f"parameter {name!r}")
     mesh = laid_out.own_mesh
-    placements = tuple(placements_of(laid_out.plan.decision(name), mesh, laid_out.plan[name].dim))
+    decision, dim = laid_out.plan.decision(name), laid_out.plan[name].dim
+    placements = tuple(placements_of(decision, mesh.ndim, dim))
     if parameter.device_mesh != mesh or parameter.placements != placements:
         raise OsdpError(
             f"parameter {name!r} was distributed after the model was sharded: as "

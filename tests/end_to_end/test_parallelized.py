@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from itertools import repeat
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -21,20 +24,25 @@ from torch.distributed.tensor.parallel import (
 )
 
 import osdp_compile
-from osdp_compile import InfeasibleLimit, Plan, plan_of
+from osdp_compile import InfeasibleLimit, OsdpError, Plan, plan_of
+from osdp_compile.planning.planner_inputs import UNSEEN_BYTES
+from osdp_compile.trace import fake_world
+from tests.boxed import without_inductor
+from tests.end_to_end.test_limit_is_kept import STEPS, kept, trained
 from tests.training import SLOW
 
 WORDS, WIDTH, HEADS, LENGTH = 24, 16, 4, 6
 
 
 class Attention(nn.Module):
-    def __init__(self):
+    def __init__(self, width):
         super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.head_width = width // HEADS
 
     def forward(self, x):
         q, k, v = (
-            one(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            one(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for one in (self.q, self.k, self.v)
         )
         x = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -42,11 +50,11 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, width):
         super().__init__()
-        self.norm, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention = Attention()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x):
         x = x + self.attention(self.norm(x))
@@ -54,11 +62,11 @@ class Block(nn.Module):
 
 
 class Language(nn.Module):
-    def __init__(self):
+    def __init__(self, width, layers):
         super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.words = nn.Embedding(WORDS, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, WORDS, bias=False)
 
     def forward(self, tokens):
         x = self.words(tokens)
@@ -67,9 +75,9 @@ class Language(nn.Module):
         return self.head(self.norm(x))
 
 
-def made():
+def made(width=WIDTH, layers=2):
     torch.manual_seed(0)
-    return Language().double()
+    return Language(width, layers).double()
 
 
 def linears_only(model, mesh):
@@ -131,8 +139,8 @@ def step_of(called, model, optimizer, batch):
     return whole(norm).item()
 
 
-def reference_step(model, optimizer, step):
-    (sum(loss_of(model, tokens(step, place)) for place in range(2)) / 2).backward()
+def reference_step(model, optimizer, step, places=2):
+    (sum(loss_of(model, tokens(step, place)) for place in range(places)) / places).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     optimizer.step()
     optimizer.zero_grad()
@@ -159,6 +167,7 @@ class Found:
     placements: dict[str, tuple]
     theirs: dict[str, tuple]
     loss_apart: float
+    freed: bool
 
 
 def placements(model):
@@ -167,14 +176,29 @@ def placements(model):
     }
 
 
+def local_of(parameter):
+    return parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter
+
+
+def local_parameters(model):
+    """Names and local tensors, about which the plan decides."""
+    return [(name, local_of(p)) for name, p in model.named_parameters()]
+
+
+def are_freed(before, model):
+    """Whether the old objects of sharded parameters have lost their memory, and hold no values.
+
+    ``before``: the parameters before the first call.
+    """
+    return all(
+        local_of(before[name]).isnan().all()
+        for name, one in model.named_parameters()
+        if isinstance(one, DTensor) and not one.placements[0].is_replicate()
+    )
+
+
 def options_for(kind, model, mesh):
-    with torch.device("meta"):
-        local = {
-            name: torch.empty(p.to_local().shape if isinstance(p, DTensor) else p.shape)
-            for name, p in model.named_parameters()
-        }
-    named = [(name, p.to(torch.float64)) for name, p in local.items()]
-    plan = Plan.uniform(named, kind, world_size=2)
+    plan = Plan.uniform(local_parameters(model), kind, world_size=2)
     return {"mesh": mesh["dp"], "hardware": SLOW, "plan": plan}
 
 
@@ -191,7 +215,7 @@ def train(rank, world_size, distribute, kind, early):
     options = options_for(kind, model, mesh)
     compiled = torch.compile(model, backend="osdp", options=options)
     optimizers = adamw(model), adamw(reference)
-    norms = []
+    norms, before = [], dict(model.named_parameters())
     for step in range(4):
         if step == 1 and not early:
             optimizers = adamw(model), adamw(reference)
@@ -207,6 +231,7 @@ def train(rank, world_size, distribute, kind, early):
         placements(model),
         placements(theirs),
         max(abs(eager.item()), abs(called.item())),
+        are_freed(before, model),
     )
 
 
@@ -226,6 +251,7 @@ def test_trains_like_one_process(four_ranks, distribute, kind, early):
         assert found.apart < 1e-11
         assert max(map(abs, found.norms)) < 1e-11
         assert found.loss_apart < 1e-11
+        assert found.freed
         if kind == "replicate":
             assert all(one[0] == Replicate() for one in found.placements.values())
         else:  # what FSDP2 leaves on one dimension is replicated over the other here
@@ -263,6 +289,28 @@ def test_one_plan_for_all_ranks_under_a_limit(four_ranks):
     assert max(apart) < 1e-11
     assert len(set(plans)) == 1
     assert all(kept)
+
+
+def measured(rank, world_size):
+    mesh = two_by_two()
+
+    def run(options):
+        model = made(width=64)
+        by_sequence(model, mesh["tp"])
+        generator = torch.Generator().manual_seed(rank // 2)
+        batch = torch.randint(0, WORDS, (4, 32), generator=generator)
+        return trained(model, repeat(batch, STEPS), options, lambda one: one.square().mean())
+
+    return kept(run, mesh=mesh["dp"])
+
+
+@pytest.mark.inductor
+@pytest.mark.thorough
+def test_the_measured_peak_is_within_the_limit(four_ranks):
+    for one in four_ranks.run(measured):
+        assert one.peak_bytes <= one.limit_bytes
+        assert one.predicted_bytes - UNSEEN_BYTES <= 1.05 * one.peak_bytes
+        assert not one.warnings
 
 
 def with_fsdp2(mesh):
@@ -410,6 +458,39 @@ def refusals(rank, world_size):
     refused("moves", mesh["dp"], tensor_parallel=True)
     refused("a graph break", mesh["dp"], wrap=Broken)
     return said
+
+
+def after_a_refused_graph_break(rank, world_size):
+    """Dynamo compiles each module of a broken loop on its own, the embedding before its sum."""
+    mesh = two_by_two()
+    model = made(layers=1)
+    by_sequence(model, mesh["tp"])
+    batch = tokens(0, mesh["dp"].get_local_rank())
+    options = {"hardware": SLOW, "mesh": mesh["dp"]}
+    with pytest.raises(OsdpError, match="fullgraph=True"):
+        loss_of(torch.compile(Broken(model), backend="osdp", options=options), batch)
+    torch._dynamo.reset()
+    found = loss_of(torch.compile(model, backend="osdp", options=options), batch)
+    return abs((found - loss_of(made(layers=1), batch)).item())
+
+
+@pytest.mark.thorough
+def test_a_model_trains_after_a_refused_graph_break(four_ranks):
+    assert max(four_ranks.run(after_a_refused_graph_break)) < 1e-11
+
+
+@contextlib.contextmanager
+def new_world(world_size, rank=0):
+    """A fake world without the caches of an earlier one, which know its groups by their names."""
+    torch.compiler.reset()
+    _clear_sharding_prop_cache()
+    with fake_world(world_size, rank):
+        yield
+
+
+def test_a_model_compiles_after_a_refused_graph_break():
+    with new_world(4), without_inductor():
+        after_a_refused_graph_break(0, 4)
 
 
 @pytest.mark.thorough

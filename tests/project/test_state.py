@@ -37,6 +37,7 @@ REASONS = {
     "osdp_compile/model/mixed_precision.py": {"_cast": FACTS},
     "osdp_compile/model/other_dims.py": {
         "_known": FACTS,
+        "_before": FACTS,
         "_local": "models between their first trace and their sharding",
     },
     "osdp_compile/optim/checks.py": {"_replaced": FACTS, "_looked_at": FACTS, "_watching": ONCE},
