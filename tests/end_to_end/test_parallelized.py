@@ -157,7 +157,6 @@ def distance(model, reference):
 
 
 #: Of each way of distributing.
-CORE = ("shard_regather", True)
 
 
 @dataclasses.dataclass
@@ -235,17 +234,11 @@ def train(rank, world_size, distribute, kind, early):
     )
 
 
-CASES = [
-    pytest.param(*case, marks=() if case == (by_sequence, *CORE) else pytest.mark.thorough)
-    for case in [
-        (distribute, *kind_and_early)
-        for distribute in (linears_only, by_sequence)
-        for kind_and_early in (CORE, ("shard_keep", False), ("replicate", True))
-    ]
-]
-
-
-@pytest.mark.parametrize(("distribute", "kind", "early"), CASES)
+@pytest.mark.thorough
+@pytest.mark.parametrize("distribute", [linears_only, by_sequence])
+@pytest.mark.parametrize(
+    ("kind", "early"), [("shard_regather", True), ("shard_keep", False), ("replicate", True)]
+)
 def test_trains_like_one_process(four_ranks, distribute, kind, early):
     for found in four_ranks.run(train, distribute, kind, early):
         assert found.apart < 1e-11
