@@ -87,10 +87,6 @@ def distributed(mesh, layers=2):
     return model
 
 
-def thorough(case):
-    return pytest.param(case, marks=pytest.mark.thorough)
-
-
 @pytest.fixture(scope="module")
 def eight_ranks(inductor_cache):
     with Ranks(8, inductor_cache) as ranks:
