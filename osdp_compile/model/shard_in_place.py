@@ -290,7 +290,9 @@ def _reader(
         full = eager_markers.read(local, name, shape, sharded, *marks, **dtypes)
         leaves = reading.leaves
         if leaves is not None and torch.is_grad_enabled():
-            leaf = getattr(module, _LEAVES)[attribute] if is_shared else leaves.get(name)
+            # A copy of the module has no leaves: its gradients are reduced.
+            of_module = getattr(module, _LEAVES, {}) if is_shared else leaves
+            leaf = of_module.get(attribute if is_shared else name)
             if leaf is not None:
                 full = gradient_leaves.to_leaf(leaf, full.detach())
         return full if as_read is None else as_read(full)
