@@ -28,6 +28,7 @@ from osdp_compile import InfeasibleLimit, OsdpError, Plan, plan_of
 from osdp_compile.planning.planner_inputs import UNSEEN_BYTES
 from osdp_compile.trace import fake_world
 from tests.boxed import without_inductor
+from tests.chosen import more
 from tests.end_to_end.test_limit_is_kept import STEPS, kept, trained
 from tests.training import SLOW
 
@@ -235,9 +236,18 @@ def train(rank, world_size, distribute, kind, early):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("distribute", [linears_only, by_sequence])
 @pytest.mark.parametrize(
-    ("kind", "early"), [("shard_regather", True), ("shard_keep", False), ("replicate", True)]
+    ("distribute", "kind", "early"),
+    [
+        (linears_only, "shard_keep", False),
+        (by_sequence, "shard_regather", True),
+        (by_sequence, "replicate", True),
+        *more(
+            (linears_only, "shard_regather", True),
+            (linears_only, "replicate", True),
+            (by_sequence, "shard_keep", False),
+        ),
+    ],
 )
 def test_trains_like_one_process(four_ranks, distribute, kind, early):
     for found in four_ranks.run(train, distribute, kind, early):
