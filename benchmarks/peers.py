@@ -87,7 +87,7 @@ def osdp(model: nn.Module, options: dict[str, Any]) -> nn.Module:
 
 
 def osdp_by_blocks(model: nn.Module, options: dict[str, Any]) -> nn.Module:
-    """The same for each of the model's blocks, and what is outside of them in eager mode."""
+    """The same for each of the model's blocks. The modules outside of them run in eager mode."""
     for block in model.get_submodule("blocks").children():
         block.compile(backend="osdp", options=options)
     return model

@@ -32,6 +32,7 @@ from osdp_compile.tracking.profiler_ranges import ranges_of
 from osdp_compile.tracking.session import Session, base_parts, find
 from osdp_compile.tracking.step_timer import OTHER_FRAMES, CompiledStep, timed
 from passes._torch import copied_graph
+from passes.annotate.training_state import shard_bytes
 from passes.capture.captured_step import mark_inputs
 from passes.graph.fx_utils import bytes_of, copy_module
 from passes.graph.metadata import GATHERED, MODULE_KEYS, NOT_MOVED, NOT_RECOMPUTED, SAVES
@@ -350,7 +351,7 @@ def _gradient_bytes(session: Session, names: Collection[str]) -> int:
     """Bytes of the gradients of some parameters on this rank."""
     ctx = session.context
     return sum(
-        one.shard_bytes(ctx.cut(session.plan.decision(one.name)).ranks)
+        shard_bytes(ctx, session.plan, one)
         for one in ctx.parameters
         if one.requires_grad and one.name in names
     )

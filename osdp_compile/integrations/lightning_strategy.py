@@ -184,7 +184,7 @@ class OsdpStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
             self._options["accumulate"] = "reduced"
 
     def setup(self, trainer: Any) -> None:
-        """As ``DDPStrategy``; a module that is sharded already stays as it is."""
+        """Set up as ``DDPStrategy`` does. A sharded module stays as it is."""
         if plan_of(self.lightning_module) is None:
             super().setup(trainer)
             return
@@ -195,7 +195,7 @@ class OsdpStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
         self.setup_precision_plugin()
 
     def connect(self, model: Any) -> None:
-        """Take a module; what was compiled for another one is dropped."""
+        """Take a module, and drop the compiled steps of another one."""
         if model is not self._module:
             self._steps, self._module = {}, model
         super().connect(model)

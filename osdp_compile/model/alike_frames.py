@@ -51,6 +51,6 @@ def alike_frames(runs: Sequence[Mapping[str, str]], ctx: Context) -> AlikeFrames
 
 
 def _treated(name: str, ctx: Context) -> tuple[Hashable, ...]:
-    """What a plan does with a parameter, whatever its name and the reason."""
+    """The plan's decisions on a parameter, without its name and the reason."""
     row = dataclasses.replace(ctx.plan[name], name="", like=None, reason="")
     return row, ctx.parameter(name).requires_grad

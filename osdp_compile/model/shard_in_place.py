@@ -273,6 +273,9 @@ def _reader(
     """
     as_read = None if others is None or others.is_plain else others.as_read
 
+    def own_name(module: nn.Module) -> str:
+        return getattr(module, _NAMES)[attribute] if is_shared else name
+
     def read(module: nn.Module) -> Any:
         parameter: Any = module._parameters[attribute]
         if not torch.compiler.is_compiling():
@@ -282,10 +285,9 @@ def _reader(
         local = parameter
         if not plain:
             if not isinstance(parameter, DTensor):
-                raise_replaced(module.__dict__[_NAMES][attribute] if is_shared else name)
+                raise_replaced(own_name(module))
             if parameter.device.type == "meta":
-                own = module.__dict__[_NAMES][attribute] if is_shared else name
-                raise_on_meta(f"parameter {own!r}")
+                raise_on_meta(f"parameter {own_name(module)!r}")
             local = parameter.to_local()
         full = eager_markers.read(local, name, shape, sharded, *marks, **dtypes)
         leaves = reading.leaves

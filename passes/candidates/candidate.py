@@ -53,6 +53,11 @@ class Candidate:
         parts = self.decisions, self.bucket_bytes, self.recompute, self.also_save, self.splits
         return hash((*parts, self.stays))
 
+    @functools.cached_property
+    def numbers(self) -> list[int]:
+        """By parameter, the number of its decision."""
+        return [decision.number for decision in self.decisions]
+
     def replace(self, **changes: Any) -> Candidate:
         """A copy with some fields changed."""
         made = dataclasses.replace(self, **changes)

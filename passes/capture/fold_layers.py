@@ -25,6 +25,7 @@ from torch import fx
 
 from passes.annotate.annotate_costs import cost_of, stands_alone
 from passes.annotate.flops import flops_of
+from passes.annotate.training_state import shard_bytes
 from passes.capture.alike_layers import are_equal, descriptions, layers_of, layers_of_nodes
 from passes.capture.layer_keys import layer_keys
 from passes.graph.captured import Captured
@@ -315,9 +316,7 @@ def put_in(laid: Captured, folded: Folded, plan: Plan, ctx: Context) -> None:
         "activations": _saved_bytes(laid.forward.graph, before) * len(folded.inner),
         "gathered": sum(round(plan[p.name].kept_share * p.full_bytes) for p in owned),
     }
-    gradient_bytes = sum(
-        p.shard_bytes(ctx.cut(plan.decision(p.name)).ranks) for p in owned if p.requires_grad
-    )
+    gradient_bytes = sum(shard_bytes(ctx, plan, p) for p in owned if p.requires_grad)
     forward, backward = laid.forward.graph, laid.backward.graph
     ends, begins = _end_before(forward, behind), _end_before(backward, before)
     inputs: list[fx.Node] = []

@@ -25,7 +25,7 @@ from torch import fx
 from passes.move.heads import origin
 from passes.move.placed import PartialSum, Placed
 from passes.move.spread import named
-from passes.move.token_collectives import added_stack, all_stacked, stack_of_own_tokens
+from passes.move.token_collectives import STACKS, all_stacked
 from passes.split.split_rules import LAID_OUT, operands_of, permuted_dims
 
 if TYPE_CHECKING:
@@ -72,9 +72,8 @@ def _columns(mover: Mover, node: fx.Node, weight: Placed) -> Placed | None:
 def _rows(mover: Mover, node: fx.Node, left: Placed, weight: Placed) -> PartialSum | None:
     """The second product: a result of own experts, or a partial sum; None: of other parts."""
     *bias, _, _ = operands_of(node)
-    ways = {(_TOKENS, _EXPERTS, 0): stack_of_own_tokens, (_TOKENS, _FEATURES, 1): added_stack}
-    back = ways.get((left.tokens or 0, left.features, weight.features))
-    if back is None:
+    back = STACKS.get((3, left.tokens, left.features))
+    if back is None or weight.features != _contracted(left):
         return None
     if any(one in mover.placed for one in bias):
         raise mover.refused(node, "the bias of the second product is sliced")
@@ -115,13 +114,18 @@ def _turn(node: fx.Node) -> tuple[object, tuple[object, ...]]:
     return _aten.permute.default, (node, [0, 2, 1])
 
 
+def _contracted(left: Placed) -> int:
+    """The dimension of the second weight that the ranks share, for these features."""
+    return 0 if left.features == _EXPERTS else 1
+
+
 def _missing(mover: Mover, node: fx.Node) -> list[tuple[str, int]]:
     """The second weight, which would have to stay too."""
     *_, one, other = operands_of(node)
     left = mover.placed.get(one)
     if left is None or left.tokens != _TOKENS or other in mover.placed:
         return []
-    found = origin(other, 0 if left.features == _EXPERTS else 1)
+    found = origin(other, _contracted(left))
     return [] if found is None else [found]
 
 

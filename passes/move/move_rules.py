@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.graph.fx_utils import ALL_REDUCE, WAIT, call, compact, output_node
+from passes.graph.fx_utils import call, compact, output_node
 from passes.graph.metadata import GRADIENT_OF, RECOMPUTED
 from passes.move.bags import BAGS, bagged, element
 from passes.move.experts import STACKED, stacked
@@ -52,7 +52,7 @@ from passes.move.tables import embedded, table_gradient
 from passes.move.token_collectives import combined
 from passes.ops.markers import REDUCE_GRAD, UNSHARD, reduce_grad_of, unshard_of
 from passes.ops.packing import SUM_RANKS
-from passes.shard.lower_markers import cast, cast_after_wait, start_collective
+from passes.shard.lower_markers import all_reduced, cast, cast_after_wait
 from passes.split.split_rules import arguments_of
 from passes.types.context import Context
 from passes.types.plan import Collective
@@ -184,11 +184,9 @@ class Mover:
         self.gradients[mean] = []
         if self.between:
             purpose = Collective((name,), gathers=False)
-            args = (mean, "sum", self.between)
-            start = start_collective(self.graph, ALL_REDUCE, args, purpose)
-            wait = call(self.graph, WAIT, (start,), "reduced")
+            wait = all_reduced(self.graph, mean, self.between, purpose)
             found = cast_after_wait(self.graph, wait, dtype)
-            self.gradients[mean] = list(dict.fromkeys((start, wait, found)))
+            self.gradients[mean] = list(dict.fromkeys((*wait.all_input_nodes, wait, found)))
         GRADIENT_OF.set(found, name)
         return found
 

@@ -11,7 +11,6 @@ step. Parameter i with decision d takes m(i, d, p) bytes at place p:
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -169,7 +168,7 @@ class Footprints:
     def overlaps(self, key: Candidate) -> list[np.ndarray]:
         """The overlaps of all sharded parameters, by their fields; in order."""
         table = self._tables_of(key.splits)[1]
-        own = table[:, self._parameters, _numbers(key)].reshape(4, -1)
+        own = table[:, self._parameters, key.numbers].reshape(4, -1)
         place, kind, size_bytes, seconds = own[:, own[2] > 0]
         order = np.lexsort((seconds, size_bytes, kind, place))
         numbers = [column[order].astype(np.int64) for column in (place, kind, size_bytes)]
@@ -177,12 +176,12 @@ class Footprints:
 
     def temporary_bytes(self, key: Candidate) -> int:
         """Bytes that the optimizer's step allocates and frees: those of the largest shard."""
-        return int(self._temporary[self._parameters, _numbers(key)].max(initial=0))
+        return int(self._temporary[self._parameters, key.numbers].max(initial=0))
 
     def bytes_of(self, key: Candidate) -> np.ndarray:
         """The sum over all parameters of m(i, d, p), by place."""
         table = self._tables_of(key.splits)[0]
-        first, last, size_bytes = table[:, self._parameters, _numbers(key)].reshape(3, -1)
+        first, last, size_bytes = table[:, self._parameters, key.numbers].reshape(3, -1)
         changes = np.zeros(self.places + 1, dtype=np.int64)
         np.add.at(changes, first, size_bytes)
         np.subtract.at(changes, last + 1, size_bytes)
@@ -198,13 +197,8 @@ class Footprints:
 
     def totals(self, key: Candidate) -> np.ndarray:
         """Seconds of communication in the forward, in the backward, and of computing."""
-        found: np.ndarray = self.seconds_of[self._parameters, _numbers(key)].sum(axis=0)
+        found: np.ndarray = self.seconds_of[self._parameters, key.numbers].sum(axis=0)
         return found
-
-
-def _numbers(key: Candidate) -> list[int]:
-    """By parameter, the number of its decision."""
-    return list(map(attrgetter("number"), key.decisions))
 
 
 def _lifetimes(evaluator: PlanEvaluator) -> list[Lifetime]:

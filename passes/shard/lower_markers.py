@@ -243,8 +243,8 @@ def _lower_reduce(node: fx.Node, ctx: Context) -> None:
             gradient = cast(graph, gradient, dtype)
         if not sharded:
             mean = mean_before(graph, gradient, ctx)
-            start = start_collective(graph, ALL_REDUCE, (mean, "sum", group), purpose)
-            _finish(node, cast_after_wait(graph, call(graph, WAIT, (start,), "reduced"), own_dtype))
+            reduced = all_reduced(graph, mean, group, purpose)
+            _finish(node, cast_after_wait(graph, reduced, own_dtype))
             return
         shape = list(gradient.meta["val"].shape)
         cut = ctx.cut_by(group)
@@ -300,7 +300,12 @@ def scatter(
     if not cut.between:
         return part
     second = dataclasses.replace(purpose, stage=1)
-    start = start_collective(graph, ALL_REDUCE, (part, "sum", cut.between), second)
+    return all_reduced(graph, part, cut.between, second)
+
+
+def all_reduced(graph: fx.Graph, part: fx.Node, group: str, purpose: Collective) -> fx.Node:
+    """The wait of an all-reduce that adds up a tensor over a group, and its start before it."""
+    start = start_collective(graph, ALL_REDUCE, (part, "sum", group), purpose)
     return call(graph, WAIT, (start,), "reduced")
 
 

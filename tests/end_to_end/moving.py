@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
+from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -130,3 +133,56 @@ def train_dynamic(rank, world_size, make, differ):
         sum("travel in this graph" in one for one in said),
         sum("batches differ" in one for one in said),
     )
+
+
+def distances_by_optimizer(
+    kinds: Mapping[str, dict[str, Any]],
+    options_of: Callable[[nn.Module], dict[str, Any]],
+    rank: int,
+    world_size: int,
+) -> dict[str, float]:
+    """By optimizer of torch, with its arguments, the distance from one process.
+
+    ``options_of``: the backend's options for a model.
+    """
+    found = {}
+    for kind, arguments in kinds.items():
+
+        def make(parameters, kind=kind, arguments=arguments):
+            chosen = [p for p in parameters if kind != "Muon" or p.dim() == 2]
+            return getattr(torch.optim, kind)(chosen, **arguments)
+
+        torch.manual_seed(0)
+        model = Mlp().double()
+        recipe = Recipe(step=mean_square, optimizer=make, steps=3, batch=batch)
+        reference = Reference(copy.deepcopy(model), recipe, world_size)
+        ours = train_osdp(model, options_of(model), recipe, rank)
+        found[kind] = ours.distance(reference.train(rank))
+    return found
+
+
+class WithLoss(nn.Module):
+    """A small model of Hugging Face, which returns its loss alone.
+
+    ``config``: the name of its configuration; "": the usual one. ``more``: for the configuration.
+    """
+
+    def __init__(self, kind: str, config: str = "", **more: Any) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        given = getattr(transformers, config or f"{kind}Config")(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            use_cache=False,
+            **more,
+        )
+        self.model = getattr(transformers, f"{kind}ForCausalLM")(given)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self.model(input_ids=ids, labels=ids).loss
+        return loss

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import osdp_compile
 from osdp_compile import Plan
-from tests.end_to_end.moving import Gated, Mlp, batch, mean_square, plan_for
+from tests.end_to_end.moving import Gated, Mlp, batch, distances_by_optimizer, mean_square, plan_for
 from tests.training import (
     SLOW,
     Recipe,
@@ -179,22 +179,10 @@ KINDS = {
 
 
 def _optimizers(rank, world_size):
-    """By optimizer, the distance from one process."""
-    found = {}
-    for kind, options in KINDS.items():
+    def options_of(model):
+        return {"hardware": SLOW, "plan": plan_for(model, world_size)}
 
-        def make(parameters, kind=kind, options=options):
-            chosen = [p for p in parameters if kind != "Muon" or p.dim() == 2]
-            return getattr(torch.optim, kind)(chosen, **options)
-
-        torch.manual_seed(0)
-        model = Mlp().double()
-        recipe = Recipe(step=mean_square, optimizer=make, steps=3, batch=batch)
-        reference = Reference(copy.deepcopy(model), recipe, world_size)
-        given = {"hardware": SLOW, "plan": plan_for(model, world_size)}
-        ours, wanted = train_osdp(model, given, recipe, rank), reference.train(rank)
-        found[kind] = ours.distance(wanted)
-    return found
+    return distances_by_optimizer(KINDS, options_of, rank, world_size)
 
 
 @pytest.mark.thorough

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.end_to_end.moving import its_loss, recipe_of
+from tests.end_to_end.moving import WithLoss, its_loss, recipe_of
 from tests.training import (
     SLOW,
     Recipe,
@@ -84,40 +84,16 @@ def test_attention_by_heads_trains_like_one_process(request, ranks, keys, bias):
         assert placed == "(Shard(dim=1),)"
 
 
-class WithLoss(nn.Module):
-    """A small model of Hugging Face, which returns its loss alone."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        transformers = pytest.importorskip("transformers")
-        config = getattr(transformers, f"{kind}Config")(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            use_cache=False,
-            tie_word_embeddings=kind == "Qwen3",
-        )
-        self.model = getattr(transformers, f"{kind}ForCausalLM")(config)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        loss: Tensor = self.model(input_ids=ids, labels=ids).loss
-        return loss
+def _ids(step, micro, number):
+    generator = torch.Generator().manual_seed(100 * step + number)
+    return torch.randint(0, 64, (2, 12), generator=generator)
 
 
 def _of_hugging_face(rank, world_size, kind):
     """Distance from one process in float32; the modules whose weights move."""
     torch.manual_seed(0)
-    model = WithLoss(kind)
-
-    def ids(step, micro, number):
-        generator = torch.Generator().manual_seed(100 * step + number)
-        return torch.randint(0, 64, (2, 12), generator=generator)
-
-    recipe = Recipe(step=its_loss, optimizer=adamw, steps=5, batch=ids, max_norm=1.0)
+    model = WithLoss(kind, tie_word_embeddings=kind == "Qwen3")
+    recipe = Recipe(step=its_loss, optimizer=adamw, steps=5, batch=_ids, max_norm=1.0)
     reference = Reference(copy.deepcopy(model), recipe, world_size)
     named = ["*embed_tokens*", "*q_proj*", "*up_proj*"] + ["*lm_head*"] * (kind == "Llama")
     options = {"hardware": SLOW, "tensor_parallel": named, "debug": True}
@@ -167,12 +143,7 @@ def _gpt_2(rank, world_size):
     """Distance from one process in float32; what stays; the reason for the fused projection."""
     torch.manual_seed(0)
     model = Gpt2()
-
-    def ids(step, micro, number):
-        generator = torch.Generator().manual_seed(100 * step + number)
-        return torch.randint(0, 64, (2, 12), generator=generator)
-
-    recipe = Recipe(step=its_loss, optimizer=adamw, steps=5, batch=ids, max_norm=1.0)
+    recipe = Recipe(step=its_loss, optimizer=adamw, steps=5, batch=_ids, max_norm=1.0)
     reference = Reference(copy.deepcopy(model), recipe, world_size)
     options = {"hardware": SLOW, "tensor_parallel": ["*wte*", "*c_fc.weight"], "debug": True}
     apart = train_osdp(model, options, recipe, rank).distance(reference.train(rank))

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from osdp_compile import Plan
 from passes.candidates.move_groups import find_move_groups
-from tests.end_to_end.moving import its_loss, mean_square
+from tests.end_to_end.moving import WithLoss, its_loss, mean_square
 from tests.end_to_end.test_moves_within_hosts import EVEN
 from tests.passes.captures import capture_step
 from tests.passes.move.test_experts import BY_EXPERT, BY_HIDDEN, Experts
@@ -120,39 +120,14 @@ def test_checkpoints(two_ranks, tmp_path):
         assert found == {"by hidden size": True, "replicated": True}
 
 
-class WithLoss(nn.Module):
-    """A small model of Hugging Face with experts, which returns its loss alone."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        transformers = pytest.importorskip("transformers")
-        own = {"interleave_moe_layer_step": 1} if kind == "Llama4" else {}
-        name = "Llama4TextConfig" if kind == "Llama4" else f"{kind}Config"
-        config = getattr(transformers, name)(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            pad_token_id=0,
-            use_cache=False,
-            **own,
-        )
-        self.model = getattr(transformers, f"{kind}ForCausalLM")(config)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        loss: Tensor = self.model(input_ids=ids, labels=ids).loss
-        return loss
+#: Of a small model of Hugging Face with experts.
+SIZES = {"num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}
 
 
 def _of_hugging_face(rank, world_size):
     """Distance from one process in float32; how many stacks stay, and along what."""
     torch.manual_seed(0)
-    model = WithLoss("Llama4")
+    model = WithLoss("Llama4", "Llama4TextConfig", interleave_moe_layer_step=1, **SIZES)
 
     def ids(step, micro, number):
         generator = torch.Generator().manual_seed(100 * step + number)
@@ -177,7 +152,7 @@ def test_llama_4_of_hugging_face_by_expert(two_ranks):
 @pytest.mark.thorough
 def test_the_reason_for_mixtral_of_hugging_face():
     """Its tokens are sorted by expert, for one product of all experts."""
-    model, ids = WithLoss("Mixtral"), torch.randint(1, 64, (2, 12))
+    model, ids = WithLoss("Mixtral", **SIZES), torch.randint(1, 64, (2, 12))
     captured, ctx = capture_step(model, ids, world_size=2)
     found = find_move_groups(captured, ctx)
     stacks = [name for name in found.refused if ".experts." in name]

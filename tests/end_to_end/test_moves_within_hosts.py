@@ -15,7 +15,16 @@ from torch.distributed.device_mesh import init_device_mesh
 import osdp_compile
 from osdp_compile import Plan
 from passes.types.hardware import LinkRate
-from tests.end_to_end.moving import GATED, MLP, Gated, Mlp, batch, mean_square, recipe_of
+from tests.end_to_end.moving import (
+    GATED,
+    MLP,
+    Gated,
+    Mlp,
+    batch,
+    distances_by_optimizer,
+    mean_square,
+    recipe_of,
+)
 from tests.end_to_end.test_hosts import two_dimensions
 from tests.end_to_end.test_moves import differing
 from tests.training import Recipe, Reference, adamw, finish_step, plan_in_force, train_osdp, whole
@@ -166,21 +175,10 @@ KINDS = {"SGD": {"lr": 0.1, "momentum": 0.9}, "Adafactor": {"lr": 1e-2}, "Muon":
 
 
 def _optimizers(rank, world_size):
-    """By optimizer, the distance from one process."""
-    found = {}
-    for kind, values in KINDS.items():
+    def options_of(model):
+        return on_hosts(plan_on_hosts(model))
 
-        def make(parameters, kind=kind, values=values):
-            chosen = [p for p in parameters if kind != "Muon" or p.dim() == 2]
-            return getattr(torch.optim, kind)(chosen, **values)
-
-        torch.manual_seed(0)
-        model = Mlp().double()
-        recipe = Recipe(step=mean_square, optimizer=make, steps=3, batch=batch)
-        reference = Reference(copy.deepcopy(model), recipe, world_size)
-        ours = train_osdp(model, on_hosts(plan_on_hosts(model)), recipe, rank)
-        found[kind] = ours.distance(reference.train(rank))
-    return found
+    return distances_by_optimizer(KINDS, options_of, rank, world_size)
 
 
 @pytest.mark.thorough
