@@ -6,6 +6,7 @@
     sudo python -m benchmarks.compare --setting layer      # one wide MLP, few tokens
     sudo python -m benchmarks.compare --setting llama      # Hugging Face's; or conv
     sudo python -m benchmarks.compare --limits 8 --only    # osdp over a range of memory limits
+    sudo python -m benchmarks.compare --setting words      # 128k words; or tables: a DLRM
     python -m benchmarks.compare --local 8                 # on 8 GPUs of this machine, with NCCL
 
 Each way trains in fresh processes, one rank and one thread a host. First every way's peak
@@ -14,8 +15,8 @@ else the machine does hits all alike: quote ratios. osdp trains without a limit,
 peak, just measured, as its limit, and with limits from the least that is feasible up.
 
 *Waiting* is what a step takes above the same without communication. The *bound* is the larger
-of that and of the least bytes on the wire over the rate: a gradient must leave its rank and the
-sum must come back, ``2 (N-1)/N`` of the parameters' bytes.
+of that and of the least bytes on the wire over the rate (``benchmarks/least_bytes.py``), whether
+weights or activations move.
 """
 
 from __future__ import annotations
@@ -37,16 +38,17 @@ from rich.table import Table
 from benchmarks.gpu.share import NCCL
 from benchmarks.hosts import Hosts
 from benchmarks.launch import measure_on
+from benchmarks.least_bytes import least_bytes
 from benchmarks.processes import Processes, RanksError
 from benchmarks.train import Work
 from osdp_compile.calibration.calibrate import matmul_rate
-from passes.types.hardware import wire_bytes
 from passes.types.units import format_bytes
 
 FREE = "osdp, no limit"
 LIMITED = "osdp, FSDP2's peak as limit"
 MOVES = "osdp, activations may move"
 MOVES_LIMITED = "osdp, activations may move, FSDP2's peak as limit"
+MOVES_BELOW = "osdp, activations may move, 60 % of FSDP2's peak as limit"
 OVERLAP = "SimpleFSDP + overlap"
 KEEP_OVERLAP = "SimpleFSDP keep + overlap"
 ALONE = ("alone", "alone + compile")
@@ -65,12 +67,16 @@ ROWS = {
     LIMITED: "osdp",
     MOVES: "osdp",
     MOVES_LIMITED: "osdp",
+    MOVES_BELOW: "osdp",
 }
 #: Options of a way, beside its limit.
 OPTIONS: dict[str, dict[str, Any]] = {
     MOVES: {"tensor_parallel": True},
     MOVES_LIMITED: {"tensor_parallel": True},
+    MOVES_BELOW: {"tensor_parallel": True},
 }
+#: The limits that follow from FSDP2's measured peak: shares of it.
+_OF_FSDP2 = {LIMITED: 1.0, MOVES_LIMITED: 1.0, MOVES_BELOW: 0.6}
 #: How far a loss may be from DDP's: rounding, grown over the steps.
 LOSS_TOLERANCE = 1e-4
 #: How much slower a step may be measured at a higher limit: noise.
@@ -104,6 +110,8 @@ SETTINGS = {
             (LIMITED, "FSDP2", 2.2),
             (LIMITED, OVERLAP, 1.45),
             (LIMITED, KEEP_OVERLAP, 1.45),
+            (MOVES, "DDP", 1.35),
+            (MOVES_LIMITED, "FSDP2", 3.0),
         ),
         bound=1.15,
     ),
@@ -111,7 +119,15 @@ SETTINGS = {
         4,
         "400mbit",
         Work(layers=2, width=1024, batch=2),
-        ((LIMITED, "FSDP2", 1.8), (LIMITED, OVERLAP, 1.2), (LIMITED, KEEP_OVERLAP, 1.2)),
+        (
+            (LIMITED, "FSDP2", 1.8),
+            (LIMITED, OVERLAP, 1.2),
+            (LIMITED, KEEP_OVERLAP, 1.2),
+            (MOVES, "DDP", 2.2),
+            (MOVES, "FSDP2", 4.2),
+            (MOVES_LIMITED, "FSDP2", 4.0),
+            (MOVES_LIMITED, OVERLAP, 2.6),
+        ),
     ),
     "unlimited": Setting(
         2,
@@ -121,10 +137,18 @@ SETTINGS = {
             (FREE, "DDP + compile", 1.0),
             (LIMITED, "FSDP2", 1.05),
             (LIMITED, "FSDP2 + compile", 1.0),
+            (MOVES, FREE, 1.0),
         ),
     ),
-    "layer": Setting(2, "400mbit", Work(task="wide layer"), ((MOVES, "DDP", 7.0),)),
-    "llama": Setting(2, "400mbit", Work(task="HF Llama"), ()),
+    "layer": Setting(
+        2,
+        "400mbit",
+        Work(task="wide layer"),
+        ((MOVES, "DDP", 7.0), (MOVES, "FSDP2", 14.0), (MOVES_BELOW, "FSDP2", 10.0)),
+    ),
+    "words": Setting(2, "400mbit", Work(task="many words"), ((MOVES, "DDP", 6.0),)),
+    "tables": Setting(2, "400mbit", Work(task="DLRM"), ((MOVES, "DDP", 5.0),)),
+    "llama": Setting(2, "400mbit", Work(task="HF Llama"), ((MOVES, "DDP", 1.45),)),
     "conv": Setting(2, "400mbit", Work(task="conv net"), ()),
 }
 
@@ -174,8 +198,9 @@ def run(
                 if row.failed:
                     continue
                 console.print(f"[dim]{phase} {round_ + 1}: {name}[/dim]")
-                if name in (LIMITED, MOVES_LIMITED):
-                    row.options = {**row.options, "memory_limit": rows["FSDP2"].peak_bytes}
+                if name in _OF_FSDP2:
+                    limit_bytes = round(_OF_FSDP2[name] * rows["FSDP2"].peak_bytes)
+                    row.options = {**row.options, "memory_limit": limit_bytes}
                 try:
                     got = measure_on(hosts, work, row.way, phase, row.options, cache, profiles)
                 except RanksError as error:
@@ -256,12 +281,6 @@ def bound_seconds(rows: list[Row], sending_seconds: float) -> float | None:
     """The least a step can take; None if what it takes alone was not measured."""
     alone = alone_seconds(rows)
     return None if alone is None else max(alone, sending_seconds)
-
-
-def wire_seconds(work: Work, hosts: int, bytes_per_second: float) -> float:
-    """Seconds that the least bytes take which any way to train must send."""
-    size_bytes = sum(p.numel() * p.element_size() for p in work.model().parameters())
-    return wire_bytes("all_reduce", size_bytes, hosts) / bytes_per_second
 
 
 def best_peer(rows: list[Row]) -> Row | None:
@@ -395,7 +414,7 @@ def _names(given: argparse.Namespace, parser: argparse.ArgumentParser) -> list[s
     names = list(ROWS) if given.only is None else given.only
     if given.local:  # these are told the rates of hosts
         names = [name for name in names if name not in (OVERLAP, KEEP_OVERLAP)]
-    if {LIMITED, MOVES_LIMITED} & set(names) and "FSDP2" not in names:
+    if _OF_FSDP2.keys() & set(names) and "FSDP2" not in names:
         parser.error("a limit of FSDP2's peak needs 'FSDP2' too")
     if not names and not given.limits:
         parser.error("nothing to measure: --only names no way, and --limits is 0")
@@ -426,7 +445,7 @@ def main() -> None:
     bound = None
     place = f"{given.local} ranks of this machine ({hosts.backend})"
     if isinstance(hosts, Hosts):
-        bound = bound_seconds(rows, wire_seconds(work, count, hosts.bytes_per_second))
+        bound = bound_seconds(rows, least_bytes(work, count) / hosts.bytes_per_second)
         place = f"{count} hosts at {rate}"
     parameters = sum(p.numel() for p in work.model().parameters())
     title = (

@@ -103,6 +103,29 @@ class ManyWords(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+class Ratings(nn.Module):
+    """Eight tables of 200,000 rows, whose rows are added up in bags, and three linears (a DLRM).
+
+    ``ids``: [batch, 8, ids of a bag].
+    """
+
+    def __init__(self, tables: int = 8, rows: int = 200_000, width: int = 32) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, width, mode="sum") for _ in range(tables))
+        linears = [nn.Linear(tables * width, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU()]
+        self.top = nn.Sequential(*linears, nn.Linear(128, _CLASSES))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = [table(ids[:, place]) for place, table in enumerate(self.tables)]
+        logits: Tensor = self.top(torch.cat(found, 1))
+        return logits
+
+
+def _ratings(generator: torch.Generator) -> tuple[Any, ...]:
+    ids = torch.randint(0, 200_000, (256, 8, 4), generator=generator)
+    return ids, torch.randint(0, _CLASSES, (256,), generator=generator)
+
+
 def convolutional() -> nn.Module:
     """Convolutions of growing width with group norm, then two linear layers."""
     layers: list[nn.Module] = []
@@ -149,9 +172,10 @@ TASKS: dict[str, Task] = {
     "conv net": Task(convolutional, _pictures((16, 3, 32, 32)), learning_rate=1e-4),
     "HF Llama": Task(Llama, words(1024, 4, 128)),
 }
-#: And those that only the benchmarks of slices train.
+#: And those that only the benchmarks of slices and of moves train.
 ALL_TASKS = {
     **TASKS,
+    "DLRM": Task(lambda: Scored(Ratings()), _ratings),
     "wide layer": Task(lambda: Scored(WideLayer()), _pictures((64, 1024))),
     "many words": Task(ManyWords, words(MANY_WORDS, 4, MANY_WORDS_TOKENS // 4)),
 }

@@ -303,9 +303,9 @@ def folded_if_large(captured: Captured, parameters: Sequence[Parameter]) -> Fold
 def if_enough(folded: Folded | None, ctx: Context) -> Folded | None:
     """The folded step, if there is one and it shows all that the planner may do; else None.
 
-    It shows no bucket larger than one layer, no user-forced slices, and no activations that move.
+    It shows no bucket larger than one layer and no user-forced slices.
     """
-    if folded is None or ctx.slices or ctx.tensor_parallel:
+    if folded is None or ctx.slices:
         return None
     return folded if bucket_bytes_for(ctx) <= folded.layer_bytes(ctx) else None
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -82,10 +82,14 @@ class MoveGroups:
         return list(found.values())
 
 
-def find_move_groups(captured: Captured, ctx: Context) -> MoveGroups:
+def find_move_groups(
+    captured: Captured, ctx: Context, left_out: Collection[str] = ()
+) -> MoveGroups:
     """All move groups of a step, in the order of the parameters.
 
     With hosts, the groups within hosts come first.
+
+    ``left_out``: the parameters of the layers that a folded step leaves out.
     """
     decision = Decision.SHARD_HOST_REGATHER if ctx.mesh_dims else Decision.SHARD_REGATHER
     found: list[MoveGroup] = []
@@ -93,7 +97,7 @@ def find_move_groups(captured: Captured, ctx: Context) -> MoveGroups:
     readers = {unshard_of(node).name: node for node in unshards(captured.forward.graph)}
     together = [[ctx.parameters[index].name for index in own] for own in alike(ctx.parameters)]
     for names in together:
-        if not all(one in readers for one in names):
+        if not all(one in readers or one in left_out for one in names):
             continue
         dims, reason = _starts(readers[names[0]], ctx, found)
         for dim in dims:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import fx
@@ -58,7 +58,6 @@ from passes.ops.slicing import TAKE_SLICE, parameter_of
 from passes.recompute.recompute_activations import keys_of, recompute, recomputed
 from passes.simulate.simulator import Simulation
 from passes.types.context import Context, Parameter, Phase
-from passes.types.decision import Decision
 from passes.types.plan import Plan
 
 #: Number of layers that stay at the beginning, and at the end.
@@ -84,10 +83,13 @@ class Folded:
     inner: range
     operators: tuple[tuple[str, ...], ...]
 
-    def decisions(self, layer: int, plan: Plan) -> tuple[tuple[Decision, int, int, int], ...]:
-        """The decisions of a layer's parameters, with their slices."""
+    def decisions(self, layer: int, plan: Plan) -> tuple[Hashable, ...]:
+        """The decisions of a layer's parameters, with their slices and what moves."""
         rows = (plan[name] for name in self.layers[layer])
-        return tuple((row.decision, row.slices, row.along, row.kept_slices) for row in rows)
+        return tuple(
+            (row.decision, row.slices, row.along, row.kept_slices, row.moves, row.dim)
+            for row in rows
+        )
 
     def is_like_before(self, layer: int, plan: Plan) -> bool:
         """Whether a layer left out has the decisions of the last layer before the gap.

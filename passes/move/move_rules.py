@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.graph.fx_utils import call, compact, output_node
-from passes.graph.metadata import GRADIENT_OF, RECOMPUTED
+from passes.graph.metadata import ANCHOR, GRADIENT_OF, LAYER, RECOMPUTED
 from passes.move.bags import BAGS, bagged, element
 from passes.move.experts import STACKED, stacked
 from passes.move.heads import ATTENTIONS, attended
@@ -60,7 +60,14 @@ from passes.types.shard_layout import ShardLayout
 
 _aten = torch.ops.aten
 #: Metadata of a node that its placed form inherits.
-_KEPT = (RECOMPUTED.name, "nn_module_stack", "fwd_nn_module_stack", "stack_trace")
+_KEPT = (
+    RECOMPUTED.name,
+    LAYER.name,
+    ANCHOR.name,
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+    "stack_trace",
+)
 
 
 class Mover:

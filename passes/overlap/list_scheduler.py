@@ -101,10 +101,12 @@ class ScheduleProblem:
     """The facts of a scheduling problem that do not depend on headroom or cap.
 
     ``compute``: the compute nodes, which keep their order. ``seconds``: the time of each.
-    ``stall_free``: by compute node, its start in seconds without any stall.
+    ``stall_free``: by compute node, its start in seconds without any stall but those of urgent
+    collectives.
     ``used``: by compute node, the collectives whose results it is the first to use.
     ``ready``: by compute node, the reductions whose inputs are ready after it.
     ``ready_at_once``: the reductions that depend on no compute node.
+    ``urgent``: the number of urgent collectives.
     """
 
     def __init__(
@@ -140,11 +142,13 @@ class ScheduleProblem:
             (self.ready_at_once if after is None else self.ready[self.place[after]]).append(task)
         self.stall_free: dict[fx.Node, float] = {}
         self.finish_seconds = 0.0
-        for node, took in zip(self.compute, self.seconds, strict=True):
+        for node, took, tasks_used in zip(self.compute, self.seconds, self.used, strict=True):
+            self.finish_seconds += sum(one.cost.seconds for one in tasks_used if one.urgent)
             self.stall_free[node] = self.finish_seconds
             self.finish_seconds += took
         self.total_bytes = sum(task.bytes for task in tasks if task.follows is None)
         self.has_stages = any(task.then is not None for task in tasks)
+        self.urgent = sum(task.urgent for task in tasks)
 
 
 class Scheduler:
@@ -177,7 +181,8 @@ class Scheduler:
         self.placed: set[fx.Node] = set()
         self.network = Network()
         self.started: set[CollectiveTask] = set()
-        self.stalled = 0.0  # sum of all stalls so far, in seconds
+        self.stalled = 0.0  # sum of all stalls so far above those of ``stall_free``, in seconds
+        self.urgent = problem.urgent  # the number of urgent collectives that have not started
         # Collectives held back by the cap or by too little headroom (the latest reason counts),
         # and reductions waited for early because of too little headroom.
         self.held_back: dict[CollectiveTask, Reason] = {}
@@ -288,6 +293,7 @@ class Scheduler:
         self.placed.update(task.before)
         self.result.append(task.start)
         self.started.add(task)
+        self.urgent -= task.urgent
         cost = task.cost
         self.network.start(
             task.start, task.group, cost.seconds, cost.start_delay_seconds, cost.lateness_seconds
@@ -313,7 +319,7 @@ class Scheduler:
         """Wait for a collective that is in flight. The next stage may then start."""
         if task not in self.ahead and task not in self.flying:
             return
-        self.stalled += self.network.wait(task.start)
+        self.stalled += self.network.wait(task.start) - (task.cost.seconds if task.urgent else 0.0)
         self.result.append(task.wait)
         self.result.extend(task.after)
         if task.gathers:
@@ -346,8 +352,9 @@ class Scheduler:
         while stage is not None:
             self.start_now(stage)
             self.advance()
-            left = self.network.free_seconds(stage.group) - self.network.now
-            self.keep_busy(left + (0.0 if stage.then is None else stage.then.seconds_left))
+            if not stage.urgent:
+                left = self.network.free_seconds(stage.group) - self.network.now
+                self.keep_busy(left + (0.0 if stage.then is None else stage.then.seconds_left))
             self.wait_for(stage)
             stage = stage.then
 
@@ -383,10 +390,15 @@ class Scheduler:
         It does if the queue runs dry before the end of the horizon plus the collective's own
         duration. The margin keeps the queue filled although real kernel times differ from the
         clock. A reduction is always due when no gather is left that could overtake it.
+
+        Compute waits for every urgent collective. As long as one has to come, others fill the time
+        between them only: no margin.
         """
-        if not task.gathers and self.next_gather == len(self.gathers):
-            return True
-        due = self.network.now + self.horizon_seconds + task.cost.seconds
+        due = self.network.now + self.horizon_seconds
+        if not self.urgent:
+            if not task.gathers and self.next_gather == len(self.gathers):
+                return True
+            due += task.cost.seconds
         return self.network.free_seconds(task.group) <= due
 
     def start_best(self) -> bool:
@@ -406,7 +418,7 @@ class Scheduler:
         if first is not None and self.is_due(first) and self.has_room(first):
             self.begin(first)
             return True
-        if gather is not None and headroom and self.cap_bytes > 0:
+        if gather is not None and headroom and self.cap_bytes > 0 and not self.urgent:
             self.begin(gather)
             return True
         if gather is not None and headroom:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -325,8 +325,7 @@ class PlanEvaluator:
         """
         if self.graphs.is_joined or self.ctx.slices is not None:
             return []
-        left_out = () if self.folded is None else self.folded.left_out
-        return find_slice_groups(self.graphs, self.ctx, left_out)
+        return find_slice_groups(self.graphs, self.ctx, self._left_out)
 
     def is_at_peak(self, group: SliceGroup, key: Candidate) -> bool:
         """Whether an evaluated candidate has its peak, without overlap, at a group's operators."""
@@ -357,13 +356,16 @@ class PlanEvaluator:
     def move_groups(self) -> MoveGroups:
         """The groups to which activations may move; none if the option is off.
 
-        None for a folded step and for joined frames.
+        None for joined frames.
         """
-        if not self.ctx.tensor_parallel or self.folded is not None or self.graphs.is_joined:
+        if not self.ctx.tensor_parallel or self.graphs.is_joined or self.ctx.world_size == 1:
             return MoveGroups()
-        if self.ctx.world_size == 1:
-            return MoveGroups()
-        return find_move_groups(self.graphs, self.ctx)
+        return find_move_groups(self.graphs, self.ctx, self._left_out)
+
+    @property
+    def _left_out(self) -> Collection[str]:
+        """The parameters of the layers that a folded step leaves out."""
+        return () if self.folded is None else self.folded.left_out
 
     def _stay_by_hand(self) -> list[MoveGroup]:
         """The groups that the user names; of the same weights, the first one.

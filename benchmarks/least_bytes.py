@@ -1,0 +1,28 @@
+"""The least bytes that a rank sends in a step, with weights or activations moving.
+
+A gradient leaves its rank and the sum comes back: ``2 (N-1)/N`` of a weight's bytes with N ranks.
+The weights of a move group (``passes/candidates/move_groups.py``) send nothing if activations move
+to them. Of each group, the fewer bytes count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from benchmarks.train import Work
+from osdp_compile.planning.traced_step import trace
+from passes.candidates.move_groups import find_move_groups
+from passes.types.hardware import wire_bytes
+from passes.types.hardware_presets import PRESETS
+
+
+def least_bytes(work: Work, ranks: int) -> float:
+    """The least bytes that a rank sends in a step of some work."""
+    step = dataclasses.replace(trace(work.model(), work.inputs_of(0)), tensor_parallel=True)
+    ctx = step.context({"ranks": ranks}, PRESETS["cpu-gloo"], None)
+    weights = {one.name: wire_bytes("all_reduce", one.full_bytes, ranks) for one in ctx.parameters}
+    least = sum(weights.values())
+    for group in find_move_groups(step.captured, ctx).groups:
+        own = sum(weights[name] for name in group.dims)
+        least -= max(0.0, own - group.token_bytes * len(group.layers))
+    return least

@@ -1,0 +1,85 @@
+"""Folded moves: a folded step whose activations move costs what the whole one does."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from passes.candidates.move_groups import MoveGroup
+from passes.capture.fold_layers import fold
+from passes.plan.planner import make_plan
+from passes.pricing.evaluator import PlanEvaluator
+from passes.pricing.predict import predict
+from passes.types.decision import Moves
+from passes.types.hardware import LinkRate
+from tests.passes.capture.test_fold_layers import (
+    LAYERS,
+    NETWORKS,
+    PASSES,
+    WIDTH,
+    WORLD,
+    Deep,
+    both,
+    captured,
+    folded,
+    network,
+)
+from tests.passes.captures import capture_step
+from tests.passes.graphs import two_dimensions, with_mesh_dims
+
+
+@functools.cache
+def evaluator(wires: str = "even", within_hosts: bool = False) -> PlanEvaluator:
+    """Of the folded step, with collectives on the spot."""
+    ctx = captured()[1].replace(tensor_parallel=True, limit_bytes=0)
+    ctx = ctx.replace(hardware=network(NETWORKS[wires]))
+    if within_hosts:
+        rate = LinkRate(1e-6, NETWORKS[wires])
+        hardware = with_mesh_dims(ctx.hardware, rate, rate)
+        ctx = ctx.replace(hardware=hardware, mesh_dims=two_dimensions(2, WORLD))
+    return PlanEvaluator(folded(), ctx, PASSES)
+
+
+def group_of(name: str, found: PlanEvaluator) -> MoveGroup:
+    return next(group for group in found.move_groups.groups if name in group.dims)
+
+
+def test_the_groups_of_a_folded_step_have_every_layer() -> None:
+    dims = group_of("blocks.0.up.weight", evaluator()).dims
+    assert dims["blocks.7.down.weight"] == 1  # of a layer left out
+    assert len(dims) == 3 * LAYERS
+
+
+@pytest.mark.parametrize("wires", NETWORKS)
+@pytest.mark.parametrize("within_hosts", [False, True], ids=["all ranks", "hosts"])
+@pytest.mark.parametrize("recomputes", [False, True], ids=["saving", "recomputing"])
+def test_moves_cost_what_they_do_in_the_whole_step(wires, within_hosts, recomputes) -> None:
+    found = evaluator(wires, within_hosts)
+    ctx = found.ctx
+    key = found.uniform(2).recomputing(found.sets[-1] if recomputes else None)
+    plan = found.plan_of(key.moving(group_of("blocks.0.up.weight", found), True, ctx))
+    whole, few = both(plan, ctx)
+    assert few.prediction.peak_bytes == pytest.approx(whole.prediction.peak_bytes, rel=0.02)
+    assert few.prediction.recomputed_bytes == whole.prediction.recomputed_bytes
+    whole, few = both(plan, ctx.replace(limit_bytes=None))
+    assert few.prediction.step_seconds == pytest.approx(whole.prediction.step_seconds, rel=0.02)
+    assert few.prediction.compute_seconds == pytest.approx(
+        whole.prediction.compute_seconds, rel=0.01
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "moves"), [(4, Moves.ACTIVATIONS), (256, Moves.WEIGHT)], ids=["few", "many"]
+)
+def test_the_planner_moves_the_smaller_thing_in_every_layer(rows: int, moves: Moves) -> None:
+    model = Deep([4 * WIDTH] * LAYERS)
+    step, ctx = capture_step(model, torch.randn(rows, WIDTH), world_size=WORLD)
+    ctx = ctx.replace(tensor_parallel=True, hardware=network(NETWORKS["slow"]))
+    few = fold(step, ctx.parameters)
+    assert few is not None
+    plan = make_plan(few, ctx, PASSES)
+    assert {plan[f"blocks.{layer}.up.weight"].moves for layer in range(LAYERS)} == {moves}
+    there = predict(step, plan, ctx.replace(deciding=True), PASSES).prediction
+    assert there.step_seconds == pytest.approx(plan.prediction.step_seconds, rel=0.05)
