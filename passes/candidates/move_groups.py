@@ -60,6 +60,14 @@ class MoveGroup:
     token_bytes: int
     decision: Decision = Decision.SHARD_REGATHER
 
+    @property
+    def more_bytes(self) -> int:
+        """Bytes that activations send above those of weights.
+
+        Weights are gathered once, and their gradients reduced.
+        """
+        return (self.token_bytes - 2 * self.weight_bytes) * len(self.layers)
+
     @functools.cached_property
     def dims(self) -> dict[str, int]:
         """The dimension of every parameter of the group."""

@@ -15,11 +15,13 @@ of the network would run dry soon, the pass starts the next collective: an urgen
 would arrive late), else a ready gradient, else a later gather, within the headroom. "Soon" is the
 time of the next kernel or wait plus the collective's own time, because no clock is exact. Without
 gathers left, a reduction starts as soon as its gradient is ready. As long as tokens have to travel
-between kernels, other collectives fill the time between them: a gather starts when it is urgent. A reduction is waited for after
-its end, or at once if the headroom is too small for its gradient. The headroom of a node is the
-memory limit minus the memory there while no collective overlaps compute. If the simulated peak is
-still above the limit, the pass tries again with less headroom, and finally with nothing in flight:
-it gives up overlap before memory. If no schedule fits, the one with the least peak counts.
+between kernels, other collectives fill the time between them: a gather starts when it is urgent.
+
+A reduction is waited for after its end, or at once if the headroom is too small for its gradient.
+The headroom of a node is the memory limit minus the memory there while no collective overlaps
+compute. If the simulated peak is still above the limit, the pass tries again with less headroom,
+and finally with nothing in flight: it gives up overlap before memory. If no schedule fits, the one
+with the least peak counts.
 
 All ranks must start the same collectives in the same order, even with different batch sizes. So
 the planner decides the order once (``ctx.deciding``), and all ranks follow it (``plan.order``).

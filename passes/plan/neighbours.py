@@ -68,6 +68,14 @@ class Neighbourhood:
             yield from self._ordered(reference, self._pairs(best))
             yield from self._ordered(reference, self._all(best))
 
+    def moving_all(self, start: Candidate) -> Candidate:
+        """The same with activations moving to all groups for which they have fewer bytes."""
+        for own in self.evaluator.move_groups.by_weights:
+            group = own[0]
+            if group.more_bytes < 0:
+                start = start.moving(group, True, self.evaluator.ctx)
+        return start
+
     def _moved(self, best: Candidate) -> list[tuple[Change, Candidate]]:
         """Activations in place of the weights of a move group, and back; most gain first.
 
@@ -76,14 +84,14 @@ class Neighbourhood:
         """
         evaluator = self.evaluator
         is_free = evaluator.ctx.tensor_parallel is True
-        groups = sorted(
-            enumerate(evaluator.move_groups.groups),
-            key=lambda pair: (pair[1].token_bytes - 2 * pair[1].weight_bytes) * len(pair[1].layers),
-        )
-        return [
-            (("move", place), best.moving(group, not best.moves(group), evaluator.ctx))
-            for place, group in groups
+        changes = [
+            (("move", place), group, not best.moves(group))
+            for place, group in enumerate(evaluator.move_groups.groups)
             if is_free or best.moves_on(group) not in (None, group.decision)
+        ]
+        changes.sort(key=lambda one: one[1].more_bytes if one[2] else -one[1].more_bytes)
+        return [
+            (change, best.moving(group, moves, evaluator.ctx)) for change, group, moves in changes
         ]
 
     def _proposals(self, reference: Reference, structure: Candidate) -> Moves:

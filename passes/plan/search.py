@@ -35,6 +35,10 @@ class Search:
         keys = [evaluator.uniform(option) for option in range(len(DECISIONS) if limited else 1)]
         for key in keys:
             evaluator.evaluate(key)
+        if evaluator.ctx.tensor_parallel is True:
+            moving = self.neighbours.moving_all(min(keys, key=evaluator.rank))
+            evaluator.evaluate(moving)
+            keys.append(moving)
         evaluator.is_short = limited and evaluator.is_limited(min(keys, key=evaluator.seconds))
         if all(evaluator.rank(key)[0] for key in keys):
             keys += self._lean_enough(min(keys, key=evaluator.rank))
@@ -274,7 +278,7 @@ class Search:
 def _budget(evaluator: PlanEvaluator) -> int:
     """The evaluation budget: smaller for a large graph, which takes long to simulate."""
     if evaluator.folded is not None:
-        return CONSTANTS.folded_plans
+        return CONSTANTS.folded_plans + 2 * len(evaluator.move_groups.groups)
     nodes = sum(map(len, evaluator.place_of))
     plans = max(CONSTANTS.least_plans, CONSTANTS.most_nodes // nodes)
     return min(CONSTANTS.most_plans, plans)
