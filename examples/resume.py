@@ -68,10 +68,10 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def build(memory_limit: str | None):
+def build(memory_limit: str | None, device: torch.device | str = "cpu"):
     """The model, its optimizer, and what runs it."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab=64, layers=2, width=64, context=32))
+    model = GPT(GPTConfig(vocab=64, layers=2, width=64, context=32)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     options = {"memory_limit": memory_limit}
     return model, optimizer, torch.compile(model, backend="osdp", options=options)

@@ -89,6 +89,27 @@ def test_torchtitans_llama_trains_as_with_its_fsdp(tmp_path, inductor_cache):
     assert losses(printed) == pytest.approx(theirs, rel=1e-5)
 
 
+@pytest.mark.thorough
+def test_rays_workers_train_as_torchruns_ranks_and_go_on_in_another_number(
+    tmp_path, inductor_cache
+):
+    pytest.importorskip("ray.train.torch", exc_type=ImportError)
+    asked = ["elastic.py", "--steps", "8", "--every", "4", "--folder", "torchrun"]
+    whole = losses(torchrun(tmp_path, inductor_cache, 2, *asked))
+    for workers, steps in ((2, 4), (1, 8)):
+        asked = [f"--workers={workers}", f"--steps={steps}", "--every=4", "--folder=ray"]
+        done = subprocess.run(
+            [sys.executable, str(EXAMPLES / "train_with_ray.py"), *asked],
+            cwd=tmp_path,
+            env=environment(tmp_path, inductor_cache),
+            capture_output=True,
+            text=True,
+            timeout=550,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert losses(done.stdout)[steps] == pytest.approx(whole[steps], rel=1e-5)
+
+
 class Ranks:
     """Two ranks of an example that may be killed; what rank 0 prints is ``printed``."""
 
