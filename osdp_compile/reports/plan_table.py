@@ -60,7 +60,8 @@ def decided(row: ParameterPlan) -> str:
     """The text of a decision, with its slices."""
     if row.moves is Moves.ACTIVATIONS:
         within = " within host" if row.decision.within_host else ""
-        return f"tensor parallel{within}, along {row.dim}"
+        kept = ", keep tokens" if row.decision.keep else ""
+        return f"tensor parallel{within}, along {row.dim}{kept}"
     text = row.decision.text
     if row.slices == 1:
         return text

@@ -19,7 +19,8 @@ class Stays(NamedTuple):
     """A parameter that stays where it is while activations move.
 
     ``place``: its index in the context's parameters. ``dim``: the dimension that the ranks share.
-    ``decision``: the ranks that share it: all of them, or those of a host.
+    ``decision``: the ranks that share it (all of them, or those of a host), and whether the
+    backward reads the gathered tokens of the forward.
     """
 
     place: int
@@ -55,8 +56,11 @@ class Candidate:
 
     @functools.cached_property
     def numbers(self) -> list[int]:
-        """By parameter, the number of its decision."""
-        return [decision.number for decision in self.decisions]
+        """By parameter, the number of its decision; of one that stays, never a kept one's."""
+        found = [decision.number for decision in self.decisions]
+        for one in self.stays:
+            found[one.place] = Decision(one.decision.scope).number
+        return found
 
     def replace(self, **changes: Any) -> Candidate:
         """A copy with some fields changed."""

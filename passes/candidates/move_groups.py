@@ -15,7 +15,9 @@ weights.
 Layers whose names differ only in a number have the same groups.
 
 With hosts of several ranks (``ctx.mesh_dims``), groups are found for the ranks of a host. Each
-stands twice where all ranks can share it too: within hosts, and over all ranks.
+stands twice where all ranks can share it too: within hosts, and over all ranks. And each of these
+stands twice where the backward can read the tokens that the forward gathered: gathering them again,
+and keeping them.
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ from passes.types.decision import Decision
 _TABLES = {torch.ops.aten.embedding.default, torch.ops.aten._embedding_bag.default}
 #: The most weights and biases of a layer in one group: attention with biases has seven.
 _MOST_TOGETHER = 8
+#: Tokens are kept if the others are at most this share of all that the group sends.
+_MOST_OF = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +56,8 @@ class MoveGroup:
     ``layers``: for each layer, the names and the dimension that the ranks share.
     ``weight_bytes``: of the weights of a layer.
     ``token_bytes``: that a rank sends in a step for a layer, if activations move.
-    ``decision``: the ranks that share the weights: all of them, or those of a host.
+    ``decision``: the ranks that share the weights (all of them, or those of a host), and whether
+    the backward reads the gathered tokens of the forward.
     """
 
     layers: tuple[tuple[tuple[str, int], ...], ...]
@@ -118,6 +123,7 @@ def find_move_groups(
     groups = _apart(found)
     if ctx.mesh_dims:
         groups += [other for one in groups if (other := _over_all(captured, ctx, one)) is not None]
+    groups += [other for one in groups if (other := _keeping(captured, ctx, one)) is not None]
     return MoveGroups(tuple(groups), refused)
 
 
@@ -147,6 +153,18 @@ def _over_all(captured: Captured, ctx: Context, group: MoveGroup) -> MoveGroup |
         if len(group.layers) > 1:
             _trial(captured, ctx, group.dims, decision)
     except Refused:
+        return None
+    return dataclasses.replace(group, token_bytes=token_bytes, decision=decision)
+
+
+def _keeping(captured: Captured, ctx: Context, group: MoveGroup) -> MoveGroup | None:
+    """A group whose gathered tokens are kept; None: the backward gathers hardly any of them again.
+
+    Of an embedding it gathers the ids.
+    """
+    decision = dataclasses.replace(group.decision, keep=True)
+    token_bytes = _trial(captured, ctx, dict(group.layers[0]), decision)
+    if token_bytes > _MOST_OF * group.token_bytes:
         return None
     return dataclasses.replace(group, token_bytes=token_bytes, decision=decision)
 
@@ -220,7 +238,7 @@ def _trial(captured: Captured, ctx: Context, dims: Mapping[str, int], decision: 
     for gm in graphs:
         _set_shards(gm.graph, ctx, dims, decision)
     layout = ctx.cut(decision)
-    rewrite(graphs, dims, ctx, layout)
+    rewrite(graphs, dims, ctx, layout, decision.keep)
     full_bytes = sum(
         collective_full_bytes(node)
         for gm in graphs

@@ -190,7 +190,7 @@ def lay_out(captured: Captured, plan: Plan, ctx: Context, passes: Sequence[Pass]
     for gm in (forward, backward):
         _set_shards(gm, ctx)
     read = {unshard_of(node).name: node for node in unshards(forward.graph)}
-    kept = {name: node for name, node in read.items() if plan.decision(name).keep}
+    kept = {name: node for name, node in read.items() if plan[name].keeps_gathered}
     _save(forward, backward, kept)
     step = run(passes, Stage.STEP, step_module(forward, backward), ctx, recompile=False)
     missing = NOT_RECOMPUTED.get(step)

@@ -38,6 +38,8 @@ _aten = torch.ops.aten
 #: The cast that passes emit; ``_CASTS``: all casts in graphs.
 CAST = torch.ops.prims.convert_element_type.default
 _CASTS = {CAST, _aten._to_copy.default}
+#: Operators that give a tensor other sizes, with its elements in their order.
+RESHAPES = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
 # Not views by their schema, but Inductor does not copy for them.
 _FREE = {_aten._unsafe_view.default, _aten.reshape.default, _aten.detach.default}
 

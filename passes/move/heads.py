@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from passes.graph.fx_utils import always_equal
-from passes.move.layouts import VIEWS, dim_after
+from passes.graph.fx_utils import RESHAPES, always_equal
+from passes.move.layouts import dim_after
 from passes.move.placed import Placed
 from passes.move.spread import Frame, is_pointwise, named, spread
 from passes.ops.markers import UNSHARD, unshard_of
@@ -131,7 +131,7 @@ def _before(node: fx.Node, dim: int) -> tuple[fx.Node, int] | None:
         return (last, last.meta["val"].dim() - 1) if dim == rank - 1 else None
     if node.target is _aten.permute.default:
         return source, permuted_dims(node)[dim]
-    if node.target in VIEWS:
+    if node.target in RESHAPES:
         found = dim_after(node.meta["val"].shape, source.meta["val"].shape, dim)
         return None if found is None else (source, found)
     if node.target in (_aten.cat.default, _aten.slice.Tensor):

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from passes.move.move_rules import Mover
 
 _aten = torch.ops.aten
-VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
 
 
 def dim_after(

@@ -28,8 +28,9 @@ Within hosts (``shard_host_regather``), the N ranks are those of a host, and eve
 weights whole. The sums of the hosts are all-reduced between them, divided by the number of all
 ranks. Weights of each kind are moved by a walk of their own.
 
-Tokens that the backward needs again are saved as the rank's own, and gathered again. The gradients
-of weights stand behind the next partial sum, so that the ranks add it up meanwhile.
+Tokens that the backward needs again are saved as the rank's own, and gathered again; or the
+gathered tokens are saved (the decision's ``keep``). The gradients of weights stand behind the next
+partial sum, so that the ranks add it up meanwhile.
 
 The walk gives every tensor a placement (``passes/move/move_rules.py``). Where an operator has no
 rule, the weights that lead to it are not moved in these graphs, and the walk begins again without
@@ -50,7 +51,9 @@ from passes.graph.metadata import AFTER_WAIT, COLLECTIVE, NOT_MOVED, SAVES
 from passes.graph.step_module import graphs_of
 from passes.move.move_rules import Mover
 from passes.move.placed import Placed, Refused
+from passes.move.token_collectives import KeptTokens
 from passes.ops.markers import unshard_of, unshards
+from passes.recompute.recompute_activations import PartitionBoundary, save_instead
 from passes.types.context import Context, Phase
 from passes.types.decision import DECISIONS, Decision
 from passes.types.shard_layout import ShardLayout
@@ -79,7 +82,7 @@ def _move(graphs: list[fx.GraphModule], ctx: Context) -> dict[str, str]:
         chosen, others = _movable(graphs, ctx, decision)
         refused |= others
         if chosen:
-            rewrite(graphs, chosen, ctx, ctx.cut(decision))
+            rewrite(graphs, chosen, ctx, ctx.cut(decision), decision.keep)
     return refused
 
 
@@ -96,7 +99,8 @@ def _movable(
     refused: dict[str, str] = {}
     while chosen:
         try:
-            rewrite([copy_module(gm) for gm in graphs], chosen, ctx, ctx.cut(decision))
+            copies = [copy_module(gm) for gm in graphs]
+            rewrite(copies, chosen, ctx, ctx.cut(decision), decision.keep)
             break
         except Refused as error:
             for name in error.names & chosen.keys():
@@ -106,11 +110,16 @@ def _movable(
 
 
 def rewrite(
-    graphs: list[fx.GraphModule], dims: Mapping[str, int], ctx: Context, layout: ShardLayout
+    graphs: list[fx.GraphModule],
+    dims: Mapping[str, int],
+    ctx: Context,
+    layout: ShardLayout,
+    keep_tokens: bool = False,
 ) -> None:
     """Move activations to these parameters, in a forward and its backward or in one graph.
 
     ``dims``: the sharded dimension of each parameter. ``layout``: the ranks that share them.
+    ``keep_tokens``: the backward reads the tokens that the forward gathered.
 
     Raises:
         Refused: naming the operator without a rule. The graphs are then half rewritten.
@@ -135,13 +144,35 @@ def rewrite(
             own.meta = {**node.meta, "val": placed.node.meta["val"]}
             SAVES.set(own, placed.node.name)
             inputs[node] = placed.of(own)
-    second = Mover(backward, dims, ctx, inputs, layout)
+    kept = KeptTokens.of(first) if keep_tokens else None
+    second = Mover(backward, dims, ctx, inputs, layout, kept)
     second.run()
     _return(second, 0)
     for node in inputs:
         backward.erase_node(node)
     _remove_unused(second)
+    if kept is not None:
+        _save(kept, graphs[0].graph, backward, saved_count)
     _sink_gradients(second)
+
+
+def _save(kept: KeptTokens, forward: fx.Graph, backward: fx.Graph, saved_count: int) -> None:
+    """Save the kept tokens; tensors that the backward now reads no more are not saved.
+
+    ``saved_count``: the number of the last outputs that are saved for the backward.
+    """
+    inputs = PartitionBoundary(forward, backward).saved
+    output = output_node(forward)
+    returned: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
+    first = len(returned) - saved_count
+    saved = [*reversed(kept.read)]  # each input was put before the others
+    for node in returned[first:]:
+        own = inputs.get(node)
+        if own is None or own.users or node in kept.read:
+            saved.append(node)
+        else:
+            backward.erase_node(own)
+    save_instead(output, first, saved)
 
 
 def _remove_unused(mover: Mover) -> None:

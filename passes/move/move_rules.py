@@ -27,13 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.graph.fx_utils import call, compact, output_node
+from passes.graph.fx_utils import RESHAPES, call, compact, output_node
 from passes.graph.metadata import ANCHOR, GRADIENT_OF, LAYER, RECOMPUTED
 from passes.move.bags import BAGS, bagged, element
 from passes.move.experts import STACKED, stacked
 from passes.move.heads import ATTENTIONS, attended
 from passes.move.layouts import (
-    VIEWS,
     expanded,
     joined,
     permuted,
@@ -49,7 +48,7 @@ from passes.move.products import product
 from passes.move.reductions import looked_up, maximum, summed
 from passes.move.spread import constants_of, is_pointwise, named
 from passes.move.tables import embedded, table_gradient
-from passes.move.token_collectives import combined
+from passes.move.token_collectives import KeptTokens, combined
 from passes.ops.markers import REDUCE_GRAD, UNSHARD, reduce_grad_of, unshard_of
 from passes.ops.packing import SUM_RANKS
 from passes.shard.lower_markers import all_reduced, cast, cast_after_wait
@@ -81,7 +80,8 @@ class Mover:
     nodes that add it up between hosts. ``spreads``: local
     tensors in other placements. ``constants``: tensors that numbers of the graph alone make.
     ``equal``: these, and tensors of gathered weights; they are equal on all ranks.
-    ``gathered``: by local tensor, the tokens of all ranks. ``stacks``: the same of experts.
+    ``gathered``: by local tensor, the tokens of all ranks. ``kept``: those of the forward that the
+    backward reads; None: it gathers them again. ``stacks``: the same of experts.
     ``purposes``: by direction and weight, the number of its collectives of tokens. ``flat_ids``:
     by tensor of ids, its flat form.
     ``meta``: of the original node that new nodes belong to.
@@ -94,8 +94,9 @@ class Mover:
         ctx: Context,
         inputs: Mapping[fx.Node, Placed],
         layout: ShardLayout,
+        kept: KeptTokens | None = None,
     ) -> None:
-        self.graph, self.dims, self.ctx = graph, dims, ctx
+        self.graph, self.dims, self.ctx, self.kept = graph, dims, ctx, kept
         self.ranks, self.place, self.group = layout.ranks, layout.place, layout.group_name
         self.between = layout.between
         self.placed: dict[fx.Node, Placed] = dict(inputs)
@@ -120,8 +121,10 @@ class Mover:
         """
         for node in list(self.graph.nodes):
             if node.op in ("call_function", "output"):
+                before, behind = node.prev, node.next
                 with self.graph.inserting_before(node):
                     self._rewrite(node)
+                _set_layer(node, before, behind)
         for node in reversed({**self.placed, **self.partial}):
             if node.op == "call_function" and not node.users:
                 self.graph.erase_node(node)
@@ -215,7 +218,7 @@ class Mover:
     def _added(self, node: fx.Node) -> PartialSum | None:
         """The partial sum of an addition, or of a change of shape; None: of another operator."""
         value: Any = node.meta["val"] if node.op == "call_function" else None
-        if node.target in VIEWS and node.args[0] in self.partial:
+        if node.target in RESHAPES and node.args[0] in self.partial:
             source: Any = node.args[0]
             found = self.partial[source]
             if found.back is not None:
@@ -292,7 +295,7 @@ _RULES: dict[Any, Callable[[Mover, fx.Node], Placed | PartialSum | fx.Node | Non
     _aten.mm.default: product,
     _aten.addmm.default: product,
     **dict.fromkeys(STACKED, stacked),
-    **dict.fromkeys(VIEWS, viewed),
+    **dict.fromkeys(RESHAPES, viewed),
     **dict.fromkeys(ATTENTIONS, attended),
     _aten.split.Tensor: split,
     operator.getitem: element,
@@ -310,6 +313,18 @@ _RULES: dict[Any, Callable[[Mover, fx.Node], Placed | PartialSum | fx.Node | Non
     _aten.amax.default: maximum,
     _aten.gather.default: looked_up,
 }
+
+
+def _set_layer(node: fx.Node, before: fx.Node, behind: fx.Node) -> None:
+    """Give the new nodes in place of a node its layer.
+
+    ``before``, ``behind``: the nodes around it.
+    """
+    layer = LAYER.get(node)
+    new = before.next
+    while layer is not None and new is not behind:
+        LAYER.set(new, layer)
+        new = new.next
 
 
 def _kind(node: fx.Node) -> tuple[Any, ...]:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
+from passes.graph.fx_utils import RESHAPES
 from passes.move.heads import origin
-from passes.move.layouts import VIEWS
 from passes.move.placed import Placed
 from passes.move.spread import COPIES, Frame, named, spread
 from passes.move.tables import put_total
@@ -130,7 +130,7 @@ def shared(mover: Mover, node: fx.Node) -> Placed | fx.Node:
         for one, found in placed.items():
             node.replace_input_with(one, found.node)
         return node
-    is_linear = node.target in VIEWS or _is_linear(node, len(node.all_input_nodes))
+    is_linear = node.target in RESHAPES or _is_linear(node, len(node.all_input_nodes))
     if not is_linear or not all(found.is_share for found in placed.values()):
         reason = f"{named(node)} changes a sum over the tokens and features of all ranks"
         raise mover.refused(node, reason)

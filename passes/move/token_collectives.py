@@ -6,20 +6,30 @@ Gathered tokens are gathered once. Constants are repeated, not gathered.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from passes.annotate.collectives import by_all_to_all
-from passes.graph.fx_utils import ALL_TO_ALL, REDUCE_SCATTER, WAIT, bytes_of, call, compact
+from passes.graph.fx_utils import (
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    RESHAPES,
+    WAIT,
+    bytes_of,
+    call,
+    compact,
+)
+from passes.graph.metadata import SAVED, SAVES
 from passes.move.placed import Refused
 from passes.ops.p2p import EXCHANGE
 from passes.ops.packing import SUM_RANKS
 from passes.ops.slicing import slice_name
 from passes.ops.tables import TOKENS_OF
 from passes.shard.lower_markers import after_wait, flat, gather, reduce_rows, start_collective
+from passes.split.split_rules import permuted_dims
 from passes.types.plan import Collective
 
 if TYPE_CHECKING:
@@ -34,9 +44,74 @@ def all_tokens(mover: Mover, tokens: fx.Node, node: fx.Node, names: frozenset[st
     ``node``: the operator that reads them, for these weights.
     """
     found = mover.gathered.get(tokens)
+    if found is None and mover.kept is not None:
+        found = mover.kept.input_for(tokens)
     if found is None:
-        found = mover.gathered[tokens] = _gathered(mover, tokens, node, names)
+        found = _gathered(mover, tokens, node, names)
+    mover.gathered[tokens] = found
     return found
+
+
+class KeptTokens:
+    """Gathered tokens of a forward that the backward reads in place of gathering them again.
+
+    ``read``: by tokens of the forward that the backward reads, the input of the backward.
+    """
+
+    def __init__(self, gathered: Mapping[tuple[Any, ...], fx.Node]) -> None:
+        """``gathered``: by the saved tensor's name and its changes of shape."""
+        self._gathered = gathered
+        self.read: dict[fx.Node, fx.Node] = {}
+
+    @classmethod
+    def of(cls, mover: Mover) -> KeptTokens:
+        """Those that a forward gathers. Constants and symbolic sizes are left out."""
+        found = {}
+        for own, made in mover.gathered.items():
+            if made.users and own not in mover.constants:
+                found.update({(one.name, steps): made for one, steps in _identities(own)})
+        return cls(found)
+
+    def input_for(self, tokens: fx.Node) -> fx.Node | None:
+        """The input of the backward with the tokens of all ranks, for this rank's own.
+
+        None: the forward did not gather them, so the backward does.
+        """
+        found = (
+            self._gathered.get((SAVES.get(one, one.name), steps))
+            for one, steps in _identities(tokens)
+            if one.op == "placeholder"
+        )
+        made = next(found, None)
+        if made is None:
+            return None
+        if made not in self.read:
+            graph = tokens.graph
+            first = next(one for one in graph.nodes if isinstance(one.meta.get("val"), Tensor))
+            with graph.inserting_before(first):
+                own = graph.placeholder(made.name)
+            own.meta["val"] = made.meta["val"]
+            SAVED.set(own, True)
+            SAVES.set(own, made.name)
+            self.read[made] = own
+        return self.read[made]
+
+
+def _identities(tokens: fx.Node) -> Iterator[tuple[fx.Node, tuple[tuple[int, ...], ...]]]:
+    """The tensors that a tensor is another shape of, each with the changes of shape.
+
+    The forward and the backward have equal ones for equal tokens. None for symbolic sizes.
+    """
+    source: Any = tokens
+    steps = [tuple(tokens.meta["val"].shape)]
+    if not all(isinstance(size, int) for size in steps[0]):
+        return
+    yield source, tuple(steps)
+    while source.target in RESHAPES or source.target is _aten.permute.default:
+        if source.target is _aten.permute.default:
+            steps += [tuple(permuted_dims(source)), tuple(source.args[0].meta["val"].shape)]
+        source = source.args[0]
+        yield source, tuple(steps)
 
 
 def _gathered(mover: Mover, tokens: fx.Node, node: fx.Node, names: frozenset[str]) -> fx.Node:

@@ -206,7 +206,7 @@ def recompute(step: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     plan = ctx.plan
     NOT_RECOMPUTED.set(step, [])
     if plan.recompute:
-        kept = frozenset(p.name for p in plan.parameters if p.decision.keep)
+        kept = frozenset(p.name for p in plan.parameters if p.keeps_gathered)
         NOT_RECOMPUTED.set(step, _Rewriting(*graphs_of(step), kept).run(plan))
     return step
 

@@ -31,7 +31,7 @@ def tag(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         if node.op != "call_function":
             continue
         if node.target is UNSHARD:
-            keep = ctx.plan.decision(unshard_of(node).name).keep
+            keep = ctx.plan[unshard_of(node).name].keeps_gathered
             policy = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.MUST_RECOMPUTE
         elif (is_view(node) or is_cast(node)) and node.args[0] in derived:
             policy = CheckpointPolicy.MUST_RECOMPUTE

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from passes.types.decision import Decision, Moves
+from passes.types.decision import Decision, Moves, Scope
 from passes.types.decode import decoded, encoded
 from passes.types.plan_format_2 import of_format_2
 from passes.types.units import format_ranks
@@ -70,8 +70,9 @@ class ParameterPlan:
         kept_slices: number of slices, from the first, that are kept gathered for the backward; the
             others are regathered.
         moves: ``activations``: every rank keeps its shard, and the tokens of the ranks that share
-            the parameter travel to it: of all ranks, or of the ranks of each host. It is not kept
-            gathered.
+            the parameter travel to it: of all ranks, or of the ranks of each host. The parameter is
+            never gathered; the decision's ``keep`` says whether the gathered tokens are kept for
+            the backward.
         dim: the dimension that it is sharded along; 0 for every parameter whose weight moves.
     """
 
@@ -92,16 +93,21 @@ class ParameterPlan:
         stays = self.moves is Moves.ACTIVATIONS
         if self.dim and not stays:
             raise ValueError(f"parameter {self.name!r}: dim={self.dim} needs moves='activations'")
-        if stays and (not self.decision.regathers or self.slices > 1):
+        if stays and (not self.decision.sharded or self.slices > 1):
             raise ValueError(
-                f"parameter {self.name!r}: moves='activations' needs shard_regather or "
-                "shard_host_regather, and one slice"
+                f"parameter {self.name!r}: moves='activations' needs a sharded parameter in one "
+                "slice"
             )
 
     @property
     def kept_share(self) -> float:
         """Share of the gathered parameter that is kept for the backward: 0 to 1."""
-        return 1.0 if self.decision.keep else self.kept_slices / self.slices
+        return 1.0 if self.keeps_gathered else self.kept_slices / self.slices
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether the whole gathered parameter is kept for the backward."""
+        return self.decision.keep and self.moves is Moves.WEIGHT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,13 +339,17 @@ class Plan:
         rows = tuple(own if one.name == name else one for one in self.parameters)
         return self.replace(parameters=rows, order={}, prediction=None)
 
-    def tensor_parallel(self, dims: Mapping[str, int], *, within_hosts: bool = False) -> Plan:
+    def tensor_parallel(
+        self, dims: Mapping[str, int], *, within_hosts: bool = False, keep_tokens: bool = False
+    ) -> Plan:
         """A copy in which these parameters stay where they are, and activations move.
 
         ``dims``: the dimension of each parameter that the ranks share. Of the two linears of an
         MLP: 0 for the first one's weight and bias, 1 for the second one's weight.
         ``within_hosts``: the ranks of each host share them, and every host has them whole. The plan
         needs ``ranks_of_a_host``.
+        ``keep_tokens``: the backward reads the tokens that the forward gathered. Otherwise it
+        gathers them again.
 
         The copy has no order of collectives and no prediction.
 
@@ -360,7 +370,7 @@ class Plan:
                 "within_hosts=True needs a plan with hosts: give Plan.uniform ranks_of_a_host, how "
                 "many ranks a host has"
             )
-        decision = Decision.SHARD_HOST_REGATHER if within_hosts else Decision.SHARD_REGATHER
+        decision = Decision(Scope.HOST if within_hosts else Scope.ALL, keep=keep_tokens)
         ranks = self._ranks_of(decision)
         rows = {row.name: row for row in self.parameters}
         for name, dim in dims.items():

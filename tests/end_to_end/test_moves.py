@@ -36,12 +36,13 @@ from tests.training import (
 )
 
 
-def _train(rank, world_size, make, rest, recipe):
+def _train(rank, world_size, make, rest, recipe, keep_tokens=False):
     """Distance from one process's parameters; placements; the plan; whole weights gathered."""
     torch.manual_seed(0)
     model = make().double()
     reference = Reference(copy.deepcopy(model), recipe, world_size)
-    options = {"hardware": SLOW, "plan": plan_for(model, world_size, rest), "debug": True}
+    plan = plan_for(model, world_size, rest, keep_tokens)
+    options = {"hardware": SLOW, "plan": plan, "debug": True}
     with mock.patch("osdp_compile.engine.agreeing.log.warning") as warned:
         trained = train_osdp(model, options, recipe, rank)
     wanted = reference.train(rank)
@@ -55,13 +56,15 @@ def _train(rank, world_size, make, rest, recipe):
 @pytest.mark.parametrize(
     "rest", [pytest.param("replicate", marks=pytest.mark.thorough), "shard_regather"]
 )
-def test_an_mlp_that_stays_trains_like_one_process(two_ranks, rest):
-    for apart, norm, placed, plan, warnings in two_ranks.run(_train, Mlp, rest, recipe_of(batch)):
+@pytest.mark.parametrize("keep_tokens", [False, True])
+def test_an_mlp_that_stays_trains_like_one_process(two_ranks, rest, keep_tokens):
+    found = two_ranks.run(_train, Mlp, rest, recipe_of(batch), keep_tokens)
+    for apart, norm, placed, plan, warnings in found:
         assert apart < 1e-11 and norm < 1e-9 and not warnings
         assert placed["up.weight"] == placed["up.bias"] == "S(0)"
         assert placed["down.weight"] == "S(1)"
         purposes = [one for order in plan.order.values() for one in order]
-        assert sum(one.tokens for one in purposes) == 5
+        assert sum(one.tokens for one in purposes) == 5 - keep_tokens
         assert not {n for one in purposes if not one.tokens for n in one.names} & set(MLP)
 
 
@@ -82,9 +85,10 @@ def differing(step: int, micro: int, rank: int) -> Tensor:
 
 
 @pytest.mark.thorough
-def test_ranks_with_other_batches_train_like_one_process(two_ranks):
+@pytest.mark.parametrize("keep_tokens", [False, True])
+def test_ranks_with_other_batches_train_like_one_process(two_ranks, keep_tokens):
     """Weights travel in steps whose batches differ: rank 0 has a second graph for them."""
-    results = two_ranks.run(_train, Mlp, "shard_regather", recipe_of(differing))
+    results = two_ranks.run(_train, Mlp, "shard_regather", recipe_of(differing), keep_tokens)
     for apart, norm, *_ in results:
         assert apart < 1e-11 and norm < 1e-9
     assert results[0][-1] == 2  # its graphs of four rows and of one have a second form

@@ -41,21 +41,29 @@ class Layers(nn.Module):
 def test_every_layer_has_its_group() -> None:
     captured, ctx = capture_step(Layers(), torch.randn(8, 16), world_size=4)
     found = find_move_groups(captured, ctx)
-    (group,) = found.groups
-    assert group.dims == {
-        f"layers.{layer}.{name}": dim
-        for layer in range(2)
-        for name, dim in (("up.weight", 0), ("up.bias", 0), ("down.weight", 1))
-    }
+    ((group, kept),) = found.by_weights
+    assert (
+        group.dims
+        == kept.dims
+        == {
+            f"layers.{layer}.{name}": dim
+            for layer in range(2)
+            for name, dim in (("up.weight", 0), ("up.bias", 0), ("down.weight", 1))
+        }
+    )
     assert group.weight_bytes == 4 * (64 * 16 + 64 + 64 * 16)
     # Gathered once in the forward and twice in the backward, summed once in each.
     assert group.token_bytes == 5 * (4 * 4 * 8 * 16) * 3 // 4
+    assert group.decision == Decision.SHARD_REGATHER
+    # Gathered tokens that are kept: once in the backward.
+    assert kept.token_bytes == 4 * (4 * 4 * 8 * 16) * 3 // 4
+    assert kept.decision == Decision.SHARD_KEEP
     assert set(found.refused) >= {"head.weight"}
 
 
 def test_a_gated_mlp_is_one_group() -> None:
     captured, ctx = capture_step(Gated(), torch.randn(3, 5, 6), world_size=2)
-    (group,) = find_move_groups(captured, ctx).groups
+    ((group, *_),) = find_move_groups(captured, ctx).by_weights
     assert group.dims == {"up.weight": 0, "gate.weight": 0, "down.weight": 1}
 
 
@@ -116,6 +124,6 @@ class Columns(nn.Module):
 def test_weights_of_rows_of_inputs_are_a_group_too() -> None:
     model = Columns()
     captured, ctx = capture_step(model, torch.randn(5, 6), world_size=2)
-    (group,) = find_move_groups(captured, ctx).groups
+    ((group, *_),) = find_move_groups(captured, ctx).by_weights
     assert group.dims == {"up": 1, "bias": 0, "down": 0}
     check_training(model, [torch.randn(5, 6) for _ in range(2)], group.dims)

@@ -42,8 +42,9 @@ def evaluator(wires: str = "even", within_hosts: bool = False) -> PlanEvaluator:
     return PlanEvaluator(folded(), ctx, PASSES)
 
 
-def group_of(name: str, found: PlanEvaluator) -> MoveGroup:
-    return next(group for group in found.move_groups.groups if name in group.dims)
+def group_of(name: str, found: PlanEvaluator, keeps: bool = False) -> MoveGroup:
+    groups = (group for group in found.move_groups.groups if name in group.dims)
+    return next(group for group in groups if group.decision.keep == keeps)
 
 
 def test_the_groups_of_a_folded_step_have_every_layer() -> None:
@@ -54,12 +55,13 @@ def test_the_groups_of_a_folded_step_have_every_layer() -> None:
 
 @pytest.mark.parametrize("wires", NETWORKS)
 @pytest.mark.parametrize("within_hosts", [False, True], ids=["all ranks", "hosts"])
-@pytest.mark.parametrize("recomputes", [False, True], ids=["saving", "recomputing"])
-def test_moves_cost_what_they_do_in_the_whole_step(wires, within_hosts, recomputes) -> None:
+@pytest.mark.parametrize("what", ["saving", "recomputing", "keeping tokens"])
+def test_moves_cost_what_they_do_in_the_whole_step(wires, within_hosts, what) -> None:
     found = evaluator(wires, within_hosts)
     ctx = found.ctx
-    key = found.uniform(2).recomputing(found.sets[-1] if recomputes else None)
-    plan = found.plan_of(key.moving(group_of("blocks.0.up.weight", found), True, ctx))
+    key = found.uniform(2).recomputing(found.sets[-1] if what == "recomputing" else None)
+    group = group_of("blocks.0.up.weight", found, keeps=what == "keeping tokens")
+    plan = found.plan_of(key.moving(group, True, ctx))
     whole, few = both(plan, ctx)
     assert few.prediction.peak_bytes == pytest.approx(whole.prediction.peak_bytes, rel=0.02)
     assert few.prediction.recomputed_bytes == whole.prediction.recomputed_bytes

@@ -33,8 +33,8 @@ def test_bags_by_rows_compute_what_they_did(mode: str, world_size: int, uses_p2p
     model = Bags(mode=mode)
     given = [torch.randint(0, 12, (3, 5)) for _ in range(world_size)]
     captured, ctx = capture_step(model, given[0], world_size=world_size, uses_p2p=uses_p2p)
-    groups = find_move_groups(captured, ctx).groups
-    assert [group.dims for group in groups] == [{"first.weight": 0}, {"second.weight": 0}]
+    groups = find_move_groups(captured, ctx).by_weights
+    assert [group.dims for group, *_ in groups] == [{"first.weight": 0}, {"second.weight": 0}]
     check_training(model, given, {"first.weight": 0, "second.weight": 0}, uses_p2p)
 
 

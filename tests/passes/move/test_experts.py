@@ -103,7 +103,7 @@ def found_of(model: nn.Module, world_size: int, **changes: Any):
 
 def test_by_expert_where_the_ranks_divide_them_and_else_by_hidden_size() -> None:
     found, captured, ctx = found_of(Experts("gated"), 4)
-    (group,) = found.groups
+    ((group, *_),) = found.by_weights
     assert group.dims == {**BY_EXPERT, "gate": 0}
     plan = decided(ctx, Decision.SHARD_REGATHER).tensor_parallel(group.dims)
     # The tokens and the scores go, and the results come back. In the backward the gradient goes,
@@ -112,9 +112,9 @@ def test_by_expert_where_the_ranks_divide_them_and_else_by_hidden_size() -> None
         ["gather"] * 2 + ["reduce"],
         ["gather"] * 3 + ["reduce"] * 2,
     )
-    (group,) = found_of(Experts("gated", experts=4), 8)[0].groups
+    ((group, *_),) = found_of(Experts("gated", experts=4), 8)[0].by_weights
     assert group.dims == {**BY_HIDDEN, "gate": 2}
-    (group,) = found_of(Experts("turned"), 8)[0].groups
+    ((group, *_),) = found_of(Experts("turned"), 8)[0].by_weights
     assert group.dims == {"up": 1, "down": 2}
 
 

@@ -90,7 +90,7 @@ def test_attention_by_heads_computes_what_it_did(case: str) -> None:
     uses_p2p = world_size == 2
     captured, ctx = capture_step(model, given[0], world_size=world_size, uses_p2p=uses_p2p)
     found = find_move_groups(captured, ctx)
-    (group,) = found.groups
+    ((group, *_),) = found.by_weights
     rows = [f"{name}.{kind}" for name in NAMES[:3] for kind in ("weight", "bias")]
     wanted = dict.fromkeys((name for name in rows if name in dict(model.named_parameters())), 0)
     assert group.dims == {**wanted, "o.weight": 1}
@@ -121,7 +121,7 @@ def test_the_operators_of_gpus(kind: str) -> None:
     kept = gpu_attention.register()
     model, given = OnGpu(kind), [torch.randn(3, 5, WIDTH) for _ in range(2)]
     captured, ctx = capture_step(model, given[0], world_size=2)
-    (group,) = find_move_groups(captured, ctx).groups
+    ((group, *_),) = find_move_groups(captured, ctx).by_weights
     plan = check_training(model, given, group.dims)
     laid = lay_out(captured, plan, ctx, default_passes())
     for gm in (laid.forward, laid.backward):  # and nothing of the whole attention

@@ -48,12 +48,28 @@ def test_products_compute_what_they_did(
     made = training(model, world_size)
     captured, ctx = capture_step(model, made.batches[0], world_size=world_size, uses_p2p=uses_p2p)
     contexts = [ctx.replace(rank=rank) for rank in range(world_size)]
-    plan = decided(ctx, rest).tensor_parallel(dims)
-    assert collectives(captured, plan, ctx) == (
-        ["gather", "reduce"],
-        ["gather", "gather", "reduce"],
-    )
-    made.check(captured, contexts, plan)
+    for again, keep_tokens in ((["gather"], False), ([], True)):
+        plan = decided(ctx, rest).tensor_parallel(dims, keep_tokens=keep_tokens)
+        assert collectives(captured, plan, ctx) == (
+            ["gather", "reduce"],
+            [*again, "gather", "reduce"],
+        )
+        made.check(captured, contexts, plan)
+
+
+@pytest.mark.parametrize("uses_p2p", [False, True])
+def test_tokens_that_are_kept_are_saved_in_place_of_the_own_ones(uses_p2p: bool) -> None:
+    captured, ctx = capture_step(Gated(), torch.randn(3, 5, 6), world_size=2, uses_p2p=uses_p2p)
+    plan = decided(ctx, Decision.REPLICATE)
+    rows = []
+    for keep_tokens in (False, True):
+        kept = plan.tensor_parallel(GATED, keep_tokens=keep_tokens)
+        assert kept["up.weight"].kept_share == 0 and kept["up.weight"].decision.keep == keep_tokens
+        laid = lay_out(captured, kept, ctx, default_passes())
+        saved = PartitionBoundary(laid.forward.graph, laid.backward.graph).saved
+        shapes = [node.meta["val"].shape for node in saved if not PARAMETER.is_set(saved[node])]
+        rows.append(sorted(shape[0] for shape in shapes if shape[1:] == (6,)))
+    assert rows == [[15, 15], [15, 30]]  # the first linear's input, and the group's
 
 
 def test_tensors_that_the_backward_recomputes() -> None:
@@ -99,7 +115,7 @@ class Adapted(nn.Module):
 def test_an_adapter_is_a_part_of_the_group() -> None:
     model = Adapted()
     captured, ctx = capture_step(model, torch.randn(5, 6), world_size=2)
-    (group,) = find_move_groups(captured, ctx).groups  # and not the adapter by itself
+    ((group, *_),) = find_move_groups(captured, ctx).by_weights  # and not the adapter by itself
     assert group.dims == {**MLP, "b.weight": 0}
     check_training(model, batches(model, 2), group.dims)
 
@@ -107,11 +123,14 @@ def test_an_adapter_is_a_part_of_the_group() -> None:
 def check_training(
     model: nn.Module, given: list[Tensor], dims: dict[str, int], uses_p2p: bool = False
 ) -> Plan:
-    """Compare outputs and gradients with eager PyTorch; returns the plan."""
+    """Compare outputs and gradients with eager PyTorch, also with tokens kept; returns the plan."""
     made = Training(model, given, [torch.randn_like(model(one)) for one in given])
     captured, ctx = capture_step(model, given[0], world_size=len(given), uses_p2p=uses_p2p)
-    plan = decided(ctx, Decision.SHARD_REGATHER).tensor_parallel(dims)
-    made.check(captured, [ctx.replace(rank=rank) for rank in range(len(given))], plan)
+    rest = decided(ctx, Decision.SHARD_REGATHER)
+    contexts = [ctx.replace(rank=rank) for rank in range(len(given))]
+    for keep_tokens in (True, False):
+        plan = rest.tensor_parallel(dims, keep_tokens=keep_tokens)
+        made.check(captured, contexts, plan)
     return plan
 
 
@@ -150,7 +169,7 @@ def test_the_table_of_an_embedding_stays(
     model = Words(**options)
     given = [torch.randint(0, 12, (3, 5)) for _ in range(world_size)]
     captured, ctx = capture_step(model, given[0], world_size=world_size, uses_p2p=uses_p2p)
-    (group,) = find_move_groups(captured, ctx).groups
+    ((group, *_),) = find_move_groups(captured, ctx).by_weights
     assert group.dims == {"words.weight": 0}
     check_training(model, given, group.dims, uses_p2p)
 

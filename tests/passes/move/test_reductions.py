@@ -82,7 +82,7 @@ def test_a_head_by_vocabulary_computes_what_whole_logits_do(case: str) -> None:
     world_size, uses_p2p = (4, False) if case in ("sum", "next") else (2, True)
     given = [torch.randint(0, WORDS, (3, 5)) for _ in range(world_size)]
     captured, ctx = capture_step(model, given[0], world_size=world_size, uses_p2p=uses_p2p)
-    dims = find_move_groups(captured, ctx).groups[-1].dims
+    dims = find_move_groups(captured, ctx).by_weights[-1][0].dims
     names = {"words.weight"} if options.get("tied") else {"head.weight"}
     assert dims == dict.fromkeys(names | ({"head.bias"} if options.get("bias") else set()), 0)
     plan = check_training(model, given, dims, uses_p2p)
@@ -117,7 +117,7 @@ def test_a_head_whose_logits_are_needed_whole_is_refused(
     captured, ctx = capture_step(Language(loss), torch.zeros(2, 3, dtype=torch.long), world_size=2)
     found = find_move_groups(captured, ctx)
     assert reason in found.refused["head.weight"]
-    assert [group.dims for group in found.groups] == [{"words.weight": 0}]
+    assert [group.dims for group, *_ in found.by_weights] == [{"words.weight": 0}]
 
 
 def test_an_id_that_no_rank_has_is_an_error() -> None:

@@ -45,9 +45,12 @@ def check(model, given, within, over_all=(), rest=Decision.REPLICATE, **changes)
     made = Training(model, given, [torch.randn_like(model(one)) for one in given])
     captured, ctx = on_hosts(model, given[0], len(given), **changes)
     plan = decided(ctx, rest).replace(ranks_of_a_host=len(given) // 2)
-    plan = plan.tensor_parallel(dict(within), within_hosts=True).tensor_parallel(dict(over_all))
-    made.check(captured, [ctx.replace(rank=rank) for rank in range(len(given))], plan)
-    return plan
+    contexts = [ctx.replace(rank=rank) for rank in range(len(given))]
+    for keep_tokens in (True, False):
+        kept = plan.tensor_parallel(dict(within), within_hosts=True, keep_tokens=keep_tokens)
+        kept = kept.tensor_parallel(dict(over_all), keep_tokens=keep_tokens)
+        made.check(captured, contexts, kept)
+    return kept
 
 
 @pytest.mark.parametrize("rest", [Decision.REPLICATE, OVER_ALL, Decision.SHARD_HOST_KEEP])
@@ -83,7 +86,7 @@ def test_heads_by_the_ranks_of_a_host() -> None:
     given = [torch.randn(3, 5, WIDTH) for _ in range(4)]
     captured, ctx = on_hosts(model, given[0])
     groups = find_move_groups(captured, ctx).groups
-    assert [group.decision for group in groups] == [WITHIN]
+    assert [group.decision for group in groups] == [WITHIN, Decision.SHARD_HOST_KEEP]
     check(model, given, groups[0].dims)
 
 
@@ -179,7 +182,8 @@ def test_a_plan_by_hand_needs_hosts_that_share_evenly() -> None:
 def test_a_context_without_hosts_has_no_such_layout() -> None:
     captured, ctx = capture_step(Mlp(16, True), torch.randn(5, 6), world_size=4)
     assert isinstance(ctx, Context)
-    assert {one.decision for one in find_move_groups(captured, ctx).groups} == {OVER_ALL}
+    groups = find_move_groups(captured, ctx).groups
+    assert {one.decision for one in groups} == {OVER_ALL, Decision.SHARD_KEEP}
     plan = decided(ctx, Decision.REPLICATE).replace(ranks_of_a_host=2)
     plan = plan.tensor_parallel(MLP, within_hosts=True)
     with pytest.raises(ValueError, match="needs a two-dimensional mesh"):
