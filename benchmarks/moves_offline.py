@@ -103,8 +103,8 @@ def planned(given: tuple[str, int, Sequence[int]]) -> list[Found]:
                 name,
                 gpus,
                 tokens,
-                weights and _said(weights),
-                moves and _said(moves),
+                _said(weights) if weights else None,
+                _said(moves) if moves else None,
                 moved(moves) if moves else {},
             )
         )

@@ -13,6 +13,7 @@ from passes.plan.constants import CONSTANTS
 from passes.plan.items import Solver, items_of, layers_of, tiny_ones
 from passes.pricing.evaluator import PlanEvaluator
 from passes.pricing.prices import Prices, Reference
+from passes.types.decision import Decision
 
 #: The numbers of slices to try.
 SLICES = (2, 4, 8)
@@ -52,7 +53,7 @@ class Neighbourhood:
         reference = self.prices.near(best)
         program = self._worth(reference, self._proposals(reference, best), exact=True)
         kinds = [
-            self._moved(best),
+            self._moved(reference, best),
             program[: CONSTANTS.proposed] if self.promising else program,
             self._buckets(reference, best),
             self._worth(reference, self._groups(best), exact=True),
@@ -76,23 +77,31 @@ class Neighbourhood:
                 start = start.moving(group, True, self.evaluator.ctx)
         return start
 
-    def _moved(self, best: Candidate) -> list[tuple[Change, Candidate]]:
-        """Activations in place of the weights of a move group, and back; most gain first.
+    def _moved(self, reference: Reference, best: Candidate) -> list[tuple[Change, Candidate]]:
+        """Other ways for move groups: activations in place of weights, and back; most gain first.
 
-        The prices do not know what activations cost: the bytes order the changes. Groups that the
-        user names change between hosts and all ranks only.
+        The prices do not know what activations cost: the bytes order the changes. Compute waits
+        for all tokens, and for the exposed share of weights. Groups that the user names change
+        between hosts and all ranks, and keep tokens or not.
         """
-        evaluator = self.evaluator
-        is_free = evaluator.ctx.tensor_parallel is True
-        changes = [
-            (("move", place), group, not best.moves(group))
-            for place, group in enumerate(evaluator.move_groups.groups)
-            if is_free or best.moves_on(group) not in (None, group.decision)
-        ]
-        changes.sort(key=lambda one: one[1].more_bytes if one[2] else -one[1].more_bytes)
-        return [
-            (change, best.moving(group, moves, evaluator.ctx)) for change, group, moves in changes
-        ]
+        ctx = self.evaluator.ctx
+        exposed = sum(reference.weights) / len(reference.weights)
+        found: list[tuple[float, Change, Candidate]] = []
+        for place, own in enumerate(self.evaluator.move_groups.by_weights):
+            ways: dict[Decision | None, float] = {None: 2 * exposed * own[0].weight_bytes}
+            ways.update({group.decision: float(group.token_bytes) for group in own})
+            now = best.moves_on(own[0])
+            if now is None and ctx.tensor_parallel is not True:
+                continue
+            changed: dict[Decision | None, Candidate] = {}
+            changed.update({group.decision: best.moving(group, True, ctx) for group in own})
+            if ctx.tensor_parallel is True:
+                changed[None] = best.moving(own[0], False, ctx)
+            for way, key in changed.items():
+                if way != now:
+                    more_bytes = (ways[way] - ways[now]) * len(own[0].layers)
+                    found.append((more_bytes, ("move", place, way), key))
+        return [(change, key) for _, change, key in sorted(found, key=lambda one: one[0])]
 
     def _proposals(self, reference: Reference, structure: Candidate) -> Moves:
         """The dynamic program's plans for a structure: at several prices and budgets."""
