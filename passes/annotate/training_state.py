@@ -46,16 +46,16 @@ def held_between_steps(ctx: Context, plan: Plan) -> dict[str, int]:
 
 
 def optimizer_temporary_bytes(ctx: Context, plan: Plan) -> int:
-    """Bytes that an optimizer's step allocates and frees: twice the largest trained local shard.
+    """Bytes that an optimizer's step allocates and frees.
 
-    Source: Adam's single-tensor step in torch makes ``sqrt(v) / c`` and ``+ eps`` out of place.
-    Muon's whole matrices count beside it.
+    Twice a trained local shard and once the shard before it; of all parameters the most. Source:
+    Adam's single-tensor step in torch makes ``sqrt(v)`` and ``/ c`` out of place, and the loop
+    holds this result until the next parameter's replaces it. Muon's whole matrices count beside it.
     """
-    largest_bytes = max(
-        (shard_bytes(ctx, plan, p) for p in ctx.parameters if p.requires_grad),
-        default=0,
-    )
-    return 2 * largest_bytes + orthogonal_bytes(ctx.parameters, ctx.world_size)
+    shards = [shard_bytes(ctx, plan, p) for p in ctx.parameters if p.requires_grad]
+    pairs = zip(shards, [0, *shards], strict=False)
+    most_bytes = max((2 * own + before for own, before in pairs), default=0)
+    return most_bytes + orthogonal_bytes(ctx.parameters, ctx.world_size)
 
 
 def gradient_bytes(ctx: Context, plan: Plan, kept_bytes: int) -> int:

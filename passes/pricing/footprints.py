@@ -86,13 +86,14 @@ class Footprints:
                 )
         #: The parameters whose collectives are in the graphs, by index.
         self.inside = [n for n, life in enumerate(self._lifetimes) if not life.left_out]
-        #: By parameter and decision, bytes that the optimizer's step allocates and frees.
-        self._temporary = np.array(
+        #: By parameter and decision, bytes of the local shard of a trained parameter.
+        self._shards = np.array(
             [
-                [2 * p.shard_bytes(ranks) if p.requires_grad else 0 for ranks in self._ranks]
+                [p.shard_bytes(ranks) if p.requires_grad else 0 for ranks in self._ranks]
                 for p in self.ctx.parameters
             ]
         )
+        self._trained = np.flatnonzero([p.requires_grad for p in self.ctx.parameters])
         self._tables: dict[tuple[Split, ...], tuple[np.ndarray, np.ndarray]] = {}
 
     def _tables_of(self, splits: tuple[Split, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -175,8 +176,10 @@ class Footprints:
         return [*numbers, seconds[order]]
 
     def temporary_bytes(self, key: Candidate) -> int:
-        """Bytes that the optimizer's step allocates and frees: those of the largest shard."""
-        return int(self._temporary[self._parameters, key.numbers].max(initial=0))
+        """Bytes that the optimizer's step allocates and frees, as in ``training_state.py``."""
+        own = self._shards[self._parameters, key.numbers][self._trained]
+        before = np.concatenate([[0], own])[:-1]
+        return int((2 * own + before).max(initial=0))
 
     def bytes_of(self, key: Candidate) -> np.ndarray:
         """The sum over all parameters of m(i, d, p), by place."""

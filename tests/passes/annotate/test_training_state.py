@@ -57,7 +57,12 @@ def test_a_gradient_that_is_a_view_keeps_its_bucket():
     assert more_earlier_gradients(adding, adding.plan, 100) == {EARLIER_GRADIENTS: 76}
 
 
-def test_an_optimizers_step_makes_two_tensors_of_the_largest_trained_shard():
+def test_an_optimizers_step_makes_two_tensors_of_a_shard_and_holds_one_of_the_shard_before():
+    first, second = parameter("first", (6, 2)), parameter("second", (5, 2))
+    decisions = {"first": Decision.REPLICATE, "second": Decision.REPLICATE}
+    for both, most in (([first, second], 2 * 40 + 48), ([second, first], 2 * 48 + 40)):
+        ctx = context([both[0], FROZEN, both[1]], {**decisions, "frozen": Decision.REPLICATE})
+        assert optimizer_temporary_bytes(ctx, ctx.plan) == most
     ctx = mixed()
     assert optimizer_temporary_bytes(ctx, ctx.plan) == 2 * 24
     untrained = context([FROZEN], DECISIONS, world_size=4)
