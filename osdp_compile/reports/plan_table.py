@@ -57,10 +57,11 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def decided(row: ParameterPlan) -> str:
-    """The text of a decision, with its slices."""
+    """The text of a decision, with its slices or chunks."""
     if row.moves is Moves.ACTIVATIONS:
         within = " within host" if row.decision.within_host else ""
-        return f"tensor parallel{within}, along {row.dim}"
+        chunks = f", in {row.chunks} chunks" if row.chunks > 1 else ""
+        return f"tensor parallel{within}, along {row.dim}{chunks}"
     text = row.decision.text
     if row.slices == 1:
         return text

@@ -1,6 +1,8 @@
 """Token collectives: the tokens of all ranks, and the own tokens of all ranks' parts.
 
-Gathered tokens are gathered once. Constants are repeated, not gathered.
+Gathered tokens are gathered once. Constants are repeated, not gathered. The chunks of a tensor
+(``passes/chunk/chunk_tokens.py``) are gathered one after the other, before the first one is read.
+The whole tensor is then joined from them.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from torch import fx
 
 from passes.annotate.collectives import by_all_to_all
 from passes.graph.fx_utils import ALL_TO_ALL, REDUCE_SCATTER, WAIT, bytes_of, call, compact
+from passes.graph.metadata import CHUNK
 from passes.move.placed import Refused
 from passes.ops.p2p import EXCHANGE
 from passes.ops.packing import SUM_RANKS
@@ -33,10 +36,54 @@ def all_tokens(mover: Mover, tokens: fx.Node, node: fx.Node, names: frozenset[st
 
     ``node``: the operator that reads them, for these weights.
     """
-    found = mover.gathered.get(tokens)
-    if found is None:
-        found = mover.gathered[tokens] = _gathered(mover, tokens, node, names)
-    return found
+    if tokens in mover.gathered:
+        return mover.gathered[tokens]
+    whole = tokens.all_input_nodes[0] if CHUNK.is_set(tokens) else tokens
+    chunks = _chunks_of(whole)
+    for one in chunks or [tokens]:
+        if one not in mover.gathered:
+            mover.gathered[one] = _gathered(mover, one, node, names)
+    if chunks and tokens is whole:
+        mover.gathered[whole] = joined_tokens(mover, [mover.gathered[one] for one in chunks])
+    return mover.gathered[tokens]
+
+
+def _chunks_of(whole: fx.Node) -> list[fx.Node]:
+    """The chunks of a tensor, in their order; of several numbers of chunks, the fewest."""
+    found = [one for one in whole.users if CHUNK.is_set(one) and one.target is _aten.slice.Tensor]
+    count = min((CHUNK.of(one).count for one in found), default=0)
+    own = [one for one in found if CHUNK.of(one).count == count]
+    return sorted(own, key=lambda one: CHUNK.of(one).index)
+
+
+def joined_tokens(mover: Mover, parts: Sequence[fx.Node]) -> fx.Node:
+    """Tensors of the tokens of all ranks, joined along each rank's tokens.
+
+    ``parts``: each ``[ranks x tokens, ...]``, the tokens of one rank together.
+    """
+    by_rank = [_by_rank(mover, one) for one in parts]
+    joined = mover.emit(_aten.cat.default, (by_rank, 1))
+    return _of_all_ranks(mover, joined)
+
+
+def sliced_tokens(mover: Mover, node: fx.Node, start: int, stop: int) -> fx.Node:
+    """Some tokens of each rank, of a tensor of the tokens of all ranks.
+
+    ``start``, ``stop``: of a rank's own tokens.
+    """
+    found = mover.emit(_aten.slice.Tensor, (_by_rank(mover, node), 1, start, stop))
+    return _of_all_ranks(mover, found)
+
+
+def _by_rank(mover: Mover, node: fx.Node) -> fx.Node:
+    tokens, *inner = node.meta["val"].shape
+    sizes = [mover.ranks, tokens // mover.ranks, *inner]
+    return mover.emit(_aten.reshape.default, (node, sizes))
+
+
+def _of_all_ranks(mover: Mover, node: fx.Node) -> fx.Node:
+    ranks, tokens, *inner = node.meta["val"].shape
+    return mover.emit(_aten.reshape.default, (node, [ranks * tokens, *inner]))
 
 
 def _gathered(mover: Mover, tokens: fx.Node, node: fx.Node, names: frozenset[str]) -> fx.Node:

@@ -16,6 +16,8 @@ from passes.pricing.prices import Prices, Reference
 
 #: The numbers of slices to try.
 SLICES = (2, 4, 8)
+#: The numbers of chunks of tokens to try.
+CHUNKS = (2, 4)
 #: Most parameters for changes of two at once.
 _MOST_PAIRED = 24
 
@@ -53,6 +55,7 @@ class Neighbourhood:
         program = self._worth(reference, self._proposals(reference, best), exact=True)
         kinds = [
             self._moved(best),
+            self._in_chunks(best),
             program[: CONSTANTS.proposed] if self.promising else program,
             self._buckets(reference, best),
             self._worth(reference, self._groups(best), exact=True),
@@ -92,6 +95,28 @@ class Neighbourhood:
         changes.sort(key=lambda one: one[1].more_bytes if one[2] else -one[1].more_bytes)
         return [
             (change, best.moving(group, moves, evaluator.ctx)) for change, group, moves in changes
+        ]
+
+    def _in_chunks(self, best: Candidate) -> list[tuple[Change, Candidate]]:
+        """Tokens in another number of chunks, of all groups to which they move, and of each."""
+        ctx = self.evaluator.ctx
+        moved = [
+            (place, group)
+            for place, group in enumerate(self.evaluator.move_groups.groups)
+            if group.has_chunks and best.moves(group)
+        ]
+        found: list[tuple[Change, Candidate]] = []
+        for chunks in CHUNKS if len(moved) > 1 else ():
+            key = best
+            for _, group in moved:
+                key = key.moving(group, True, ctx, chunks)
+            found.append((("chunks", chunks), key))
+        moved.sort(key=lambda one: -one[1].token_bytes * len(one[1].layers))
+        return found + [
+            (("chunks", place, chunks), best.moving(group, True, ctx, chunks))
+            for place, group in moved
+            for chunks in (*CHUNKS, 1)
+            if chunks != best.chunks_of(group)
         ]
 
     def _proposals(self, reference: Reference, structure: Candidate) -> Moves:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from passes.candidates.candidate import Candidate
 from passes.plan.constants import CONSTANTS
-from passes.plan.neighbours import Change, Neighbourhood
+from passes.plan.neighbours import CHUNKS, Change, Neighbourhood
 from passes.pricing.evaluator import FINER, PlanEvaluator, above_target
 from passes.types.decision import DECISIONS
 
@@ -278,7 +278,9 @@ class Search:
 def _budget(evaluator: PlanEvaluator) -> int:
     """The evaluation budget: smaller for a large graph, which takes long to simulate."""
     if evaluator.folded is not None:
-        return CONSTANTS.folded_plans + 2 * len(evaluator.move_groups.groups)
+        groups = evaluator.move_groups.groups
+        chunks = len(CHUNKS) * sum(one.has_chunks for one in groups)
+        return CONSTANTS.folded_plans + 2 * len(groups) + chunks
     nodes = sum(map(len, evaluator.place_of))
     plans = max(CONSTANTS.least_plans, CONSTANTS.most_nodes // nodes)
     return min(CONSTANTS.most_plans, plans)

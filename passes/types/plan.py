@@ -73,6 +73,9 @@ class ParameterPlan:
             the parameter travel to it: of all ranks, or of the ranks of each host. It is not kept
             gathered.
         dim: the dimension that it is sharded along; 0 for every parameter whose weight moves.
+        chunks: number of chunks in which the tokens of a rank travel to it, one of them while
+            another one computes (``passes/chunk/chunk_tokens.py``); 1: whole. All parameters of a
+            group have the same number.
     """
 
     name: str
@@ -87,11 +90,17 @@ class ParameterPlan:
     kept_slices: int = 0
     moves: Moves = Moves.WEIGHT
     dim: int = 0
+    chunks: int = 1
 
     def __post_init__(self) -> None:
         stays = self.moves is Moves.ACTIVATIONS
         if self.dim and not stays:
             raise ValueError(f"parameter {self.name!r}: dim={self.dim} needs moves='activations'")
+        if self.chunks < 1 or (self.chunks > 1 and not stays):
+            raise ValueError(
+                f"parameter {self.name!r}: chunks={self.chunks} needs a number of at least 1, and "
+                "above 1 moves='activations'"
+            )
         if stays and (not self.decision.regathers or self.slices > 1):
             raise ValueError(
                 f"parameter {self.name!r}: moves='activations' needs shard_regather or "
@@ -333,19 +342,23 @@ class Plan:
         rows = tuple(own if one.name == name else one for one in self.parameters)
         return self.replace(parameters=rows, order={}, prediction=None)
 
-    def tensor_parallel(self, dims: Mapping[str, int], *, within_hosts: bool = False) -> Plan:
+    def tensor_parallel(
+        self, dims: Mapping[str, int], *, within_hosts: bool = False, chunks: int = 1
+    ) -> Plan:
         """A copy in which these parameters stay where they are, and activations move.
 
         ``dims``: the dimension of each parameter that the ranks share. Of the two linears of an
         MLP: 0 for the first one's weight and bias, 1 for the second one's weight.
         ``within_hosts``: the ranks of each host share them, and every host has them whole. The plan
         needs ``ranks_of_a_host``.
+        ``chunks``: in how many chunks a rank's tokens travel to the two linears of an MLP, or the
+        three of a gated one; 1: whole.
 
         The copy has no order of collectives and no prediction.
 
         Raises:
-            ValueError: if the ranks cannot share a parameter evenly along its dimension, or if the
-                plan has no hosts.
+            ValueError: if the ranks cannot share a parameter evenly along its dimension, if the
+                plan has no hosts, or if ``chunks`` is below 1.
 
         Examples:
             >>> import torch
@@ -376,6 +389,7 @@ class Plan:
                 decision=decision,
                 moves=Moves.ACTIVATIONS,
                 dim=dim,
+                chunks=chunks,
                 slices=1,
                 along=0,
                 like=None,

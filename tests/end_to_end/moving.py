@@ -80,9 +80,12 @@ class Language(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), ignore_index=3)
 
 
-def plan_for(model: nn.Module, world_size: int, rest: str = "shard_regather") -> Plan:
+def plan_for(
+    model: nn.Module, world_size: int, rest: str = "shard_regather", chunks: int = 1
+) -> Plan:
     dims = GATED if isinstance(model, Gated) else MLP
-    return Plan.uniform(model.named_parameters(), rest, world_size=world_size).tensor_parallel(dims)
+    plan = Plan.uniform(model.named_parameters(), rest, world_size=world_size)
+    return plan.tensor_parallel(dims, chunks=chunks)
 
 
 def batch(step: int, micro: int, rank: int) -> Tensor:
