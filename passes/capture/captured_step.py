@@ -71,7 +71,7 @@ class NothingMoves(ValueError):
         )
 
 
-class NotInChunks(NothingMoves):
+class NotInChunks(ValueError):
     """A plan lets tokens travel in chunks to weights for which this step cannot.
 
     The message has the first one, with the reason.
@@ -79,9 +79,8 @@ class NotInChunks(NothingMoves):
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
         name, reason = min(reasons.items())
-        ValueError.__init__(
-            self,
-            f"tokens cannot travel in chunks to {name!r}: {reason}. Give its whole group chunks=1",
+        super().__init__(
+            f"tokens cannot travel in chunks to {name!r}: {reason}. Give its whole group chunks=1"
         )
 
 

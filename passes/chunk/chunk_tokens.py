@@ -298,9 +298,8 @@ class Chunker:
             inputs[source] = parts
         nodes = []
         for index in range(count):
-            args, kwargs = fx.node.map_arg(
-                (node.args, node.kwargs), lambda one, index=index: inputs[one][index]
-            )
+            own = {source: parts[index] for source, parts in inputs.items()}
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), own.__getitem__)
             nodes.append(self._emit(index, node.target, args, kwargs))
         return Chunked(tuple(nodes), lead, names)
 

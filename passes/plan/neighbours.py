@@ -71,12 +71,16 @@ class Neighbourhood:
             yield from self._ordered(reference, self._pairs(best))
             yield from self._ordered(reference, self._all(best))
 
-    def moving_all(self, start: Candidate) -> Candidate:
-        """The same with activations moving to all groups for which they have fewer bytes."""
+    def moving_all(self, start: Candidate, chunks: int = 1) -> Candidate:
+        """The same with activations moving to all groups for which they have fewer bytes.
+
+        ``chunks``: those in which they move where they can.
+        """
         for own in self.evaluator.move_groups.by_weights:
             group = own[0]
             if group.more_bytes < 0:
-                start = start.moving(group, True, self.evaluator.ctx)
+                own_chunks = chunks if group.has_chunks else 1
+                start = start.moving(group, True, self.evaluator.ctx, own_chunks)
         return start
 
     def _moved(self, best: Candidate) -> list[tuple[Change, Candidate]]:
@@ -98,12 +102,17 @@ class Neighbourhood:
         ]
 
     def _in_chunks(self, best: Candidate) -> list[tuple[Change, Candidate]]:
-        """Tokens in another number of chunks, of all groups to which they move, and of each."""
+        """Tokens in another number of chunks, of all groups to which they move, and of each.
+
+        Also chunks to groups whose weights move, if tokens have fewer bytes: whole, they may be
+        exposed too long.
+        """
         ctx = self.evaluator.ctx
         moved = [
             (place, group)
             for place, group in enumerate(self.evaluator.move_groups.groups)
-            if group.has_chunks and best.moves(group)
+            if group.has_chunks
+            and (best.moves(group) or (ctx.tensor_parallel is True and group.more_bytes < 0))
         ]
         found: list[tuple[Change, Candidate]] = []
         for chunks in CHUNKS if len(moved) > 1 else ():
@@ -115,8 +124,8 @@ class Neighbourhood:
         return found + [
             (("chunks", place, chunks), best.moving(group, True, ctx, chunks))
             for place, group in moved
-            for chunks in (*CHUNKS, 1)
-            if chunks != best.chunks_of(group)
+            for chunks in ((*CHUNKS, 1) if best.moves(group) else CHUNKS[:1])
+            if not best.moves(group) or chunks != best.chunks_of(group)
         ]
 
     def _proposals(self, reference: Reference, structure: Candidate) -> Moves:

@@ -36,9 +36,11 @@ class Search:
         for key in keys:
             evaluator.evaluate(key)
         if evaluator.ctx.tensor_parallel is True:
-            moving = self.neighbours.moving_all(min(keys, key=evaluator.rank))
-            evaluator.evaluate(moving)
-            keys.append(moving)
+            start = min(keys, key=evaluator.rank)
+            for chunks in (1, CHUNKS[0]):
+                moving = self.neighbours.moving_all(start, chunks)
+                evaluator.evaluate(moving)
+                keys.append(moving)
         evaluator.is_short = limited and evaluator.is_limited(min(keys, key=evaluator.seconds))
         if all(evaluator.rank(key)[0] for key in keys):
             keys += self._lean_enough(min(keys, key=evaluator.rank))

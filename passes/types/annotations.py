@@ -66,7 +66,8 @@ class Storage(NamedTuple):
     size_bytes: int
 
 
-class Chunk(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Chunk:
     """The number of a chunk of tokens, from 0, and the number of chunks."""
 
     index: int
