@@ -84,6 +84,7 @@ def _give(given: fx.Node, chunks: Sequence[fx.Node], slices: Sequence[fx.Node]) 
     for chunk, one in zip(chunks, slices, strict=True):
         with graph.inserting_before(given):
             made = graph.placeholder(chunk.name)
+        made.target = made.name  # in the code, another input could have the name of the target
         made.meta["val"] = chunk.meta["val"]
         SAVED.set(made, True)
         SAVES.set(made, chunk.name)

@@ -132,6 +132,7 @@ def rewrite(
         if placed is not None:
             with backward.inserting_before(node):
                 own = backward.placeholder(placed.node.name)
+            own.target = own.name  # in the code, another input could have the name of the target
             own.meta = {**node.meta, "val": placed.node.meta["val"]}
             SAVES.set(own, placed.node.name)
             inputs[node] = placed.of(own)
