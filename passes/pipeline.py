@@ -21,6 +21,7 @@ from typing import Any
 from torch import fx
 
 from passes.annotate.annotate_costs import annotate
+from passes.chunk.chunk_tokens import chunk, chunk_inference
 from passes.graph.metadata import DATAFLOW, MEMORY, Key
 from passes.graph.step_module import graphs_of
 from passes.move.move_activations import move, move_inference
@@ -84,9 +85,11 @@ def default_passes() -> list[Pass]:
         Pass("tag", tag, Stage.JOINT, needs=("one marker each",), leaves=("tags",)),
         Pass("settle", settle, Stage.JOINT, leaves=("settled collectives",)),
         Pass("recompute", recompute, Stage.STEP, needs=("one marker each",), leaves=("copies",)),
-        Pass("move", move, Stage.STEP, needs=("copies",), leaves=("moved activations",)),
+        Pass("chunk", chunk, Stage.STEP, needs=("copies",), leaves=("chunks",)),
+        Pass("move", move, Stage.STEP, needs=("chunks",), leaves=("moved activations",)),
         Pass("save_slices", save_slices, Stage.STEP, needs=("copies",), leaves=("saved slices",)),
         Pass("lend", lend, Stage.STEP, needs=("saved slices",), leaves=("lent inputs",)),
+        Pass("chunk_inference", chunk_inference, needs=("one marker each",)),
         Pass("move_inference", move_inference, needs=("one marker each",)),
         Pass("split", split, needs=("one marker each", "saved slices"), leaves=("slices",)),
         Pass("hoist", hoist, needs=("one marker each",), leaves=("gradients first",)),

@@ -35,7 +35,14 @@ from passes._torch import copied_graph
 from passes.annotate.training_state import shard_bytes
 from passes.capture.captured_step import mark_inputs
 from passes.graph.fx_utils import bytes_of, copy_module
-from passes.graph.metadata import GATHERED, MODULE_KEYS, NOT_MOVED, NOT_RECOMPUTED, SAVES
+from passes.graph.metadata import (
+    GATHERED,
+    MODULE_KEYS,
+    NOT_CHUNKED,
+    NOT_MOVED,
+    NOT_RECOMPUTED,
+    SAVES,
+)
 from passes.graph.printer import graph_text
 from passes.graph.step_module import graphs_of, step_module
 from passes.graph.verifier import check
@@ -223,6 +230,7 @@ class _Lowering:
         _warn_of_not_recomputed(forward, NOT_RECOMPUTED.get(both, []), session)
         forward, backward = graphs_of(both)
         self._sends([forward, backward], NOT_MOVED.get(both, {}))
+        _warn_of_whole_tokens(NOT_CHUNKED.get(both, {}))
         step.returned_bytes = returned_bytes(forward.graph, backward.graph)
         return forward, backward
 
@@ -247,6 +255,7 @@ class _Lowering:
         if phase is Phase.INFERENCE:
             step.parameters = read
             self._sends([graph], NOT_MOVED.get(graph, {}))
+            _warn_of_whole_tokens(NOT_CHUNKED.get(graph, {}))
         _look_at(graph, ctx, session, step, others_bytes, self._difference, self.log)
         if self._symbols and phase in step.timelines:
             alive = {one.name for one in step.timelines[phase].peak_buffers}
@@ -299,6 +308,12 @@ def _called_with(inputs: Sequence[Any], static: dict[int, str]) -> tuple[GraphIn
         for index, value in enumerate(inputs)
         if static[index] == "batch" and isinstance(value, torch.Tensor)
     )
+
+
+def _warn_of_whole_tokens(reasons: Mapping[str, str]) -> None:
+    """Warn of tokens that travel whole in a graph, although the plan has chunks."""
+    for name, reason in sorted(reasons.items())[:1]:
+        log.warning("tokens travel whole in this graph, not in chunks: %r, %s", name, reason)
 
 
 def _warn_of_not_recomputed(

@@ -35,7 +35,7 @@ from osdp_compile.planning.traced_step import planned_whole
 from osdp_compile.runtime.collectives import Group, backend_of
 from osdp_compile.runtime.meshes import mesh_dim, mesh_dims_of
 from osdp_compile.tracking.other_models import OtherModels, planned_under_share
-from passes.capture.captured_step import NothingMoves, NothingSaved
+from passes.capture.captured_step import NothingMoves, NothingSaved, NotInChunks
 from passes.graph.captured import Captured
 from passes.pipeline import Pass
 from passes.plan.planner import complete
@@ -246,7 +246,7 @@ class PlanDecision:
         if given is not None:
             try:
                 return complete(given, self._captured, self.context, self._passes)
-            except (NothingSaved, NothingMoves) as error:
+            except (NothingSaved, NothingMoves, NotInChunks) as error:
                 raise PlanMismatch(f"the plan given in options does not fit: {error}") from None
         progress.stage("planning")
         self.searched = SearchedStep(self._captured, self.context, tuple(self._passes))

@@ -18,7 +18,7 @@ def grouped(rows: Sequence[ParameterPlan]) -> Iterable[list[ParameterPlan]]:
 
     def kind(name: str) -> Hashable:
         row = by_name[name]
-        decision = row.decision, row.moves, row.dim, row.slices, row.kept_slices
+        decision = row.decision, row.moves, row.dim, row.chunks, row.slices, row.kept_slices
         return row.shape, decision, kind_of(row.reason)
 
     for names in grouped_names(by_name, kind):

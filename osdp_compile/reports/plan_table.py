@@ -57,11 +57,12 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def decided(row: ParameterPlan) -> str:
-    """The text of a decision, with its slices."""
+    """The text of a decision, with its slices or chunks."""
     if row.moves is Moves.ACTIVATIONS:
         within = " within host" if row.decision.within_host else ""
         kept = ", keep tokens" if row.decision.keep else ""
-        return f"tensor parallel{within}, along {row.dim}{kept}"
+        chunks = f", in {row.chunks} chunks" if row.chunks > 1 else ""
+        return f"tensor parallel{within}, along {row.dim}{kept}{chunks}"
     text = row.decision.text
     if row.slices == 1:
         return text

@@ -20,13 +20,14 @@ class Stays(NamedTuple):
 
     ``place``: its index in the context's parameters. ``dim``: the dimension that the ranks share.
     ``decision``: the ranks that share it (all of them, or those of a host), and whether the
-    backward reads the gathered tokens of the forward.
+    backward reads the gathered tokens of the forward. ``chunks``: those in which tokens travel.
     """
 
     place: int
     name: str
     dim: int
     decision: Decision = Decision.SHARD_REGATHER
+    chunks: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,12 +81,17 @@ class Candidate:
             recompute=one.recompute if one else (), also_save=one.also_save if one else ()
         )
 
-    def moving(self, group: MoveGroup, activations: bool, ctx: Context) -> Candidate:
-        """The same with activations, or with the weights, of a move group moving."""
+    def moving(
+        self, group: MoveGroup, activations: bool, ctx: Context, chunks: int = 1
+    ) -> Candidate:
+        """The same with activations, or with the weights, of a move group moving.
+
+        ``chunks``: those in which activations move.
+        """
         others = [one for one in self.stays if one.name not in group.dims]
         if activations:
             others += [
-                Stays(index, one.name, group.dims[one.name], group.decision)
+                Stays(index, one.name, group.dims[one.name], group.decision, chunks)
                 for index, one in enumerate(ctx.parameters)
                 if one.name in group.dims
             ]
@@ -98,6 +104,10 @@ class Candidate:
     def moves_on(self, group: MoveGroup) -> Decision | None:
         """The decision on a group's weights while activations move to them; None: they do not."""
         return next((one.decision for one in self.stays if one.name in group.dims), None)
+
+    def chunks_of(self, group: MoveGroup) -> int:
+        """The chunks in which activations move to a group; 1: whole, or they do not."""
+        return next((one.chunks for one in self.stays if one.name in group.dims), 1)
 
     def deciding(self, changes: Iterable[tuple[int, Decision]], ctx: Context) -> Candidate:
         """The same with other decisions for some parameters, by index.
@@ -176,6 +186,7 @@ def rows_of(
     """The rows of a plan, with the state bytes that each decision saves between steps."""
     sliced = {one.name: one for one in splits}
     dims = {one.name: one.dim for one in stays}
+    chunks = {one.name: one.chunks for one in stays}
     rows = []
     for p, decision in zip(ctx.parameters, decisions, strict=True):
         split = sliced.get(p.name, Split(p.name, 1))
@@ -189,6 +200,7 @@ def rows_of(
                 saved_bytes=saved_bytes,
                 moves=Moves.ACTIVATIONS if p.name in dims else Moves.WEIGHT,
                 dim=dims.get(p.name, 0),
+                chunks=chunks.get(p.name, 1),
             )
         )
     return tuple(rows)

@@ -31,6 +31,7 @@ from torch import fx
 
 from passes.annotate.annotate_costs import collective_full_bytes
 from passes.candidates.parameter_groups import alike
+from passes.chunk.chunk_tokens import run_in_chunks
 from passes.graph.captured import Captured
 from passes.graph.fx_utils import copy_module, empty_value, fake_mode_of, is_collective
 from passes.graph.metadata import COLLECTIVE
@@ -58,12 +59,14 @@ class MoveGroup:
     ``token_bytes``: that a rank sends in a step for a layer, if activations move.
     ``decision``: the ranks that share the weights (all of them, or those of a host), and whether
     the backward reads the gathered tokens of the forward.
+    ``has_chunks``: tokens may travel in chunks (``passes/chunk/chunk_tokens.py``).
     """
 
     layers: tuple[tuple[tuple[str, int], ...], ...]
     weight_bytes: int
     token_bytes: int
     decision: Decision = Decision.SHARD_REGATHER
+    has_chunks: bool = False
 
     @property
     def more_bytes(self) -> int:
@@ -214,7 +217,8 @@ def _group(
         for place in range(len(names))
     )
     weight_bytes = sum(ctx.parameter(name).full_bytes for name in chosen)
-    found = MoveGroup(layers, weight_bytes, token_bytes, decision)
+    has_chunks = _has_chunks(captured, ctx, chosen, decision)
+    found = MoveGroup(layers, weight_bytes, token_bytes, decision, has_chunks)
     if len(layers) > 1:
         _trial(captured, ctx, found.dims, decision)
     return found
@@ -228,7 +232,24 @@ def _check_even(dims: Mapping[str, int], ctx: Context, decision: Decision) -> No
             raise Refused(f"{ranks} ranks do not divide the {size} of {name}")
 
 
-def _trial(captured: Captured, ctx: Context, dims: Mapping[str, int], decision: Decision) -> int:
+def _has_chunks(
+    captured: Captured, ctx: Context, dims: Mapping[str, int], decision: Decision
+) -> bool:
+    """Whether tokens may travel to a group in chunks: tried with two."""
+    try:
+        _trial(captured, ctx, dims, decision, chunks=2)
+    except Refused:
+        return False
+    return True
+
+
+def _trial(
+    captured: Captured,
+    ctx: Context,
+    dims: Mapping[str, int],
+    decision: Decision,
+    chunks: int = 1,
+) -> int:
     """The bytes that a rank sends for activations that move to these weights.
 
     Raises:
@@ -237,6 +258,11 @@ def _trial(captured: Captured, ctx: Context, dims: Mapping[str, int], decision: 
     graphs = [copy_module(captured.forward), copy_module(captured.backward)]
     for gm in graphs:
         _set_shards(gm.graph, ctx, dims, decision)
+    if chunks > 1:
+        weights = {n: (d, chunks) for n, d in dims.items() if len(ctx.parameter(n).shape) > 1}
+        whole = run_in_chunks(graphs, weights)
+        if whole:
+            raise Refused(min(whole.values()), frozenset(whole))
     layout = ctx.cut(decision)
     rewrite(graphs, dims, ctx, layout, decision.keep)
     full_bytes = sum(

@@ -18,6 +18,7 @@ from passes.graph.fx_utils import copy_module, empty_value, fake_mode_of, is_cas
 from passes.graph.metadata import (
     GATHERED,
     INPUT,
+    NOT_CHUNKED,
     NOT_MOVED,
     NOT_RECOMPUTED,
     PARAMETER,
@@ -67,6 +68,19 @@ class NothingMoves(ValueError):
         super().__init__(
             f"activations cannot move to {name!r}: {reason}. Let this weight move, or leave the "
             "whole group where it is"
+        )
+
+
+class NotInChunks(ValueError):
+    """A plan lets tokens travel in chunks to weights for which this step cannot.
+
+    The message has the first one, with the reason.
+    """
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        name, reason = min(reasons.items())
+        super().__init__(
+            f"tokens cannot travel in chunks to {name!r}: {reason}. Give its whole group chunks=1"
         )
 
 
@@ -184,6 +198,7 @@ def lay_out(captured: Captured, plan: Plan, ctx: Context, passes: Sequence[Pass]
     Raises:
         NothingSaved: the plan recomputes tensors that this forward does not save.
         NothingMoves: activations cannot move to a weight that the plan leaves where it is.
+        NotInChunks: its tokens cannot travel in chunks.
     """
     ctx = ctx.replace(plan=plan)
     forward, backward = copy_module(captured.forward), copy_module(captured.backward)
@@ -199,6 +214,9 @@ def lay_out(captured: Captured, plan: Plan, ctx: Context, passes: Sequence[Pass]
     refused = NOT_MOVED.get(step)
     if refused:
         raise NothingMoves(refused)
+    whole = NOT_CHUNKED.get(step)
+    if whole:
+        raise NotInChunks(whole)
     return Captured(*graphs_of(step))
 
 

@@ -84,10 +84,10 @@ class Folded:
     operators: tuple[tuple[str, ...], ...]
 
     def decisions(self, layer: int, plan: Plan) -> tuple[Hashable, ...]:
-        """The decisions of a layer's parameters, with their slices and what moves."""
+        """The decisions of a layer's parameters, with their slices, what moves and its chunks."""
         rows = (plan[name] for name in self.layers[layer])
         return tuple(
-            (row.decision, row.slices, row.along, row.kept_slices, row.moves, row.dim)
+            (row.decision, row.slices, row.along, row.kept_slices, row.moves, row.dim, row.chunks)
             for row in rows
         )
 

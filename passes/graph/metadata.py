@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar, overload
 from torch import fx
 
 from passes.graph.dataflow import Dataflow
-from passes.types.annotations import Cost, Memory, Packable, Reason, Storage
+from passes.types.annotations import Chunk, Cost, Memory, Packable, Reason, Storage
 from passes.types.plan import Collective
 
 _Owner = TypeVar("_Owner", fx.Node, fx.GraphModule)
@@ -120,6 +120,8 @@ AFTER_WAIT: Key[fx.Node, bool] = Key("after_wait", "shard")
 RECOMPUTED: Key[fx.Node, str] = Key("recomputed", "recompute")
 #: Of a node of a partial graph (folded or one frame): its recomputation key in the whole step.
 OPERATOR_KEY: Key[fx.Node, str] = Key("operator_key", "fold or join_frames")
+#: Of a slice of tokens with which a chunk begins, or a product with which it ends: which chunk.
+CHUNK: Key[fx.Node, Chunk] = Key("chunk", "chunk")
 #: The reason why a collective does not start earlier.
 HELD_BACK: Key[fx.Node, Reason] = Key("held_back", "reorder")
 #: Of a collective: True if its wait comes early to free memory.
@@ -138,6 +140,8 @@ NOT_RECOMPUTED: Key[fx.GraphModule, list[str]] = Key("not_recomputed", "recomput
 #: Of a step module: by parameter that the plan leaves where it is, and that this step has to gather
 #: all the same, the reason.
 NOT_MOVED: Key[fx.GraphModule, dict[str, str]] = Key("not_moved", "move")
+#: Of a step module: by weight whose tokens travel whole although the plan has chunks, the reason.
+NOT_CHUNKED: Key[fx.GraphModule, dict[str, str]] = Key("not_chunked", "chunk")
 #: The collectives of a module's graph before packing.
 PACKABLE: Key[fx.GraphModule, list[Packable]] = Key("packable", "bucket")
 
@@ -151,6 +155,7 @@ MODULE_KEYS: tuple[Key[fx.GraphModule, Any], ...] = (
     DATAFLOW,
     NOT_RECOMPUTED,
     NOT_MOVED,
+    NOT_CHUNKED,
     PACKABLE,
     UNSCHEDULED,
 )

@@ -20,8 +20,10 @@ import torch
 from torch import fx
 
 from passes.graph.fx_utils import always_equal
+from passes.graph.metadata import CHUNK
 from passes.move.placed import Placed, Refused
 from passes.move.spread import is_filled, named
+from passes.move.token_collectives import joined_tokens, sliced_tokens
 from passes.split.split_rules import arguments_of, permuted_dims
 
 if TYPE_CHECKING:
@@ -127,12 +129,15 @@ def expanded(mover: Mover, node: fx.Node) -> Placed | None:
 
 
 def joined(mover: Mover, node: fx.Node) -> Placed | None:
-    """A concatenation of tensors of one placement; None: along tokens or features, or of others."""
+    """A concatenation of tensors of one placement; None: along features, or of others.
+
+    Along tokens, those of each rank are joined, if they are outermost.
+    """
     sources, *rest = arguments_of(node)
     own = [mover.placed.get(one) for one in sources]
     first = own[0]
     dim = (rest[0] if rest else 0) % node.meta["val"].dim()
-    if first is None or dim in (first.tokens, first.features):
+    if first is None or dim == first.features:
         return None
     for one in own:
         if one is None or (one.tokens, one.features, one.is_total) != (
@@ -141,9 +146,19 @@ def joined(mover: Mover, node: fx.Node) -> Placed | None:
             first.is_total,
         ):
             return None
-    made = mover.emit(node.target, ([one.node for one in own if one is not None], dim))
+    parts = [one.node for one in own if one is not None]
+    if dim != first.tokens:
+        made = mover.emit(node.target, (parts, dim))
+    elif dim == 0 and all(map(_is_static, parts)):
+        made = joined_tokens(mover, parts)
+    else:
+        return None
     names = frozenset(name for one in own if one is not None for name in one.names)
     return dataclasses.replace(first, node=made, names=names)
+
+
+def _is_static(node: fx.Node) -> bool:
+    return all(isinstance(size, int) for size in node.meta["val"].shape)
 
 
 def split(mover: Mover, node: fx.Node) -> Placed | None:
@@ -181,10 +196,16 @@ def element_of(mover: Mover, node: fx.Node) -> Placed:
 
 
 def sliced(mover: Mover, node: fx.Node) -> Placed:
-    """A slice along a dimension without tokens and features, or zeros around such a slice."""
+    """A slice along a dimension without tokens and features, or zeros around such a slice.
+
+    A chunk of tokens is one of each rank's tokens.
+    """
     *sources, dim = arguments_of(node)[: 2 if node.target is _aten.slice.Tensor else 3]
     source = sources[-1]
     found, rank = mover.placed.get(source), node.meta["val"].dim()
+    if found is not None and CHUNK.is_set(node) and found.tokens == 0 and found.features:
+        start, stop = arguments_of(node)[2:]
+        return found.of(sliced_tokens(mover, found.node, start, stop))
     zeros = sources[0] if len(sources) == 2 else None
     is_whole = zeros is None or (zeros.target is _aten.full.default and is_filled(zeros))
     if found is None:

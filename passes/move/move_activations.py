@@ -141,10 +141,11 @@ def rewrite(
         if placed is not None:
             with backward.inserting_before(node):
                 own = backward.placeholder(placed.node.name)
+            own.target = own.name  # in the code, another input could have the name of the target
             own.meta = {**node.meta, "val": placed.node.meta["val"]}
             SAVES.set(own, placed.node.name)
             inputs[node] = placed.of(own)
-    kept = KeptTokens.of(first) if keep_tokens else None
+    kept = KeptTokens(first) if keep_tokens else None
     second = Mover(backward, dims, ctx, inputs, layout, kept)
     second.run()
     _return(second, 0)

@@ -16,6 +16,10 @@ operator, in the files of this folder:
 
 The ranks add up a partial sum, and each gets its own tokens back, which are local. Partial sums
 that are added are added up once. Any other operator on a placed tensor is refused.
+
+The partial sum of a chunk of tokens (``passes/chunk/chunk_tokens.py``) is added up where it is
+made, so that it travels while the next chunk computes. That of the last chunk is added up where it
+is read, behind the gradients of weights.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.graph.fx_utils import RESHAPES, call, compact, output_node
-from passes.graph.metadata import ANCHOR, GRADIENT_OF, LAYER, RECOMPUTED
+from passes.graph.metadata import ANCHOR, CHUNK, GRADIENT_OF, LAYER, RECOMPUTED
 from passes.move.bags import BAGS, bagged, element
 from passes.move.experts import STACKED, stacked
 from passes.move.heads import ATTENTIONS, attended
@@ -59,7 +63,7 @@ from passes.types.shard_layout import ShardLayout
 
 _aten = torch.ops.aten
 #: Metadata of a node that its placed form inherits.
-_KEPT = (
+KEPT = (
     RECOMPUTED.name,
     LAYER.name,
     ANCHOR.name,
@@ -146,6 +150,8 @@ class Mover:
             self.placed[node] = found
         elif isinstance(found, PartialSum):
             self.partial[node] = found
+            if _is_early(node):
+                node.replace_all_uses_with(self._added_up(found, node))
         else:
             node.replace_all_uses_with(found)
             self.graph.erase_node(node)
@@ -256,7 +262,8 @@ class Mover:
             total = found.back(self, found.part, found.names)
         else:
             total = combined(self, found.part, found.sizes, found.names, SUM_RANKS)
-        self.totals.append(total)
+        if not _is_early(node):
+            self.totals.append(total)
         for one in found.others:
             total = self.emit(_aten.add.Tensor, (total, one))
         return total
@@ -281,7 +288,7 @@ class Mover:
     def emit(self, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
         """A new node, with metadata of the original one."""
         node = call(self.graph, target, args, kwargs=kwargs)
-        node.meta.update((key, self.meta[key]) for key in _KEPT if key in self.meta)
+        node.meta.update((key, self.meta[key]) for key in KEPT if key in self.meta)
         return node
 
     def refused(self, node: fx.Node, reason: str, needs: Sequence[tuple[str, int]] = ()) -> Refused:
@@ -313,6 +320,11 @@ _RULES: dict[Any, Callable[[Mover, fx.Node], Placed | PartialSum | fx.Node | Non
     _aten.amax.default: maximum,
     _aten.gather.default: looked_up,
 }
+
+
+def _is_early(node: fx.Node) -> bool:
+    """Whether a node is the last product of a chunk of tokens, and another chunk follows."""
+    return CHUNK.is_set(node) and not CHUNK.of(node).is_last
 
 
 def _set_layer(node: fx.Node, before: fx.Node, behind: fx.Node) -> None:

@@ -1,12 +1,14 @@
 """Token collectives: the tokens of all ranks, and the own tokens of all ranks' parts.
 
-Gathered tokens are gathered once. Constants are repeated, not gathered.
+Gathered tokens are gathered once. Constants are repeated, not gathered. The chunks of a tensor
+(``passes/chunk/chunk_tokens.py``) are gathered one after the other, before the first one is read.
+The whole tensor is then joined from them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +24,7 @@ from passes.graph.fx_utils import (
     call,
     compact,
 )
-from passes.graph.metadata import SAVED, SAVES
+from passes.graph.metadata import CHUNK, SAVED, SAVES
 from passes.move.placed import Refused
 from passes.ops.p2p import EXCHANGE
 from passes.ops.packing import SUM_RANKS
@@ -43,13 +45,58 @@ def all_tokens(mover: Mover, tokens: fx.Node, node: fx.Node, names: frozenset[st
 
     ``node``: the operator that reads them, for these weights.
     """
-    found = mover.gathered.get(tokens)
-    if found is None and mover.kept is not None:
-        found = mover.kept.input_for(tokens)
-    if found is None:
-        found = _gathered(mover, tokens, node, names)
-    mover.gathered[tokens] = found
-    return found
+    if tokens in mover.gathered:
+        return mover.gathered[tokens]
+    kept = None if mover.kept is None else mover.kept.read_for(mover, tokens)
+    if kept is not None:
+        mover.gathered[tokens] = kept
+        return kept
+    whole = tokens.all_input_nodes[0] if CHUNK.is_set(tokens) else tokens
+    chunks = _chunks_of(whole)
+    for one in chunks or [tokens]:
+        if one not in mover.gathered:
+            mover.gathered[one] = _gathered(mover, one, node, names)
+    if chunks and tokens is whole:
+        mover.gathered[whole] = joined_tokens(mover, [mover.gathered[one] for one in chunks])
+    return mover.gathered[tokens]
+
+
+def _chunks_of(whole: fx.Node) -> list[fx.Node]:
+    """The chunks of a tensor, in their order; of several numbers of chunks, the fewest."""
+    found = [one for one in whole.users if CHUNK.is_set(one) and one.target is _aten.slice.Tensor]
+    count = min((CHUNK.of(one).count for one in found), default=0)
+    own = [one for one in found if CHUNK.of(one).count == count]
+    return sorted(own, key=lambda one: CHUNK.of(one).index)
+
+
+def joined_tokens(mover: Mover, parts: Sequence[fx.Node]) -> fx.Node:
+    """Tensors of the tokens of all ranks, joined along each rank's tokens.
+
+    ``parts``: each ``[ranks x tokens, ...]``, the tokens of one rank together.
+    """
+    by_rank = [_by_rank(mover, one) for one in parts]
+    joined = mover.emit(_aten.cat.default, (by_rank, 1))
+    return _of_all_ranks(mover, joined)
+
+
+def sliced_tokens(mover: Mover, node: fx.Node, start: int, stop: int) -> fx.Node:
+    """Some tokens of each rank, of a tensor of the tokens of all ranks.
+
+    ``start``, ``stop``: of a rank's own tokens.
+    """
+    found = mover.emit(_aten.slice.Tensor, (_by_rank(mover, node), 1, start, stop))
+    return _of_all_ranks(mover, found)
+
+
+def _by_rank(mover: Mover, node: fx.Node) -> fx.Node:
+    tokens, *inner = node.meta["val"].shape
+    sizes = [mover.ranks, tokens // mover.ranks, *inner]
+    return mover.emit(_aten.reshape.default, (node, sizes))
+
+
+def _of_all_ranks(mover: Mover, node: fx.Node) -> fx.Node:
+    ranks, tokens, *inner = node.meta["val"].shape
+    return mover.emit(_aten.reshape.default, (node, [ranks * tokens, *inner]))
 
 
 class KeptTokens:
@@ -58,38 +105,45 @@ class KeptTokens:
     ``read``: by tokens of the forward that the backward reads, the input of the backward.
     """
 
-    def __init__(self, gathered: Mapping[tuple[Any, ...], fx.Node]) -> None:
-        """``gathered``: by the saved tensor's name and its changes of shape."""
-        self._gathered = gathered
+    def __init__(self, mover: Mover) -> None:
+        """``mover``: of the forward. Constants and symbolic sizes are left out."""
+        self._gathered: dict[tuple[Any, ...], fx.Node] = {}
+        self._chunks: dict[tuple[Any, ...], dict[int, fx.Node]] = {}
         self.read: dict[fx.Node, fx.Node] = {}
-
-    @classmethod
-    def of(cls, mover: Mover) -> KeptTokens:
-        """Those that a forward gathers. Constants and symbolic sizes are left out."""
-        found = {}
         for own, made in mover.gathered.items():
-            if made.users and own not in mover.constants:
-                found.update({(one.name, steps): made for one, steps in _identities(own)})
-        return cls(found)
+            if not made.users or own in mover.constants:
+                continue
+            is_chunk = CHUNK.is_set(own)
+            for one, steps in _identities(own.all_input_nodes[0] if is_chunk else own):
+                if is_chunk:
+                    self._chunks.setdefault((one.name, steps), {})[CHUNK.of(own).index] = made
+                else:
+                    self._gathered[one.name, steps] = made
 
-    def input_for(self, tokens: fx.Node) -> fx.Node | None:
-        """The input of the backward with the tokens of all ranks, for this rank's own.
+    def read_for(self, mover: Mover, tokens: fx.Node) -> fx.Node | None:
+        """The tokens of all ranks in the backward, for this rank's own.
 
         None: the forward did not gather them, so the backward does.
         """
-        found = (
-            self._gathered.get((SAVES.get(one, one.name), steps))
-            for one, steps in _identities(tokens)
-            if one.op == "placeholder"
-        )
-        made = next(found, None)
-        if made is None:
-            return None
+        for one, steps in _identities(tokens):
+            key = SAVES.get(one, one.name), steps
+            if one.op != "placeholder":
+                continue
+            if key in self._gathered:
+                return self._input(tokens.graph, self._gathered[key])
+            if key in self._chunks:
+                chunks = [made for _, made in sorted(self._chunks[key].items())]
+                inputs = [self._input(tokens.graph, made) for made in chunks]
+                return joined_tokens(mover, inputs)
+        return None
+
+    def _input(self, graph: fx.Graph, made: fx.Node) -> fx.Node:
+        """The input of the backward for a tensor of the forward."""
         if made not in self.read:
-            graph = tokens.graph
             first = next(one for one in graph.nodes if isinstance(one.meta.get("val"), Tensor))
             with graph.inserting_before(first):
                 own = graph.placeholder(made.name)
+            own.target = own.name  # in the code, another input could have the name of the target
             own.meta["val"] = made.meta["val"]
             SAVED.set(own, True)
             SAVES.set(own, made.name)

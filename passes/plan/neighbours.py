@@ -17,6 +17,8 @@ from passes.types.decision import Decision
 
 #: The numbers of slices to try.
 SLICES = (2, 4, 8)
+#: The numbers of chunks of tokens to try.
+CHUNKS = (2, 4)
 #: Most parameters for changes of two at once.
 _MOST_PAIRED = 24
 
@@ -54,6 +56,7 @@ class Neighbourhood:
         program = self._worth(reference, self._proposals(reference, best), exact=True)
         kinds = [
             self._moved(reference, best),
+            self._in_chunks(best),
             program[: CONSTANTS.proposed] if self.promising else program,
             self._buckets(reference, best),
             self._worth(reference, self._groups(best), exact=True),
@@ -69,12 +72,16 @@ class Neighbourhood:
             yield from self._ordered(reference, self._pairs(best))
             yield from self._ordered(reference, self._all(best))
 
-    def moving_all(self, start: Candidate) -> Candidate:
-        """The same with activations moving to all groups for which they have fewer bytes."""
+    def moving_all(self, start: Candidate, chunks: int = 1) -> Candidate:
+        """The same with activations moving to all groups for which they have fewer bytes.
+
+        ``chunks``: those in which they move where they can.
+        """
         for own in self.evaluator.move_groups.by_weights:
             group = own[0]
             if group.more_bytes < 0:
-                start = start.moving(group, True, self.evaluator.ctx)
+                own_chunks = chunks if group.has_chunks else 1
+                start = start.moving(group, True, self.evaluator.ctx, own_chunks)
         return start
 
     def _moved(self, reference: Reference, best: Candidate) -> list[tuple[Change, Candidate]]:
@@ -94,7 +101,9 @@ class Neighbourhood:
             if now is None and ctx.tensor_parallel is not True:
                 continue
             changed: dict[Decision | None, Candidate] = {}
-            changed.update({group.decision: best.moving(group, True, ctx) for group in own})
+            for group in own:
+                chunks = best.chunks_of(group) if group.has_chunks else 1
+                changed[group.decision] = best.moving(group, True, ctx, chunks)
             if ctx.tensor_parallel is True:
                 changed[None] = best.moving(own[0], False, ctx)
             for way, key in changed.items():
@@ -102,6 +111,33 @@ class Neighbourhood:
                     more_bytes = (ways[way] - ways[now]) * len(own[0].layers)
                     found.append((more_bytes, ("move", place, way), key))
         return [(change, key) for _, change, key in sorted(found, key=lambda one: one[0])]
+
+    def _in_chunks(self, best: Candidate) -> list[tuple[Change, Candidate]]:
+        """Tokens in another number of chunks, of all groups to which they move, and of each.
+
+        Also chunks to groups whose weights move, if tokens have fewer bytes: whole, they may be
+        exposed too long.
+        """
+        ctx = self.evaluator.ctx
+        moved = []
+        for place, own in enumerate(self.evaluator.move_groups.by_weights):
+            group = next((one for one in own if best.moves(one)), own[0])
+            may_move = ctx.tensor_parallel is True and group.more_bytes < 0
+            if group.has_chunks and (best.moves(group) or may_move):
+                moved.append((place, group))
+        found: list[tuple[Change, Candidate]] = []
+        for chunks in CHUNKS if len(moved) > 1 else ():
+            key = best
+            for _, group in moved:
+                key = key.moving(group, True, ctx, chunks)
+            found.append((("chunks", chunks), key))
+        moved.sort(key=lambda one: -one[1].token_bytes * len(one[1].layers))
+        return found + [
+            (("chunks", place, chunks), best.moving(group, True, ctx, chunks))
+            for place, group in moved
+            for chunks in ((*CHUNKS, 1) if best.moves(group) else CHUNKS[:1])
+            if not best.moves(group) or chunks != best.chunks_of(group)
+        ]
 
     def _proposals(self, reference: Reference, structure: Candidate) -> Moves:
         """The dynamic program's plans for a structure: at several prices and budgets."""

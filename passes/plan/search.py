@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from passes.candidates.candidate import Candidate
 from passes.plan.constants import CONSTANTS
-from passes.plan.neighbours import Change, Neighbourhood
+from passes.plan.neighbours import CHUNKS, Change, Neighbourhood
 from passes.pricing.evaluator import FINER, PlanEvaluator, above_target
 from passes.types.decision import DECISIONS
 
@@ -36,9 +36,11 @@ class Search:
         for key in keys:
             evaluator.evaluate(key)
         if evaluator.ctx.tensor_parallel is True:
-            moving = self.neighbours.moving_all(min(keys, key=evaluator.rank))
-            evaluator.evaluate(moving)
-            keys.append(moving)
+            start = min(keys, key=evaluator.rank)
+            for chunks in (1, CHUNKS[0]):
+                moving = self.neighbours.moving_all(start, chunks)
+                evaluator.evaluate(moving)
+                keys.append(moving)
         evaluator.is_short = limited and evaluator.is_limited(min(keys, key=evaluator.seconds))
         if all(evaluator.rank(key)[0] for key in keys):
             keys += self._lean_enough(min(keys, key=evaluator.rank))
@@ -278,7 +280,9 @@ class Search:
 def _budget(evaluator: PlanEvaluator) -> int:
     """The evaluation budget: smaller for a large graph, which takes long to simulate."""
     if evaluator.folded is not None:
-        return CONSTANTS.folded_plans + 2 * len(evaluator.move_groups.groups)
+        groups = evaluator.move_groups.groups
+        chunks = len(CHUNKS) * sum(one.has_chunks for one in groups)
+        return CONSTANTS.folded_plans + 2 * len(groups) + chunks
     nodes = sum(map(len, evaluator.place_of))
     plans = max(CONSTANTS.least_plans, CONSTANTS.most_nodes // nodes)
     return min(CONSTANTS.most_plans, plans)

@@ -6,7 +6,10 @@ other decision for it, as the prices forecast it (``passes/pricing/prices.py``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from passes.candidates.candidate import Candidate
+from passes.candidates.move_groups import MoveGroup
 from passes.candidates.parameter_groups import alike
 from passes.pricing.evaluator import PlanEvaluator
 from passes.pricing.prices import Reference
@@ -79,6 +82,7 @@ def gains_of_moves(evaluator: PlanEvaluator, key: Candidate) -> dict[str, str]:
         if moves:
             saved_bytes = then.peak_bytes - now.peak_bytes
             said = "activations: " + _gain(longer_seconds, saved_bytes, "moving weights")
+            said += _gain_of_chunks(evaluator, key, groups)
         else:
             times = group.token_bytes / (2 * group.weight_bytes)
             said = f"its weight moves: activations would be {times:.2g}x the bytes of the weights"
@@ -88,6 +92,22 @@ def gains_of_moves(evaluator: PlanEvaluator, key: Candidate) -> dict[str, str]:
                 said += ", and the peak above the limit"
         found.update(dict.fromkeys(group.dims, said))
     return found
+
+
+def _gain_of_chunks(evaluator: PlanEvaluator, key: Candidate, groups: Sequence[MoveGroup]) -> str:
+    """What chunks of tokens gain against whole ones; empty: the tokens travel whole.
+
+    ``groups``: of the same weights.
+    """
+    own = next(group for group in groups if key.moves(group))
+    chunks = key.chunks_of(own)
+    if chunks == 1:
+        return ""
+    now = evaluator.evaluate(key).prediction
+    whole = evaluator.evaluate(key.moving(own, True, evaluator.ctx)).prediction
+    longer_seconds = whole.step_seconds - now.step_seconds
+    said = _gain(longer_seconds, whole.peak_bytes - now.peak_bytes, "whole tokens")
+    return f"; {chunks} chunks: {said}" if said else f"; {chunks} chunks"
 
 
 def _gain(longer_seconds: float, saved_bytes: int, instead: str) -> str:

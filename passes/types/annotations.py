@@ -66,6 +66,18 @@ class Storage(NamedTuple):
     size_bytes: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """The number of a chunk of tokens, from 0, and the number of chunks."""
+
+    index: int
+    count: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+
 class Packable(NamedTuple):
     """A collective that may share a bucket with others of the same ``kind``.
 

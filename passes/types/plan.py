@@ -74,6 +74,9 @@ class ParameterPlan:
             never gathered; the decision's ``keep`` says whether the gathered tokens are kept for
             the backward.
         dim: the dimension that it is sharded along; 0 for every parameter whose weight moves.
+        chunks: number of chunks in which the tokens of a rank travel to it, one of them while
+            another one computes (``passes/chunk/chunk_tokens.py``); 1: whole. All parameters of a
+            group have the same number.
     """
 
     name: str
@@ -88,11 +91,17 @@ class ParameterPlan:
     kept_slices: int = 0
     moves: Moves = Moves.WEIGHT
     dim: int = 0
+    chunks: int = 1
 
     def __post_init__(self) -> None:
         stays = self.moves is Moves.ACTIVATIONS
         if self.dim and not stays:
             raise ValueError(f"parameter {self.name!r}: dim={self.dim} needs moves='activations'")
+        if self.chunks < 1 or (self.chunks > 1 and not stays):
+            raise ValueError(
+                f"parameter {self.name!r}: chunks={self.chunks} needs a number of at least 1, and "
+                "above 1 moves='activations'"
+            )
         if stays and (not self.decision.sharded or self.slices > 1):
             raise ValueError(
                 f"parameter {self.name!r}: moves='activations' needs a sharded parameter in one "
@@ -340,7 +349,12 @@ class Plan:
         return self.replace(parameters=rows, order={}, prediction=None)
 
     def tensor_parallel(
-        self, dims: Mapping[str, int], *, within_hosts: bool = False, keep_tokens: bool = False
+        self,
+        dims: Mapping[str, int],
+        *,
+        within_hosts: bool = False,
+        keep_tokens: bool = False,
+        chunks: int = 1,
     ) -> Plan:
         """A copy in which these parameters stay where they are, and activations move.
 
@@ -350,12 +364,14 @@ class Plan:
         needs ``ranks_of_a_host``.
         ``keep_tokens``: the backward reads the tokens that the forward gathered. Otherwise it
         gathers them again.
+        ``chunks``: in how many chunks a rank's tokens travel to the two linears of an MLP, or the
+        three of a gated one; 1: whole.
 
         The copy has no order of collectives and no prediction.
 
         Raises:
-            ValueError: if the ranks cannot share a parameter evenly along its dimension, or if the
-                plan has no hosts.
+            ValueError: if the ranks cannot share a parameter evenly along its dimension, if the
+                plan has no hosts, or if ``chunks`` is below 1.
 
         Examples:
             >>> import torch
@@ -386,6 +402,7 @@ class Plan:
                 decision=decision,
                 moves=Moves.ACTIVATIONS,
                 dim=dim,
+                chunks=chunks,
                 slices=1,
                 along=0,
                 like=None,

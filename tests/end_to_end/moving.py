@@ -81,11 +81,15 @@ class Language(nn.Module):
 
 
 def plan_for(
-    model: nn.Module, world_size: int, rest: str = "shard_regather", keep_tokens: bool = False
+    model: nn.Module,
+    world_size: int,
+    rest: str = "shard_regather",
+    keep_tokens: bool = False,
+    chunks: int = 1,
 ) -> Plan:
     dims = GATED if isinstance(model, Gated) else MLP
     plan = Plan.uniform(model.named_parameters(), rest, world_size=world_size)
-    return plan.tensor_parallel(dims, keep_tokens=keep_tokens)
+    return plan.tensor_parallel(dims, keep_tokens=keep_tokens, chunks=chunks)
 
 
 def batch(step: int, micro: int, rank: int) -> Tensor:
@@ -109,8 +113,11 @@ def recipe_of(batch, **changes) -> Recipe:
     )
 
 
-def train_dynamic(rank, world_size, make, differ):
-    """Distance from one process; the number of compiled graphs that move activations; warnings."""
+def train_dynamic(rank, world_size, make, differ, chunks=1):
+    """Distance from one process; numbers of warnings of travelling weights and differing batches.
+
+    With ``chunks``: the number of warnings of tokens that travel whole, too.
+    """
     torch.manual_seed(0)
     model = make().double()
     by_words = make in (Words, Language)
@@ -126,16 +133,14 @@ def train_dynamic(rank, world_size, make, differ):
     reference = Reference(copy.deepcopy(model), recipe, world_size)
     dims = {"words.weight": 0} if by_words else GATED if make is Gated else MLP
     plan = Plan.uniform(model.named_parameters(), "shard_regather", world_size=world_size)
-    options = {"hardware": SLOW, "plan": plan.tensor_parallel(dims), "debug": True}
+    options = {"hardware": SLOW, "plan": plan.tensor_parallel(dims, chunks=chunks), "debug": True}
     with mock.patch("osdp_compile.engine.lower.log.warning") as warned:
         ours, wanted = train_osdp(model, options, recipe, rank), reference.train(rank)
     apart = ours.distance(wanted)
     said = [call.args[0] for call in warned.call_args_list]
-    return (
-        apart,
-        sum("travel in this graph" in one for one in said),
-        sum("batches differ" in one for one in said),
-    )
+    kinds = ["stay where they are travel in this graph", "batches differ"]
+    kinds += ["tokens travel whole"] if chunks > 1 else []
+    return apart, *(sum(kind in one for one in said) for kind in kinds)
 
 
 def distances_by_optimizer(

@@ -36,12 +36,12 @@ from tests.training import (
 )
 
 
-def _train(rank, world_size, make, rest, recipe, keep_tokens=False):
+def _train(rank, world_size, make, rest, recipe, keep_tokens=False, chunks=1):
     """Distance from one process's parameters; placements; the plan; whole weights gathered."""
     torch.manual_seed(0)
     model = make().double()
     reference = Reference(copy.deepcopy(model), recipe, world_size)
-    plan = plan_for(model, world_size, rest, keep_tokens)
+    plan = plan_for(model, world_size, rest, keep_tokens, chunks)
     options = {"hardware": SLOW, "plan": plan, "debug": True}
     with mock.patch("osdp_compile.engine.agreeing.log.warning") as warned:
         trained = train_osdp(model, options, recipe, rank)
@@ -75,6 +75,34 @@ def test_a_gated_mlp_on_four_ranks_with_accumulated_gradients(four_ranks):
         assert apart < 1e-11 and norm < 1e-9 and not warnings
         assert placed["gate.weight"] == "S(0)" and placed["down.weight"] == "S(1)"
         assert Collective(("down.weight#0",), gathers=False, tokens=True) in plan.order["forward"]
+
+
+@pytest.mark.parametrize("keep_tokens", [False, True])
+def test_tokens_in_chunks_train_like_one_process(two_ranks, keep_tokens):
+    results = two_ranks.run(_train, Mlp, "shard_regather", recipe_of(batch), keep_tokens, 2)
+    for apart, norm, placed, plan, warnings in results:
+        assert apart < 1e-11 and norm < 1e-9 and not warnings
+        assert placed["up.weight"] == "S(0)" and placed["down.weight"] == "S(1)"
+        purposes = [one for order in plan.order.values() for one in order if one.tokens]
+        # The saved input is gathered whole, or its chunks are kept.
+        assert len(purposes) == 2 * 2 + 2 * 2 + (not keep_tokens)
+
+
+@pytest.mark.thorough
+def test_a_gated_mlp_in_uneven_chunks_on_four_ranks(four_ranks):
+    """Four tokens in three chunks; gradients are accumulated."""
+    results = four_ranks.run(_train, Gated, "replicate", recipe_of(batch, backwards=2), True, 3)
+    for apart, norm, _, plan, warnings in results:
+        assert apart < 1e-11 and norm < 1e-9 and not warnings
+        assert sum(one.tokens for one in plan.order["forward"]) == 6
+
+
+@pytest.mark.thorough
+def test_ranks_with_other_batches_and_chunks_train_like_one_process(two_ranks):
+    results = two_ranks.run(_train, Mlp, "shard_regather", recipe_of(differing), False, 2)
+    for apart, norm, *_ in results:
+        assert apart < 1e-11 and norm < 1e-9
+    assert results[0][-1] == 2
 
 
 def differing(step: int, micro: int, rank: int) -> Tensor:

@@ -139,9 +139,10 @@ def test_every_pass_on_the_way(osdp_graphs, world_size):
     idle = ["forward/hoist", "forward/hierarchical", "backward/hierarchical"]
     idle += ["forward/split", "backward/split"]
     idle += ["forward/move_inference", "backward/move_inference"]
+    idle += ["forward/chunk_inference", "backward/chunk_inference"]
     idle += ["joint/settle"]  # the model has no collectives of its own
     # Nothing is recomputed, moved or saved by slices, and marks are no text.
-    step = ("recompute", "move", "save_slices", "lend")
+    step = ("recompute", "chunk", "move", "save_slices", "lend")
     idle += [f"{graph}/{name}" for graph in ("forward", "backward") for name in step]
     assert sorted(texts) == sorted([*after, *idle])
     assert texts["joint/settle"] == texts["joint/tag"]

@@ -166,8 +166,13 @@ def code_of(compiles: Callable[..., object], *args: Any, **kwargs: Any) -> str:
     return code
 
 
-def compiled_step(model: nn.Module, *batch: torch.Tensor) -> list[Compiled]:
-    """Inductor's code for the forward and the backward of a model whose parameters are sharded."""
+def compiled_step(
+    model: nn.Module, *batch: torch.Tensor, given: Plan | None = None
+) -> list[Compiled]:
+    """Inductor's code for the forward and the backward of a model on two ranks.
+
+    ``given``: the plan; None: all parameters are sharded.
+    """
     found: list[Compiled] = []
 
     def inner(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -187,7 +192,8 @@ def compiled_step(model: nn.Module, *batch: torch.Tensor) -> list[Compiled]:
         return make_boxed_func(gm.forward)  # the fake ranks' collectives give no values
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        plan = Plan.uniform(model.named_parameters(), "shard_regather", world_size=2)
+        sharded = Plan.uniform(model.named_parameters(), "shard_regather", world_size=2)
+        plan = sharded if given is None else given
         options = CheckedOptions.parse({"hardware": SLOW, "plan": plan})
         return compile_graph(gm, inputs, options, inner)
 

@@ -11,6 +11,7 @@ FOLDERS = (
     "annotate",
     "candidates",
     "capture",
+    "chunk",
     "overlap",
     "plan",
     "pricing",

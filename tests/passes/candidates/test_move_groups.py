@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,8 +13,9 @@ from passes.candidates.move_groups import find_move_groups
 from passes.pipeline import default_passes
 from passes.plan.planner import make_plan
 from passes.types.decision import Decision, Moves
+from tests.passes import graphs
 from tests.passes.captures import capture_step
-from tests.passes.move.test_move_activations import check_training
+from tests.passes.move.test_move_activations import Words, check_training
 from tests.passes.split.test_split_operators import Gated
 
 
@@ -42,15 +45,12 @@ def test_every_layer_has_its_group() -> None:
     captured, ctx = capture_step(Layers(), torch.randn(8, 16), world_size=4)
     found = find_move_groups(captured, ctx)
     ((group, kept),) = found.by_weights
-    assert (
-        group.dims
-        == kept.dims
-        == {
-            f"layers.{layer}.{name}": dim
-            for layer in range(2)
-            for name, dim in (("up.weight", 0), ("up.bias", 0), ("down.weight", 1))
-        }
-    )
+    assert group.dims == {
+        f"layers.{layer}.{name}": dim
+        for layer in range(2)
+        for name, dim in (("up.weight", 0), ("up.bias", 0), ("down.weight", 1))
+    }
+    assert kept.dims == group.dims and group.has_chunks and kept.has_chunks
     assert group.weight_bytes == 4 * (64 * 16 + 64 + 64 * 16)
     # Gathered once in the forward and twice in the backward, summed once in each.
     assert group.token_bytes == 5 * (4 * 4 * 8 * 16) * 3 // 4
@@ -94,6 +94,25 @@ def test_the_planner_moves_the_smaller_thing() -> None:
     assert not without.moved and "activations" not in without[up].reason
     assert few.prediction.step_seconds < 0.8 * without.prediction.step_seconds
     assert few == planned(2, tensor_parallel=True)
+
+
+def test_a_table_has_no_chunks() -> None:
+    captured, ctx = capture_step(Words(), torch.randint(0, 12, (3, 5)), world_size=2)
+    ((group, *_),) = find_move_groups(captured, ctx).by_weights
+    assert group.dims == {"words.weight": 0} and not group.has_chunks
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("latency, is_chunked", [(1e-6, True), (1e-2, False)])
+def test_the_planner_takes_chunks_where_they_hide_tokens(latency: float, is_chunked: bool) -> None:
+    """Compute and tokens take about as long; each further collective takes its latency."""
+    fast = graphs.hardware(memory_bytes_per_second=1e11, flops_per_second={"default": 3e9})
+    rate = dataclasses.replace(fast.collectives["all_gather"], latency_seconds=latency)
+    hardware = dataclasses.replace(fast, collectives=dict.fromkeys(fast.collectives, rate))
+    plan = planned(32, hardware=hardware, tensor_parallel=("layers.0.up.weight",))
+    for name in plan.moved:
+        assert (plan[name].chunks > 1) == is_chunked
+        assert ("chunks: saves" in plan[name].reason) == is_chunked
 
 
 @pytest.mark.thorough

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 from passes.graph.metadata import PACKABLE
 from passes.overlap.bucket_collectives import bucket_bytes_for
 from passes.plan.neighbours import Neighbourhood
 from passes.plan.planner import make_plan
 from passes.pricing.evaluator import PlanEvaluator
 from passes.pricing.predict import predict
+from tests.passes.candidates.test_move_groups import Layers
+from tests.passes.captures import capture_step
 from tests.passes.plan.test_planner import PASSES, captured, limits
 
 
@@ -44,3 +48,29 @@ def test_within_a_structure_only_decisions_and_buckets_change():
     free = list(neighbours.of(best))
     assert len(free) == len({change for change, _ in free})
     assert any(key.splits for _, key in free) and any(key.recompute for _, key in free)
+
+
+def test_tokens_in_other_numbers_of_chunks_are_neighbours():
+    step, ctx = capture_step(Layers(), torch.randn(8, 16), world_size=2, tensor_parallel=True)
+    evaluator = PlanEvaluator(step, ctx, PASSES)
+    ((group, *_),) = evaluator.move_groups.by_weights
+    weights = evaluator.uniform(2)
+    evaluator.evaluate(weights)
+
+    def chunks_of(best):
+        changes = dict(Neighbourhood(evaluator).of(best))
+        return [key.chunks_of(group) for (kind, *_), key in _named(changes) if kind == "chunks"]
+
+    assert chunks_of(weights) == [2]
+    whole = weights.moving(group, True, ctx)
+    evaluator.evaluate(whole)
+    assert chunks_of(whole) == [2, 4]
+    halves = whole.moving(group, True, ctx, 2)
+    evaluator.evaluate(halves)
+    assert chunks_of(halves) == [4, 1]
+    rows = evaluator.plan_of(halves)
+    assert {row.name for row in rows.parameters if row.chunks == 2} == set(group.dims)
+
+
+def _named(changes):
+    return [(change, key) for change, key in changes.items() if isinstance(change, tuple)]

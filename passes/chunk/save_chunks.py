@@ -1,0 +1,96 @@
+"""Save chunks: save the chunks of a tensor for the backward, and not the whole tensor.
+
+Needs: a forward and a backward that ``passes/chunk/chunk_tokens.py`` has rewritten.
+Leaves: for each saved tensor that the forward joins of chunks, and that the backward only cuts into
+equal chunks, these chunks among the forward's outputs and the backward's inputs.
+
+Before::                              After (two chunks)::
+
+    def forward(...):                     def forward(...):
+        return y, cat([h0, h1])               return y, h0, h1
+    def backward(h, dy):                  def backward(h0, h1, dy):
+        h0, h1 = h[: T/2], h[T/2 :]           ...
+
+So neither graph has the chunks and the whole tensor at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from passes.graph.fx_utils import output_node, remove_dead
+from passes.graph.metadata import SAVED, SAVES
+from passes.recompute.recompute_activations import save_instead
+
+#: By a whole tensor, its chunks in their order.
+Chunks = Mapping[fx.Node, Sequence[fx.Node]]
+
+
+def save_chunks(forward: fx.Graph, backward: fx.Graph, made: Chunks, cut: Chunks) -> None:
+    """Save chunks in place of whole tensors. See the module's docstring.
+
+    ``made``: the tensors that the forward joins, and their chunks. ``cut``: the inputs of the
+    backward that it cuts into chunks.
+    """
+    inputs = {
+        SAVES.get(node, node.name): node
+        for node in backward.find_nodes(op="placeholder")
+        if not node.name.startswith("tangents")
+    }
+    output = output_node(forward)
+    returned = list(output.args[0])  # type: ignore[arg-type]
+    first = len(returned) - _saved_count(backward)
+    saved: list[fx.Node] = []
+    saved_before: set[fx.Node] = set()
+    for node in returned[first:]:
+        given = inputs.get(node.name)
+        chunks, slices = made.get(node, ()), () if given is None else cut.get(given, ())
+        is_twice = not saved_before.isdisjoint(chunks)
+        if given is None or is_twice or not _is_cut_alike(given, chunks, slices):
+            saved.append(node)
+            continue
+        saved += chunks
+        saved_before.update(chunks)
+        _give(given, chunks, slices)
+    save_instead(output, first, saved)
+    remove_dead(forward)
+
+
+def _saved_count(backward: fx.Graph) -> int:
+    """The number of tensors that the forward saves: they are its last outputs."""
+    given = backward.find_nodes(op="placeholder")
+    return sum(not node.name.startswith("tangents") for node in given)
+
+
+def _is_cut_alike(given: fx.Node, chunks: Sequence[fx.Node], slices: Sequence[fx.Node]) -> bool:
+    """Whether a backward reads of an input nothing but the chunks that the forward makes.
+
+    ``slices``: the chunks in the backward, of the input or of a reshape of it.
+    """
+    made, read = ([one.meta["val"] for one in nodes] for nodes in (chunks, slices))
+    kinds = [[(one.shape, one.stride(), one.dtype) for one in own] for own in (made, read)]
+    if not made or kinds[0] != kinds[1]:
+        return False
+    between = {one.all_input_nodes[0] for one in slices} - {given}
+    readers = {user for node in (given, *between) for user in node.users} - between
+    return readers == {*slices}
+
+
+def _give(given: fx.Node, chunks: Sequence[fx.Node], slices: Sequence[fx.Node]) -> None:
+    """Replace an input of a backward by its chunks."""
+    graph = given.graph
+    for chunk, one in zip(chunks, slices, strict=True):
+        with graph.inserting_before(given):
+            made = graph.placeholder(chunk.name)
+        made.target = made.name  # in the code, another input could have the name of the target
+        made.meta["val"] = chunk.meta["val"]
+        SAVED.set(made, True)
+        SAVES.set(made, chunk.name)
+        one.replace_all_uses_with(made)
+        between = one.all_input_nodes[0]
+        graph.erase_node(one)
+        if between is not given and not between.users:
+            graph.erase_node(between)
+    graph.erase_node(given)
