@@ -190,7 +190,7 @@ def test_optimizers(four_ranks):
 
 
 def _planned(rank, world_size, latency):
-    """What the planner lets stay within hosts, and the distance from one process."""
+    """The ranks that share what the planner lets stay, and the distance from one process."""
     torch.manual_seed(0)
     model = Gated().double()
     recipe = Recipe(step=mean_square, optimizer=adamw, steps=3, batch=batch)
@@ -199,17 +199,14 @@ def _planned(rank, world_size, latency):
     options = on_hosts(tensor_parallel=True)
     options["hardware"] = dataclasses.replace(EVEN, collectives=flat)
     apart = train_osdp(model, options, recipe, rank).distance(reference.train(rank))
-    return {plan_in_force(model)[name].decision.name for name in plan_in_force(model).moved}, apart
+    plan = plan_in_force(model)
+    return {plan[name].decision.scope.value for name in plan.moved}, apart
 
 
 @pytest.mark.parametrize(
-    "latency, decision",
-    [
-        (1.0, "shard_host_regather"),
-        pytest.param(1e-6, "shard_regather", marks=pytest.mark.thorough),
-    ],
+    "latency, scope", [(1.0, "host"), pytest.param(1e-6, "all", marks=pytest.mark.thorough)]
 )
-def test_the_planner_decides_at_the_first_call(four_ranks, latency, decision):
-    for decisions, apart in four_ranks.run(_planned, latency):
+def test_the_planner_decides_at_the_first_call(four_ranks, latency, scope):
+    for scopes, apart in four_ranks.run(_planned, latency):
         assert apart < 1e-11
-        assert decisions == {decision}
+        assert scopes == {scope}
