@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from passes.capture.captured_step import NotInChunks, lay_out
-from passes.chunk.chunk_tokens import chunk
-from passes.graph.fx_utils import positions
-from passes.graph.metadata import COLLECTIVE, NOT_CHUNKED
+from passes.chunk.chunk_tokens import chunk, chunk_inference
+from passes.graph.fx_utils import copy_module, positions
+from passes.graph.metadata import CHUNK, COLLECTIVE, NOT_CHUNKED
 from passes.graph.step_module import step_module
 from passes.pipeline import Stage, default_passes, run
 from passes.plan.planner import complete
@@ -31,6 +31,7 @@ from tests.passes.move.test_move_activations import (
     collectives,
 )
 from tests.passes.move.test_move_rules import Between, Twice
+from tests.passes.move.test_within_hosts import on_hosts
 from tests.passes.split.test_split_operators import Gated, Mlp
 
 _aten = torch.ops.aten
@@ -108,6 +109,29 @@ def test_frozen_weights(frozen: str) -> None:
 
 def test_an_mlp_that_is_called_twice() -> None:
     check_chunks(Twice(), [torch.randn(3, 6) for _ in range(2)], MLP, 2)
+
+
+@pytest.mark.parametrize("uses_p2p", [False, True])
+def test_within_hosts(uses_p2p: bool) -> None:
+    model = Mlp(16, True)
+    given = batches(model, 4)
+    made = Training(model, given, [torch.randn_like(model(one)) for one in given])
+    captured, ctx = on_hosts(model, given[0], uses_p2p=uses_p2p)
+    plan = decided(ctx, Decision.REPLICATE).replace(ranks_of_a_host=2)
+    plan = plan.tensor_parallel(MLP, within_hosts=True, chunks=2)
+    made.check(captured, [ctx.replace(rank=rank) for rank in range(4)], plan)
+
+
+def test_an_inference_has_chunks_too() -> None:
+    captured, ctx = capture_step(Mlp(16, True), torch.randn(8, 6), world_size=2)
+    plan = decided(ctx, Decision.REPLICATE).tensor_parallel(MLP, chunks=2)
+    local = ctx.replace(plan=plan, phase=Phase.INFERENCE)
+    gm = chunk_inference(copy_module(captured.forward), local)
+    assert sum(CHUNK.is_set(node) for node in gm.graph.nodes) == 2 * 2
+    assert NOT_CHUNKED.of(gm) == {}
+    unmoved = local.replace(moves_activations=False)  # ranks with other batches
+    gm = chunk_inference(copy_module(captured.forward), unmoved)
+    assert not any(CHUNK.is_set(node) for node in gm.graph.nodes)
 
 
 def lowered(captured: Any, plan: Plan, ctx: Context) -> list[Any]:
