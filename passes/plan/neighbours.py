@@ -38,6 +38,8 @@ class Neighbourhood:
         self.evaluator = evaluator
         self.prices = Prices(evaluator)
         self.promising = True
+        #: Whether groups change between activations and weights.
+        self.may_move = True
         self.items = items_of(evaluator)
         self._solver = Solver(self.prices.footprints, self.items)
         self._tiny, self._layer_of = tiny_ones(evaluator), layers_of(evaluator)
@@ -55,8 +57,8 @@ class Neighbourhood:
         reference = self.prices.near(best)
         program = self._worth(reference, self._proposals(reference, best), exact=True)
         kinds = [
-            self._moved(reference, best),
-            self._in_chunks(best),
+            self._moved(reference, best) if self.may_move else [],
+            self._in_chunks(best) if self.may_move else [],
             program[: CONSTANTS.proposed] if self.promising else program,
             self._buckets(reference, best),
             self._worth(reference, self._groups(best), exact=True),

@@ -35,16 +35,26 @@ class Search:
         keys = [evaluator.uniform(option) for option in range(len(DECISIONS) if limited else 1)]
         for key in keys:
             evaluator.evaluate(key)
-        if evaluator.ctx.tensor_parallel is True:
-            start = min(keys, key=evaluator.rank)
-            for chunks in (1, CHUNKS[0]):
-                moving = self.neighbours.moving_all(start, chunks)
-                evaluator.evaluate(moving)
-                keys.append(moving)
         evaluator.is_short = limited and evaluator.is_limited(min(keys, key=evaluator.seconds))
         if all(evaluator.rank(key)[0] for key in keys):
             keys += self._lean_enough(min(keys, key=evaluator.rank))
-        return self._onwards(min(keys, key=evaluator.rank))
+        start = min(keys, key=evaluator.rank)
+        if evaluator.ctx.tensor_parallel is not True or not evaluator.move_groups.groups:
+            return self._onwards(start)
+        self.neighbours.may_move = False
+        evaluator.left = _budget(evaluator, moves=False) - len(evaluator.seen)
+        return self._moving(self._onwards(start))
+
+    def _moving(self, best: Candidate) -> Candidate:
+        """The best candidate that climbs with moves lead to, from one without; with a new budget.
+
+        Also from all moves that send fewer bytes, whole and in chunks.
+        """
+        evaluator = self.evaluator
+        self.neighbours.may_move = True
+        evaluator.left = _budget(evaluator)
+        starts = [self.neighbours.moving_all(best, chunks) for chunks in (1, CHUNKS[0])]
+        return self._onwards(min([best, *starts], key=evaluator.evaluated_rank))
 
     def least(self) -> Candidate:
         """The candidate with the least peak, or the first one that is low enough.
@@ -277,10 +287,13 @@ class Search:
         return self.evaluator.peak_bytes(key) <= self._enough_bytes
 
 
-def _budget(evaluator: PlanEvaluator) -> int:
-    """The evaluation budget: smaller for a large graph, which takes long to simulate."""
+def _budget(evaluator: PlanEvaluator, moves: bool = True) -> int:
+    """The evaluation budget: smaller for a large graph, which takes long to simulate.
+
+    ``moves``: groups change between activations and weights.
+    """
     if evaluator.folded is not None:
-        groups = evaluator.move_groups.groups
+        groups = evaluator.move_groups.groups if moves else ()
         chunks = len(CHUNKS) * sum(one.has_chunks for one in groups)
         return CONSTANTS.folded_plans + 2 * len(groups) + chunks
     nodes = sum(map(len, evaluator.place_of))
