@@ -406,6 +406,23 @@ def is_users_code(frame: FrameType) -> bool:
     return frame.f_code.co_filename not in _CALLS
 
 
+def pipeline_part(frame: FrameType) -> Any:
+    """The pipeline stage or schedule whose method the frame runs; None: of neither."""
+    # 2.13.0, 2.15.0: the files and the base classes of stages and of schedules.
+    for file, base in (("stage", "_PipelineStageBase"), ("schedules", "_PipelineSchedule")):
+        module = sys.modules.get(f"torch.distributed.pipelining.{file}")
+        if module is not None and frame.f_code.co_filename == module.__file__:
+            own = frame.f_locals.get("self")
+            return own if isinstance(own, getattr(module, base)) else None
+    return None
+
+
+def microbatches_of(schedule: Any) -> int:
+    """The microbatches of a pipeline schedule's step."""
+    found: int = schedule._n_microbatches  # 2.13.0, 2.15.0
+    return found
+
+
 def ends_at_graph_break(gm: fx.GraphModule) -> bool:
     """Whether this graph ends at a graph break."""
     # 2.11.0 to 2.15.0: the reason for the end of a graph.

@@ -8,6 +8,7 @@ through markers from the start: its first graph is lowered.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import osdp_compile.private_names  # noqa: F401
 from osdp_compile import _torch
@@ -30,18 +32,21 @@ from osdp_compile.model.other_dims import (
     are_on_other_dims,
     distributed_modules,
     give_back,
+    mesh_of,
     take_local,
 )
+from osdp_compile.model.own_data import beside_theirs, check_batches
 from osdp_compile.model.wrapped import check_not_wrapped
 from osdp_compile.options import CheckedOptions, with_mode
 from osdp_compile.planning.frames import collected, is_collecting
 from osdp_compile.planning.planner_inputs import step_roots
 from osdp_compile.runtime.current_call import interrupted_call
 from osdp_compile.runtime.meshes import number_of_ranks
+from osdp_compile.runtime.pipeline_stage import check_no_sync, check_ranks
 from osdp_compile.torch_versions import newer_than_tested
 from osdp_compile.tracking.pending_model import plan_for_one_rank, waiting
 from osdp_compile.tracking.session import check_kept, find
-from osdp_compile.tracking.uncovered import leave_alone, watch_optimizers
+from osdp_compile.tracking.uncovered import compiled_models, leave_alone, watch_optimizers
 from passes.pipeline import Observer
 
 log = logging.getLogger("osdp_compile")
@@ -100,14 +105,14 @@ def compile_graph(
         leave_alone(inputs)
         return _torch.compile_fx(gm, list(inputs), config_patches=dict(options.inductor or {}))
     check_not_wrapped(gm, inputs)
+    check_ranks(options.mesh)
+    given_mesh = options.mesh
+    options = dataclasses.replace(options, mesh=beside_theirs(inputs, given_mesh))
     if _is_on_other_dims(inputs, options):
         if not torch.is_grad_enabled():
             return _torch.compile_fx(gm, list(inputs), config_patches=dict(options.inductor or {}))
-        _take_local(gm, inputs)
-    for root, laid_out in waiting(inputs):
-        if laid_out.read_in(root, options.precision):
-            _torch.restart_tracing()
-        first_call_of_sharded(gm, inputs, options, root, laid_out)
+        _take_local(gm, inputs, options.mesh, has_own_data=options.mesh is not given_mesh)
+    _first_call_of_sharded(gm, inputs, options)
     trained = [p for _, p in plain_parameters(gm, inputs) if p.requires_grad]
     if trained and torch.is_grad_enabled():
         _first_call(gm, inputs, options)
@@ -115,6 +120,8 @@ def compile_graph(
     if session is None:
         return _torch.compile_fx(gm, list(inputs), config_patches=dict(options.inductor or {}))
     check_kept(session, options)
+    if session.reading.leaves is not None:
+        check_no_sync()
     return lower(gm, inputs, session, compile_inner, observe)
 
 
@@ -132,8 +139,28 @@ def _first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: CheckedOptio
     _torch.restart_tracing()
 
 
-def _take_local(gm: fx.GraphModule, inputs: Sequence[Any]) -> NoReturn:
-    """Make parameters on other mesh dimensions local; then Dynamo traces the frame again."""
+def _first_call_of_sharded(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: CheckedOptions
+) -> None:
+    """Start the sessions of models that ``osdp_compile.shard`` sharded and that the graph reads."""
+    for root, laid_out in waiting(inputs):
+        parts = compiled_models(osdp)
+        if laid_out.read_in(root, options.precision, inputs, parts):
+            _torch.restart_tracing()
+        before = laid_out.reading.leaves
+        first_call_of_sharded(gm, inputs, options, root, laid_out)
+        if laid_out.reading.leaves is not before:  # the call is inside no_sync
+            _torch.restart_tracing()
+
+
+def _take_local(
+    gm: fx.GraphModule, inputs: Sequence[Any], ours: DeviceMesh | None, has_own_data: bool
+) -> NoReturn:
+    """Make parameters on other mesh dimensions local; then Dynamo traces the frame again.
+
+    ``ours``: the mesh to shard over. ``has_own_data``: the ranks of the other dimensions have
+    batches of their own.
+    """
     if interrupted_call(gm, inputs) is not None:
         _torch.forget_placements()  # this graph may end with an embedding's partial sum
         raise OsdpError(
@@ -141,7 +168,12 @@ def _take_local(gm: fx.GraphModule, inputs: Sequence[Any]) -> NoReturn:
             "step is several graphs: that is not supported. torch.compile(..., fullgraph=True) "
             "says where the graph breaks: make it one graph"
         )
-    take_local(distributed_modules(gm, inputs))
+    modules = distributed_modules(gm, inputs)
+    if has_own_data:
+        theirs = mesh_of(one for one in inputs if isinstance(one, nn.Parameter))
+        assert ours is not None and theirs is not None
+        check_batches(inputs, ours, theirs)
+    take_local(modules, has_own_data)
     _torch.restart_tracing()
 
 

@@ -43,6 +43,7 @@ from osdp_compile.planning.planner_inputs import (
     captured_step,
     described,
     held_bytes_of,
+    input_bytes_of,
     owned_parameters,
 )
 from osdp_compile.reports.plan_table import log_plan
@@ -57,6 +58,7 @@ from osdp_compile.runtime.meshes import (
     own_mesh,
 )
 from osdp_compile.runtime.p2p import group_uses_p2p, staged_kinds
+from osdp_compile.runtime.pipeline_stage import current_pipeline
 from osdp_compile.tracking.learning import trace_steps
 from osdp_compile.tracking.other_models import OtherModels, other_models
 from osdp_compile.tracking.pending_model import PendingModel, end_waiting
@@ -281,6 +283,10 @@ def _context_before_plan(
         accumulated_bytes = accumulated_bytes_of(entries, options.precision)
     held_bytes = held_bytes_of(step.roots, step.inputs, entries) + accumulated_bytes
     held_bytes += others.held_bytes
+    pipeline = current_pipeline()
+    in_flight = 1 if pipeline is None else pipeline.in_flight
+    more = 0 if pipeline is None else pipeline.microbatches - 1
+    held_bytes += more * input_bytes_of(step.roots, step.inputs, entries)
     spare_bytes = _spare_bytes(entries, held_bytes, options)
     progress.stage("measuring the machine")
     hardware = hardware_of(
@@ -302,7 +308,10 @@ def _context_before_plan(
         group_name=name_of(groups.ranks),
         base_bytes=held_bytes + hardware.library_bytes,
         accumulated_bytes=accumulated_bytes,
+        calls_in_flight=in_flight,
+        gradient_buffers=0 if pipeline is None or pipeline.is_last else more,
         adds_gradients=options.accumulate == "reduced"
+        or (pipeline is not None and pipeline.microbatches > 1)
         or (not options.accumulate and any(one.parameter.grad is not None for one in entries)),
         other_models_bytes=others.held_bytes,
         between_bytes=others.running_bytes,

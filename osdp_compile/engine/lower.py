@@ -47,9 +47,11 @@ from passes.graph.printer import graph_text
 from passes.graph.step_module import graphs_of, step_module
 from passes.graph.verifier import check
 from passes.ops.markers import unshard_of, unshards
+from passes.ops.model_collectives import groups_of_model
 from passes.ops.slicing import parameter_of
 from passes.pipeline import Observer, Pass, Stage, graph_name, run
-from passes.simulate.lent import returned_bytes
+from passes.pricing.predict import in_flight_bytes
+from passes.simulate.lent import output_bytes, returned_bytes
 from passes.simulate.simulator import simulate
 from passes.simulate.skeleton import skeleton_of
 from passes.simulate.timeline import timeline_of
@@ -73,9 +75,10 @@ def session_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Session | None:
 
     Raises:
         OsdpError: if one graph reads models with different plans, or a DTensor parameter that is
-            in no plan, or a parameter that was replaced.
+            in no plan, or a parameter that was replaced, or several blocks that share code.
     """
     session: Session | None = None
+    read: dict[str, str] = {}
     for node, value in zip(placeholders(gm), inputs, strict=True):
         if not isinstance(value, nn.Parameter):
             continue
@@ -102,6 +105,13 @@ def session_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Session | None:
                 "one plan covers them"
             )
         session = found[1]
+        first = session.reading.alike.first_of.get(found[0], found[0])
+        if read.setdefault(first, found[0]) != found[0]:
+            raise OsdpError(
+                f"parameters {read[first]!r} and {found[0]!r} are in one graph, and their blocks "
+                "share the code that they were compiled to one by one: keep to those compiled "
+                "blocks, or compile the whole model before its first call"
+            )
     return session
 
 
@@ -200,6 +210,7 @@ class _Lowering:
     ) -> None:
         self._context, self.log = context, graph_log
         self._sent = Sent((), {})
+        self._gradient_buffer_bytes = 0
         static = static_inputs(gm, inputs, _name_in_session)
         self._static, self._session, self._compile_inner = static, session, compile_inner
         self._parameters = frozenset(p.name for p in session.context.parameters)
@@ -221,6 +232,9 @@ class _Lowering:
         session, step = self._session, self.step
         _mark(joint, self._static, self._parameters, Phase.FORWARD)
         joint = run(self.log.passes, Stage.JOINT, joint, self._context, self._watch)
+        for name in groups_of_model(joint.graph):
+            if name not in session.model_groups:
+                session.model_groups.append(name)
         forward, backward = partitioned(joint, joint_inputs, **kwargs)
         _mark_kept(forward, backward)
         step.parameters = frozenset(unshard_of(node).name for node in unshards(forward.graph))
@@ -232,6 +246,8 @@ class _Lowering:
         self._sends([forward, backward], NOT_MOVED.get(both, {}))
         _warn_of_whole_tokens(NOT_CHUNKED.get(both, {}))
         step.returned_bytes = returned_bytes(forward.graph, backward.graph)
+        own_bytes = output_bytes(forward.graph, backward.graph)
+        self._gradient_buffer_bytes = self._context.gradient_buffers * own_bytes
         return forward, backward
 
     def compile_part(
@@ -246,6 +262,7 @@ class _Lowering:
         ctx = self._context.replace(phase=phase)
         others_bytes = _held_by_other_frames(graph, session, step, phase)
         others_bytes += self._held_by_alike_frames(graph, ctx)
+        others_bytes += self._held_by_calls_in_flight(graph, ctx)
         held_bytes = others_bytes + (step.returned_bytes if phase is Phase.BACKWARD else 0)
         ctx = ctx.replace(base_bytes=ctx.base_bytes + held_bytes)
         if phase is Phase.INFERENCE:
@@ -281,6 +298,15 @@ class _Lowering:
         unlimited = ctx.replace(limit_bytes=None)
         parts = run(self.log.passes, Stage.PARTS, copy_module(graph), unlimited, recompile=False)
         return more * simulate(parts.graph).memory.kept_bytes
+
+    def _held_by_calls_in_flight(self, graph: fx.GraphModule, ctx: Context) -> int:
+        """Bytes of calls whose backward is still to come, beside this one, and their gradients."""
+        if ctx.phase is Phase.INFERENCE:
+            return 0
+        buffer_bytes, returned = self._gradient_buffer_bytes, self.step.returned_bytes
+        if ctx.phase is Phase.BACKWARD:
+            return buffer_bytes + (ctx.calls_in_flight - 1) * (self.step.kept_bytes + returned)
+        return buffer_bytes + in_flight_bytes(graph, returned, ctx, self.log.passes)
 
     def key(self, args: Sequence[Any]) -> int:
         """A number for the tokens that a call sends (``osdp_compile/engine/agreeing.py``)."""

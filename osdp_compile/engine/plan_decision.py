@@ -155,7 +155,7 @@ class PlanDecision:
     def decided(self, plan: Plan) -> Context:
         """The context with the plan; notes the frames that share compiled code under it."""
         context = self.context.replace(plan=plan)
-        if self._captured is not None:
+        if self._captured is not None and self._captured.runs:
             self._step.reading.alike = alike_frames(self._captured.runs, context)
         return context
 

@@ -6,6 +6,12 @@ dimensions, one or two. Modules read the gathered local tensor as a DTensor on t
 as the model's own code expects. The sharded parameters are DTensors on all dimensions, with the
 placements of FSDP2 after tensor parallelism.
 
+The ranks along the other dimensions have the same batch, as with tensor parallelism; or, as with
+expert parallelism, batches of their own: then ``options={"mesh": ...}`` names their dimension too.
+A parameter that is sharded over it gets its gradient from all of these batches, divided by the
+number of ranks. That of a plain parameter is averaged over these ranks, by an all-reduce of the
+model itself.
+
 From the first trace of such a model until it is sharded, its parameters are plain local tensors.
 """
 
@@ -20,7 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from osdp_compile import _torch
@@ -42,6 +48,7 @@ class OtherDims:
         placements: on each of them.
         shape, stride: of the whole parameter.
         is_plain: the model's code reads a plain tensor, equal on the ranks of ``mesh``.
+        own_data: the ranks of ``mesh`` have batches of their own.
     """
 
     mesh: DeviceMesh
@@ -49,11 +56,23 @@ class OtherDims:
     shape: torch.Size
     stride: tuple[int, ...]
     is_plain: bool
+    own_data: bool = False
+
+    @property
+    def reads_local(self) -> bool:
+        """Whether the model's code reads the local tensor as it is."""
+        return self.is_plain and not self.own_data
 
     def as_read(self, local: Tensor) -> Tensor:
         """The tensor that the model's code reads; ``local``: of this rank in ``mesh``."""
-        if self.is_plain:
+        if self.reads_local:
             return local
+        if self.own_data:
+            local = _shared_gradient(local, self.mesh.size())
+        if self.is_plain:
+            everywhere = [Replicate()] * self.mesh.ndim
+            placed = DTensor.from_local(local, self.mesh, everywhere, run_check=False)
+            return placed.to_local(grad_placements=[Partial()] * self.mesh.ndim)
         return DTensor.from_local(
             local,
             self.mesh,
@@ -84,6 +103,23 @@ class OtherDims:
             self.mesh.size(dim) for dim, one in enumerate(self.placements) if one.is_shard(own.dim)
         )
         return _torch.strided_shard(own.dim, parts) if parts > 1 else own
+
+
+def _shared_gradient(local: Tensor, ranks: int) -> Tensor:
+    """A tensor of which the gradient is divided by the number of ranks with data of their own."""
+    shared: Tensor = _SharedGradient.apply(local, ranks)  # type: ignore[no-untyped-call, unused-ignore]
+    return shared
+
+
+class _SharedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.ranks, None
 
 
 #: Parameters of models on other dimensions too -> their placements there.
@@ -139,7 +175,8 @@ def are_on_other_dims(parameters: Iterable[nn.Parameter], mesh: DeviceMesh | Non
         raise OsdpError(
             f"the model's parameters are DTensors on {theirs}, and options={{'mesh'}} is {mesh}: "
             "give the dimensions beside theirs, such as mesh['dp'], or two of them: "
-            "mesh['dp_replicate', 'dp_shard']"
+            "mesh['dp_replicate', 'dp_shard']; theirs too if its ranks have batches of their own, "
+            "as with expert parallelism: mesh['dp', 'ep']"
         )
     if mesh.size() == 1:
         raise OsdpError(
@@ -147,6 +184,17 @@ def are_on_other_dims(parameters: Iterable[nn.Parameter], mesh: DeviceMesh | Non
             f"{theirs}: nothing is planned there. Leave out memory_limit and plan, or the backend"
         )
     return True
+
+
+def mesh_of(parameters: Iterable[nn.Parameter]) -> DeviceMesh | None:
+    """The mesh of the parameters' other dimensions, before and after they are sharded by us."""
+    for parameter in parameters:
+        others = other_dims_of(parameter)
+        if others is not None:
+            return others.mesh
+        if _is_distributed(parameter):
+            return parameter.device_mesh
+    return None
 
 
 def others_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> OtherDims | None:
@@ -206,10 +254,15 @@ def _is_distributed(value: Any) -> TypeGuard[DTensor]:
     )
 
 
-def take_local(modules: Sequence[nn.Module]) -> None:
+def take_local(modules: Sequence[nn.Module], own_data: bool) -> None:
     """Make all parameters of some modules plain local tensors, read as before while traced.
 
     Optimizers get the new parameters. :func:`give_back` undoes it.
+
+    ``own_data``: as in :class:`OtherDims`.
+
+    Raises:
+        OsdpError: for parameters that cannot be taken, with what to do.
     """
     distributed = [p for m in modules for p in m._parameters.values() if _is_distributed(p)]
     mesh = distributed[0].device_mesh
@@ -232,7 +285,7 @@ def take_local(modules: Sequence[nn.Module]) -> None:
         readers = {}
         for attribute, parameter in before.items():
             if id(parameter) not in renewed:
-                renewed[id(parameter)] = _taken(attribute, parameter, mesh, optimizers)
+                renewed[id(parameter)] = _taken(attribute, parameter, mesh, own_data, optimizers)
             new = renewed[id(parameter)]
             module._parameters[attribute] = new
             readers[attribute] = _reader(attribute, parameter, _known[new])
@@ -245,7 +298,11 @@ def _holds(module: nn.Module, parameters: Mapping[int, nn.Parameter]) -> bool:
 
 
 def _taken(
-    attribute: str, parameter: nn.Parameter, mesh: DeviceMesh, optimizers: OptimizerIndex
+    attribute: str,
+    parameter: nn.Parameter,
+    mesh: DeviceMesh,
+    own_data: bool,
+    optimizers: OptimizerIndex,
 ) -> nn.Parameter:
     """The plain local parameter in place of one of a module; itself if it is plain already."""
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
@@ -256,9 +313,14 @@ def _taken(
     if not isinstance(parameter, DTensor):
         placements = (Replicate(),) * mesh.ndim
         _known[parameter] = OtherDims(
-            mesh, placements, parameter.shape, parameter.stride(), is_plain=True
+            mesh, placements, parameter.shape, parameter.stride(), is_plain=True, own_data=own_data
         )
         return parameter
+    if own_data and not all(isinstance(one, Shard) for one in parameter.placements):
+        raise OsdpError(
+            f"parameter {attribute!r} is {parameter.placements} on {mesh}, of which the ranks have "
+            "batches of their own: shard it there, or leave it a plain parameter"
+        )
     local = local_part(parameter.detach())
     new = nn.Parameter(local, requires_grad=parameter.requires_grad)
     own = ("_local_tensor", "_spec")
@@ -268,7 +330,12 @@ def _taken(
     optimizers.rebind(parameter, new, local_part)
     _before[new] = parameter
     _known[new] = OtherDims(
-        mesh, tuple(parameter.placements), parameter.shape, parameter.stride(), is_plain=False
+        mesh,
+        tuple(parameter.placements),
+        parameter.shape,
+        parameter.stride(),
+        is_plain=False,
+        own_data=own_data,
     )
     return new
 

@@ -79,11 +79,27 @@ class Reading:
         self.alike = AlikeFrames()
         self.leaves: dict[str, Tensor] | None = None
         self._shared: list[weakref.ref[nn.Module]] = []
+        #: Modules with readers, each with its class before and its class with them.
+        self._classes: list[tuple[weakref.ref[nn.Module], type[nn.Module], type[nn.Module]]] = []
 
     def shares_class(self, module: nn.Module, names: dict[str, str]) -> None:
         """Note a module that shares its class. ``names``: by attribute, the parameters' names."""
         module.__dict__[_NAMES] = names
         self._shared.append(weakref.ref(module))
+
+    def gives_class(self, module: nn.Module, before: type[nn.Module]) -> None:
+        """Note a module that has its readers now. ``before``: its class without them."""
+        self._classes.append((weakref.ref(module), before, type(module)))
+
+    def take_back_classes(self) -> None:
+        """Take the readers of all modules away. A class that other code changed since stays."""
+        for reference, before, given in self._classes:
+            module = reference()
+            if module is not None and type(module) is given:
+                module.__class__ = before
+                module.__dict__.pop(_NAMES, None)
+        self._classes.clear()
+        self._shared.clear()
 
     def use_leaves(self, leaves: dict[str, Tensor] | None) -> None:
         """Begin (or with None end) to read parameters through leaves.
@@ -271,7 +287,7 @@ def _reader(
     ``plain``: the parameter is no DTensor. ``dtypes``: of its marker. ``others``: its placement on
     other mesh dimensions. ``is_shared``: alike modules read by this property, too.
     """
-    as_read = None if others is None or others.is_plain else others.as_read
+    as_read = None if others is None or others.reads_local else others.as_read
 
     def own_name(module: nn.Module) -> str:
         return getattr(module, _NAMES)[attribute] if is_shared else name
@@ -528,14 +544,16 @@ def read_through_markers(
     shared: dict[Hashable, type[nn.Module]] = {}
     for key, module in owners.items():
         kind = _kind(module, places[key], ctx, reading)
+        before = type(module)
         if kind is not None:
             reading.shares_class(module, {at: one.name for at, one in places[key].items()})
         if kind in shared:
             module.__class__ = shared[kind]
-            continue
-        _read_through_markers(module, places[key], ctx, reading, mesh, kind is not None)
+        else:
+            _read_through_markers(module, places[key], ctx, reading, mesh, kind is not None)
         if kind is not None:
             shared[kind] = type(module)
+        reading.gives_class(module, before)
 
 
 def _kind(

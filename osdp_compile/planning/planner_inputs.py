@@ -179,7 +179,15 @@ def held_bytes_of(
 
     Buffers, the batch, and :data:`UNSEEN_BYTES` for memory that no graph shows.
     """
-    own = {id(entry.parameter) for entry in entries}
+    buffers = {id(one): one for one in buffers_of(roots)}
+    buffer_bytes = sum(t.numel() * t.element_size() for t in buffers.values())
+    return input_bytes_of(roots, inputs, entries) + buffer_bytes + UNSEEN_BYTES
+
+
+def input_bytes_of(
+    roots: Sequence[tuple[str, nn.Module]], inputs: Sequence[Any], entries: Sequence[ModelParameter]
+) -> int:
+    """Bytes of the batch."""
+    own = {id(entry.parameter) for entry in entries} | {id(one) for one in buffers_of(roots)}
     held = {id(t): t for t in inputs if isinstance(t, torch.Tensor) and id(t) not in own}
-    held.update((id(buffer), buffer) for buffer in buffers_of(roots))
-    return sum(t.numel() * t.element_size() for t in held.values()) + UNSEEN_BYTES
+    return sum(t.numel() * t.element_size() for t in held.values())

@@ -7,7 +7,7 @@ parameters, and torch refuses this for a parameter that has a weak reference.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from osdp_compile.errors import OsdpError
+from osdp_compile.model.alike_frames import AlikeFrames, alike_parts
 from osdp_compile.model.mixed_precision import Precision
 from osdp_compile.model.shard_in_place import (
     ModelParameter,
@@ -85,12 +86,30 @@ class PendingModel:
             )
         return dataclasses.replace(options, mesh=self.given_mesh).with_plan(self.plan)
 
-    def read_in(self, root: nn.Module, precision: Precision) -> bool:
-        """Read the model's parameters in these dtypes; True if they changed."""
-        if self.reading.precision == precision:
+    def read_in(
+        self,
+        root: nn.Module,
+        precision: Precision,
+        inputs: Sequence[Any],
+        parts: Iterable[nn.Module],
+    ) -> bool:
+        """Read the model's parameters in these dtypes, and as alike parts; True if that changed.
+
+        ``inputs``: of the graph that reads them. ``parts``: the compiled modules. Those in ``root``
+        share code, unless one graph reads several of them.
+        """
+        entries = model_parameters([("", root)])
+        if {entry.name for entry in entries} != {row.name for row in self.plan.parameters}:
+            return False  # another model: it is refused next, on every rank
+        inside = {id(module) for module in root.modules()}
+        own = [part for part in parts if id(part) in inside]
+        alike = alike_parts(root, own, self.plan)
+        if _meet(root, inputs, alike):
+            alike = AlikeFrames()
+        if (self.reading.precision, self.reading.alike) == (precision, alike):
             return False
-        self.reading.precision = precision
-        entries = self.parameters(root)
+        self.reading.precision, self.reading.alike = precision, alike
+        self.reading.take_back_classes()
         read_through_markers(entries, self.context, self.reading, self.own_mesh)
         return True
 
@@ -115,6 +134,13 @@ class PendingModel:
             if buffer.is_meta:
                 raise_on_meta(f"buffer {name!r}")
         return found
+
+
+def _meet(root: nn.Module, inputs: Sequence[Any], alike: AlikeFrames) -> bool:
+    """Whether parameters with one name in shared code are inputs of one graph."""
+    given = {id(one) for one in inputs if isinstance(one, nn.Parameter)}
+    read = [name for name, one in root.named_parameters() if id(one) in given]
+    return len({alike.first_of.get(name, name) for name in read}) < len(read)
 
 
 def _check(entry: ModelParameter, laid_out: PendingModel) -> None:

@@ -27,6 +27,7 @@ from osdp_compile.live_objects import living
 from osdp_compile.model.wrapped import check_not_in_fsdp
 from osdp_compile.optim.step_hooks import before_steps
 from osdp_compile.runtime.current_call import referred_to
+from osdp_compile.tracking.other_data import check_same_data
 from osdp_compile.tracking.session import find
 from osdp_compile.tracking.unaveraged import check_averaged
 
@@ -76,6 +77,7 @@ def check_covered(optimizer: torch.optim.Optimizer, backend: Callable[..., Any])
             _check_apart(apart, stepping, backend)
         if optimizer not in _looked_at:
             check_averaged(stepping)
+            check_same_data(stepping)
     _looked_at[optimizer] = len(stepping)
 
 

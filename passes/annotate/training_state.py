@@ -11,6 +11,8 @@ EARLIER_GRADIENTS = "earlier gradients"
 #: Bytes held by other models of the process.
 OTHER_MODELS = "other models"
 LIBRARIES = "libraries"
+#: Saved by calls of the model whose backward is still to come (``Context.calls_in_flight``).
+IN_FLIGHT = "other microbatches"
 
 
 def shard_bytes(ctx: Context, plan: Plan, parameter: Parameter) -> int:

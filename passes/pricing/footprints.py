@@ -6,6 +6,7 @@ step. Parameter i with decision d takes m(i, d, p) bytes at place p:
 * its local state between steps;
 * its gathered copy, from the first use in the forward to the last one in the backward if it is
   kept, or within each graph if it is regathered;
+* the copies that other calls in flight keep, in both graphs;
 * its gradient, whole where it is made, and local from there on.
 """
 
@@ -23,7 +24,7 @@ from passes.types.decision import DECISIONS, Decision
 from passes.types.plan import OF_INPUT, Split
 
 #: The most intervals and overlaps of a parameter.
-_MOST_INTERVALS, _MOST_OVERLAPS = 6, 3
+_MOST_INTERVALS, _MOST_OVERLAPS = 7, 3
 
 
 class Interval(NamedTuple):
@@ -136,7 +137,10 @@ class Footprints:
         kept = 1.0 if decision.keep else split.kept_slices / slices if split else 0.0
         if life.forward is not None:
             last = (life.backward or life.forward)[1]
-            found.append(Interval(life.forward[0], last, round(kept * p.full_bytes)))
+            kept_bytes = round(kept * p.full_bytes)
+            found.append(Interval(life.forward[0], last, kept_bytes))
+            if self.ctx.calls_in_flight > 1:
+                found.append(Interval(0, end - 1, (self.ctx.calls_in_flight - 1) * kept_bytes))
         if life.left_out:  # whole one after the other, and never all of them
             return found
         slice_bytes = p.full_bytes // slices

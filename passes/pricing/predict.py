@@ -11,6 +11,7 @@ from torch import fx
 from passes.annotate.annotate_costs import cost_of
 from passes.annotate.training_state import (
     EARLIER_GRADIENTS,
+    IN_FLIGHT,
     OTHER_MODELS,
     base_kinds,
     gradient_bytes,
@@ -22,11 +23,11 @@ from passes.annotate.training_state import (
 from passes.capture.captured_step import lay_out
 from passes.capture.fold_layers import Folded, Seconds, put_in, recomputed_of, seconds_of
 from passes.graph.captured import Captured
-from passes.graph.fx_utils import is_collective, shared_values
+from passes.graph.fx_utils import copy_module, is_collective, shared_values
 from passes.graph.metadata import MEMORY, UNSCHEDULED
 from passes.pipeline import Pass, Stage, run
 from passes.recompute.recompute_activations import recomputed
-from passes.simulate.lent import returned_bytes
+from passes.simulate.lent import output_bytes, returned_bytes
 from passes.simulate.simulator import Simulation, simulate
 from passes.types.context import Context, Phase
 from passes.types.plan import Plan, Prediction
@@ -107,8 +108,12 @@ def _predict(
     if folded is not None:
         put_in(laid, folded, plan, ctx)
     state = held_between_steps(ctx, plan)
-    held = ctx.base_bytes + sum(state.values())
     returned = returned_bytes(laid.forward.graph, laid.backward.graph)
+    buffer_bytes = ctx.gradient_buffers * output_bytes(laid.forward.graph, laid.backward.graph)
+    in_flight = buffer_bytes + in_flight_bytes(
+        laid.forward, returned, ctx.replace(plan=plan), passes
+    )
+    held = ctx.base_bytes + sum(state.values()) + in_flight
     lowered: list[fx.GraphModule] = []
     simulations: list[Simulation] = []
     for gm, phase, extra in (
@@ -123,18 +128,14 @@ def _predict(
     unseen = _unseen(folded, plan, lowered, simulations)
     all_unseen = unseen[0].plus(unseen[1])
     update_seconds = optimizer_seconds(ctx, plan)
-    base = {**state, **base_kinds(ctx)}
+    base = {**state, **base_kinds(ctx), IN_FLIGHT: in_flight}
     base = _sum(base, more_earlier_gradients(ctx, plan, backward.memory.kept_bytes))
     base = {kind: size_bytes for kind, size_bytes in base.items() if size_bytes}
     peaks = [
         _sum(base, forward.memory.peak),
         _sum(base, backward.memory.peak, {"returned": returned}),
         _sum(base, _between(ctx, forward)),
-        {
-            **{kind: held for kind, held in base.items() if kind != EARLIER_GRADIENTS},
-            "gradients": gradient_bytes(ctx, plan, backward.memory.kept_bytes),
-            "optimizer step": optimizer_temporary_bytes(ctx, plan),
-        },
+        _at_optimizer(ctx, plan, base, backward),
     ]
     peak = {k: v for k, v in max(peaks, key=lambda kinds: sum(kinds.values())).items() if v}
     step_seconds = forward.step_seconds + backward.step_seconds + all_unseen.step
@@ -165,6 +166,22 @@ def _predict(
     )
 
 
+def in_flight_bytes(
+    forward: fx.GraphModule, returned_bytes: int, ctx: Context, passes: Sequence[Pass]
+) -> int:
+    """Bytes that calls whose backward is still to come hold, beside the one in the graphs.
+
+    ``forward``: before lowering; unchanged. ``returned_bytes``: that it returns to its caller.
+    """
+    others = ctx.calls_in_flight - 1
+    if not others:
+        return 0
+    unlimited = ctx.replace(phase=Phase.FORWARD, limit_bytes=None)
+    lowered = run(passes, Stage.PARTS, copy_module(forward), unlimited, recompile=False)
+    kept_bytes = simulate(lowered.graph, MEMORY.pop(lowered)).memory.kept_bytes
+    return others * (kept_bytes + returned_bytes)
+
+
 def _unseen(
     folded: Folded | None,
     plan: Plan,
@@ -177,6 +194,18 @@ def _unseen(
         for gm, simulation in zip(lowered, simulations, strict=True)
     )
     return ahead, behind
+
+
+def _at_optimizer(
+    ctx: Context, plan: Plan, base: Mapping[str, int], backward: Simulation
+) -> dict[str, int]:
+    """Bytes by kind at the optimizer's step."""
+    ended = EARLIER_GRADIENTS, IN_FLIGHT
+    return {
+        **{kind: held for kind, held in base.items() if kind not in ended},
+        "gradients": gradient_bytes(ctx, plan, backward.memory.kept_bytes),
+        "optimizer step": optimizer_temporary_bytes(ctx, plan),
+    }
 
 
 def _between(ctx: Context, forward: Simulation) -> dict[str, int]:

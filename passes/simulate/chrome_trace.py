@@ -14,6 +14,7 @@ from typing import Any
 
 from passes.annotate.training_state import (
     EARLIER_GRADIENTS,
+    IN_FLIGHT,
     gradient_bytes,
     optimizer_seconds,
     optimizer_temporary_bytes,
@@ -94,7 +95,8 @@ def optimizer_timeline(
     ``kept_bytes``: bytes that the backward leaves alive.
     """
     # The optimizer sees one gradient: those of earlier backwards are already in it.
-    base = {part: held for part, held in base.items() if part != EARLIER_GRADIENTS}
+    ended = EARLIER_GRADIENTS, IN_FLIGHT
+    base = {part: held for part, held in base.items() if part not in ended}
     seconds = optimizer_seconds(ctx, plan)
     parts = {
         **base,

@@ -44,6 +44,11 @@ def returned_bytes(forward: fx.Graph, backward: fx.Graph) -> int:
     return sum(bytes_of(node.meta["val"]) for node in set(returned) - set(saved))
 
 
+def output_bytes(forward: fx.Graph, backward: fx.Graph) -> int:
+    """Bytes of the tensors that the forward returns to its caller."""
+    return sum(bytes_of(node.meta["val"]) for node in set(returned_and_saved(forward, backward)[0]))
+
+
 def lend(step: fx.GraphModule, _: Context) -> fx.GraphModule:
     """Mark the lent inputs of a step's backward. See the module's docstring."""
     forward, backward = graphs_of(step)

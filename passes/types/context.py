@@ -108,6 +108,10 @@ class Context:
         adds_gradients: reduced gradients of earlier backwards are alive in both graphs. The new
             gradients are added to them after the backward.
         other_models_bytes: the part of ``base_bytes`` that other models of the process hold.
+        calls_in_flight: forwards whose backward is still to come when the next one ends, this one
+            among them: the microbatches that a pipeline stage holds.
+        gradient_buffers: buffers of the size of a forward's outputs, in which a pipeline's schedule
+            receives the gradients of other microbatches.
         between_bytes: extra bytes of another model while it runs. It may run between the forward
             and the backward.
         limit_bytes: memory limit for everything on this rank; None: no limit.
@@ -143,6 +147,8 @@ class Context:
     base_bytes: int = 0
     accumulated_bytes: int = 0
     adds_gradients: bool = False
+    calls_in_flight: int = 1
+    gradient_buffers: int = 0
     other_models_bytes: int = 0
     between_bytes: int = 0
     limit_bytes: int | None = None

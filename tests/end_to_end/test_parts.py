@@ -64,13 +64,19 @@ def frames_of(model):
     return len({*in_step}), [in_step.count(frame) for frame in dict.fromkeys(in_step)]
 
 
-def train_by_blocks(rank, world_size, plan, accumulates):
-    """The differences to one process that has all ranks' batches; plan and compiled frames."""
+def train_by_blocks(rank, world_size, plan, accumulates, before=False, blocks=3):
+    """The differences to one process that has all ranks' batches; plan and compiled frames.
+
+    ``before``: the model is sharded before its first call.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Blocks()
+    model = Blocks(blocks)
     reference = copy.deepcopy(model)
-    compiled_by_blocks(model, plan_options(model, plan, Recipe(), world_size))
+    options = plan_options(model, plan, Recipe(), world_size)
+    if before:
+        osdp_compile.shard(model, options.pop("plan"))
+    compiled_by_blocks(model, options)
     optimizer, other = sgd(model.parameters()), sgd(reference.parameters())
     recipe = Recipe(max_norm=0.05)
     differences = []
@@ -117,6 +123,43 @@ def test_blocks_that_are_compiled_one_by_one(two_ranks, plan, accumulates, frame
         if plan == "shard_regather":
             assert set(placed.values()) == {"shard"}
         assert (found[0], sorted(found[1])) == frames
+
+
+@pytest.mark.parametrize(
+    ("plan", "accumulates", "blocks", "frames"),
+    [
+        ("shard_regather", False, 10, (1, [10])),
+        pytest.param("replicate", True, 3, (1, [3]), marks=pytest.mark.thorough),
+        pytest.param(
+            {"blocks.1.up.weight": "shard_keep"}, True, 3, (2, [1, 2]), marks=pytest.mark.thorough
+        ),
+    ],
+)
+def test_blocks_of_a_model_that_was_sharded_before(two_ranks, plan, accumulates, blocks, frames):
+    """More blocks than Dynamo compiles code for one function."""
+    found = two_ranks.run(train_by_blocks, plan, accumulates, before=True, blocks=blocks)
+    for difference, _, names, of_step in found:
+        assert difference < 1e-5
+        assert names == list(dict(Blocks(blocks).named_parameters()))
+        assert (of_step[0], sorted(of_step[1])) == frames
+
+
+def whole_after_blocks(rank, world_size):
+    """The errors of compiling the whole model after its blocks."""
+    torch._dynamo.reset()
+    model = Blocks()
+    compiled_by_blocks(model, plan_options(model, "shard_regather", Recipe(), world_size))
+    model(some_ids(0, rank)).sum().backward()
+    for block in model.blocks:
+        block._compiled_call_impl = None
+    with pytest.raises(osdp_compile.OsdpError) as refused:
+        torch.compile(model, backend="osdp")(some_ids(0, rank))
+    return str(refused.value)
+
+
+def test_the_whole_model_is_not_compiled_after_its_blocks(two_ranks):
+    for said in two_ranks.run(whole_after_blocks):
+        assert "'blocks.0.up.weight' and 'blocks.1.up.weight' are in one graph" in said
 
 
 def peak_by_blocks(rank, world_size, share):

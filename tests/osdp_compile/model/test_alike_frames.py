@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from osdp_compile.model.alike_frames import alike_frames
+from osdp_compile.model.alike_frames import alike_frames, alike_parts
 from passes.types.context import Context, Parameter
 from passes.types.plan import Plan
 from tests.training import SLOW
@@ -67,3 +67,52 @@ def test_a_block_that_shares_a_parameter_is_alike_to_itself_only():
 def test_without_runs_nothing_is_alike():
     found = alike_frames([], context())
     assert not found.first_of and found.times_of(NAMES) == 1
+
+
+class Pair(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, width), nn.Linear(width, 4)
+
+
+def parts_of(*blocks: nn.Module, extra: Sequence[int] = (), replicated: Sequence[str] = ()):
+    """The first parameters of blocks, all of which are compiled, with others by their index."""
+    root = nn.Sequential(*blocks)
+    named = list(root.named_parameters())
+    plans = [Plan.uniform(named, one, world_size=2) for one in ("shard_keep", "replicate")]
+    rows = tuple(
+        other if own.name in replicated else own
+        for own, other in zip(plans[0].parameters, plans[1].parameters, strict=True)
+    )
+    parts = [*blocks, *([root, root[0].up][one] for one in extra)]
+    found = alike_parts(root, parts, plans[0].replace(parameters=rows))
+    return [found.first_of.get(f"{index}.up.weight") for index in range(len(blocks))], found
+
+
+def test_parts_with_equal_modules_and_rows_share_the_names_of_the_first():
+    names, found = parts_of(Pair(), Pair(), Pair())
+    assert names == ["0.up.weight"] * 3
+    own = [name for name, first in found.first_of.items() if name == first]
+    assert len(own) == 4 and found.times_of(own) == 3
+
+
+def test_parts_of_other_shapes_classes_decisions_or_frozen_ones_are_not_alike():
+    class Other(Pair):
+        pass
+
+    assert parts_of(Pair(), Pair(6))[0] == ["0.up.weight", "1.up.weight"]
+    assert parts_of(Pair(), Other())[0] == ["0.up.weight", "1.up.weight"]
+    assert parts_of(Pair(), Pair(), replicated=["1.down.bias"])[0] == ["0.up.weight", "1.up.weight"]
+    assert parts_of(Pair(), Pair().requires_grad_(False))[0] == ["0.up.weight", "1.up.weight"]
+
+
+def test_a_part_within_another_is_no_frame_and_a_whole_model_shares_nothing():
+    assert parts_of(Pair(), Pair(), extra=[1])[0] == ["0.up.weight"] * 2
+    assert parts_of(Pair(), Pair(), extra=[0])[0] == [None, None]
+
+
+def test_parts_that_share_a_parameter_are_not_alike():
+    first, second = Pair(), Pair()
+    second.up.weight = first.up.weight
+    _, found = parts_of(first, second)
+    assert found.first_of["1.up.bias"] == "1.up.bias"

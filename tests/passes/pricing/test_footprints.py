@@ -32,3 +32,17 @@ def test_a_weight_in_slices_is_whole_nowhere():
     sliced = key.replace(splits=(Split(name, 4),))
     spared = footprints.bytes_of(key) - footprints.bytes_of(sliced)
     assert spared.min() == 0 and spared.max() in (3 * full_bytes // 4, 2 * (3 * full_bytes // 4))
+
+
+def test_other_calls_in_flight_keep_their_gathered_copies():
+    step, ctx = captured("even")
+    more = []
+    for calls in (1, 3):
+        evaluator = PlanEvaluator(step, ctx.replace(calls_in_flight=calls), PASSES)
+        kept, again = (evaluator.uniform(option) for option in (1, 2))
+        bytes_of = Footprints(evaluator).bytes_of
+        more.append((bytes_of(kept), bytes_of(again)))
+    gathered_bytes = sum(one.full_bytes for one in ctx.parameters)
+    assert {*(more[1][0] - more[0][0])[:-1]} == {2 * gathered_bytes}
+    assert (more[1][0] - more[0][0])[-1] == 0
+    assert not (more[1][1] - more[0][1]).any()

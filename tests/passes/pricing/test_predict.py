@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from passes.graph.fx_utils import shared_values
+from passes.annotate.training_state import IN_FLIGHT
+from passes.graph.fx_utils import bytes_of, output_node, shared_values
 from passes.graph.printer import graph_text
 from passes.pipeline import default_passes
 from passes.plan.planner import make_plan
@@ -63,3 +64,18 @@ def test_planning_leaves_the_captured_graphs_alone():
     before = str(step.forward.graph), str(step.backward.graph)
     make_plan(step, ctx.replace(limit_bytes=limits(step, ctx, 3)[1]), PASSES)
     assert (str(step.forward.graph), str(step.backward.graph)) == before
+
+
+@pytest.mark.parametrize("decision", [Decision.SHARD_KEEP, Decision.SHARD_REGATHER])
+def test_calls_in_flight_hold_what_a_forward_keeps_and_no_bytes_at_the_optimizers_step(decision):
+    step, ctx = captured("biased")
+    plan = Plan.uniform([(p.name, p) for p in ctx.parameters], decision, world_size=ctx.world_size)
+    alone = predict(step, plan, ctx, PASSES)
+    found = predict(step, plan, ctx.replace(calls_in_flight=4, gradient_buffers=2), PASSES)
+    kept_bytes = alone.simulations[0].memory.kept_bytes
+    (loss,) = (node for node in output_node(step.forward.graph).args[0][:1])
+    more_bytes = 3 * (kept_bytes + alone.returned_bytes) + 2 * bytes_of(loss.meta["val"])
+    assert kept_bytes > 0
+    assert found.base[IN_FLIGHT] == more_bytes
+    in_graphs = zip(found.base_bytes, alone.base_bytes, strict=True)
+    assert [one - other for one, other in in_graphs] == [more_bytes, more_bytes, 0]
