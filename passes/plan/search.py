@@ -38,12 +38,33 @@ class Search:
         evaluator.is_short = limited and evaluator.is_limited(min(keys, key=evaluator.seconds))
         if all(evaluator.rank(key)[0] for key in keys):
             keys += self._lean_enough(min(keys, key=evaluator.rank))
-        start = min(keys, key=evaluator.rank)
+        start = self._in_larger_buckets(min(keys, key=evaluator.rank))
         if evaluator.ctx.tensor_parallel is not True or not evaluator.move_groups.groups:
             return self._onwards(start)
         self.neighbours.may_move = False
         evaluator.left = _budget(evaluator, moves=False) - len(evaluator.seen)
         return self._moving(self._onwards(start))
+
+    def _in_larger_buckets(self, best: Candidate) -> Candidate:
+        """For a folded step: the candidate with larger buckets, as long as these are faster.
+
+        Of a thousand ranks, latency is most of a small collective. They do not count for the
+        evaluation budget, which would not reach far enough.
+        """
+        evaluator = self.evaluator
+        while evaluator.folded is not None:
+            sizes = (size for size in evaluator.other_sizes(best) if size > best.bucket_bytes)
+            size = next(sizes, None)
+            if size is None:
+                break
+            larger = best.replace(bucket_bytes=size)
+            left = evaluator.left
+            is_better = evaluator.evaluated_rank(larger) < evaluator.rank(best)
+            evaluator.left = left
+            if not is_better:
+                break
+            best = larger
+        return best
 
     def _moving(self, best: Candidate) -> Candidate:
         """The best candidate that climbs with moves lead to, from one without; with a new budget.
