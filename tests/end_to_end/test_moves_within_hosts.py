@@ -31,6 +31,8 @@ from tests.training import Recipe, Reference, adamw, finish_step, plan_in_force,
 
 #: Between hosts as fast as within one.
 EVEN = two_dimensions(LinkRate(1e-5, 1e-8))
+#: The same, so slow that the bytes count.
+SLOW = two_dimensions(LinkRate(1e-5, 1e-6))
 
 
 def on_hosts(plan=None, **options):
@@ -195,9 +197,9 @@ def _planned(rank, world_size, latency):
     model = Gated().double()
     recipe = Recipe(step=mean_square, optimizer=adamw, steps=3, batch=batch)
     reference = Reference(copy.deepcopy(model), recipe, world_size)
-    flat = dict.fromkeys(EVEN.collectives, LinkRate(latency, 2e-8))
+    flat = dict.fromkeys(SLOW.collectives, LinkRate(latency, 2e-7))
     options = on_hosts(tensor_parallel=True)
-    options["hardware"] = dataclasses.replace(EVEN, collectives=flat)
+    options["hardware"] = dataclasses.replace(SLOW, collectives=flat)
     apart = train_osdp(model, options, recipe, rank).distance(reference.train(rank))
     plan = plan_in_force(model)
     return {plan[name].decision.scope.value for name in plan.moved}, apart

@@ -89,10 +89,10 @@ def test_every_slice_that_is_kept_takes_its_own_bytes_and_spares_a_gather():
         for kept in range(8)
     ]
     assert all(one.exposed_seconds > more.exposed_seconds for one, more in itertools.pairwise(said))
-    # With the first few the most is held elsewhere: in the backward, and not at its beginning.
+    # With the first few the most is held in the step of the optimizer, or later in the backward.
     slice_bytes = sum(ctx.parameter(name).full_bytes for name in UP_AND_DOWN) // 8
     more_bytes = [more.peak_bytes - one.peak_bytes for one, more in itertools.pairwise(said)]
-    assert more_bytes[2:] == [slice_bytes] * 5
+    assert more_bytes[4:] == [slice_bytes] * 3
     keep = decided(ctx, Decision.SHARD_KEEP, bucket_bytes=0)
     whole = predict(step, keep, tight, default_passes())
     assert said[7].peak_bytes < whole.prediction.peak_bytes
