@@ -47,7 +47,10 @@ def train(config: dict[str, Any]) -> None:
             save(model, optimizer, step + 1, folder)
         mean = loss.detach().clone()
         dist.all_reduce(mean)
-        ray.train.report({"step": step + 1, "loss": mean.item() / dist.get_world_size()})
+        mean_loss = mean.item() / dist.get_world_size()
+        ray.train.report({"step": step + 1, "loss": mean_loss})
+        if dist.get_rank() == 0:  # Ray shows it on the driver
+            print(f"step {step + 1}  loss {mean_loss:.6f}  ranks {dist.get_world_size()}")
 
 
 def main() -> None:
@@ -68,8 +71,7 @@ def main() -> None:
             failure_config=ray.train.FailureConfig(max_failures=args.max_failures),
         ),
     )
-    metrics = trainer.fit().metrics or {}
-    print(f"step {metrics['step']}  loss {metrics['loss']:.6f}  workers {args.workers}")
+    trainer.fit()
 
 
 if __name__ == "__main__":

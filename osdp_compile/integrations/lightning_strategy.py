@@ -95,9 +95,9 @@ class OsdpStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
             rows. Default: one file of whole tensors, which a Trainer of any strategy loads.
             Both are loaded.
         compile_arguments: further arguments of ``torch.compile``, such as ``dynamic``.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
-            process_group_backend, timeout, start_method: as in ``DDPStrategy``.
         options: the options of ``torch.compile(..., backend="osdp", options=...)``.
+
+    The other arguments are those of ``DDPStrategy``.
 
     Raises:
         ValueError: for an unknown or malformed option.
