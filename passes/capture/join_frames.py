@@ -29,6 +29,7 @@ from passes._torch import FakeTensorMode
 from passes.graph.captured import Captured
 from passes.graph.fx_utils import bytes_of, concrete, hint, module_of, output_node
 from passes.graph.metadata import LENT, OPERATOR_KEY, PARAMETER, SAVED, SAVES
+from passes.graph.step_module import saved_count
 from passes.ops.markers import REDUCE_GRAD, UNSHARD, reduce_grad_of, set_args, unshard_of
 from passes.recompute.recompute_activations import keys_of
 from passes.simulate.lent import mark_lent
@@ -59,8 +60,7 @@ class FrameRun:
     @property
     def saved_count(self) -> int:
         """Number of saved tensors: the last results of the forward."""
-        given = self.captured.backward.graph.find_nodes(op="placeholder")
-        return sum(not node.name.startswith("tangents") for node in given)
+        return saved_count(self.captured.backward.graph)
 
 
 def join_frames(runs: Sequence[FrameRun]) -> Captured:

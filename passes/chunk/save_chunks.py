@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from passes.graph.fx_utils import output_node, remove_dead
-from passes.graph.metadata import SAVED, SAVES
-from passes.recompute.recompute_activations import save_instead
+from passes.graph.step_module import saved_count, saved_input
+from passes.recompute.recompute_activations import PartitionBoundary, save_instead
 
 #: By a whole tensor, its chunks in their order.
 Chunks = Mapping[fx.Node, Sequence[fx.Node]]
@@ -34,18 +34,14 @@ def save_chunks(forward: fx.Graph, backward: fx.Graph, made: Chunks, cut: Chunks
     ``made``: the tensors that the forward joins, and their chunks. ``cut``: the inputs of the
     backward that it cuts into chunks.
     """
-    inputs = {
-        SAVES.get(node, node.name): node
-        for node in backward.find_nodes(op="placeholder")
-        if not node.name.startswith("tangents")
-    }
+    inputs = PartitionBoundary(forward, backward).saved
     output = output_node(forward)
     returned = list(output.args[0])  # type: ignore[arg-type]
-    first = len(returned) - _saved_count(backward)
+    first = len(returned) - saved_count(backward)
     saved: list[fx.Node] = []
     saved_before: set[fx.Node] = set()
     for node in returned[first:]:
-        given = inputs.get(node.name)
+        given = inputs.get(node)
         chunks, slices = made.get(node, ()), () if given is None else cut.get(given, ())
         is_twice = not saved_before.isdisjoint(chunks)
         if given is None or is_twice or not _is_cut_alike(given, chunks, slices):
@@ -56,12 +52,6 @@ def save_chunks(forward: fx.Graph, backward: fx.Graph, made: Chunks, cut: Chunks
         _give(given, chunks, slices)
     save_instead(output, first, saved)
     remove_dead(forward)
-
-
-def _saved_count(backward: fx.Graph) -> int:
-    """The number of tensors that the forward saves: they are its last outputs."""
-    given = backward.find_nodes(op="placeholder")
-    return sum(not node.name.startswith("tangents") for node in given)
 
 
 def _is_cut_alike(given: fx.Node, chunks: Sequence[fx.Node], slices: Sequence[fx.Node]) -> bool:
@@ -83,11 +73,7 @@ def _give(given: fx.Node, chunks: Sequence[fx.Node], slices: Sequence[fx.Node]) 
     graph = given.graph
     for chunk, one in zip(chunks, slices, strict=True):
         with graph.inserting_before(given):
-            made = graph.placeholder(chunk.name)
-        made.target = made.name  # in the code, another input could have the name of the target
-        made.meta["val"] = chunk.meta["val"]
-        SAVED.set(made, True)
-        SAVES.set(made, chunk.name)
+            made = saved_input(graph, chunk)
         one.replace_all_uses_with(made)
         between = one.all_input_nodes[0]
         graph.erase_node(one)

@@ -48,7 +48,7 @@ from torch import fx
 
 from passes.graph.fx_utils import WAIT, copy_module, output_node, positions
 from passes.graph.metadata import AFTER_WAIT, COLLECTIVE, NOT_MOVED, SAVES
-from passes.graph.step_module import graphs_of
+from passes.graph.step_module import graphs_of, saved_count, saved_input
 from passes.move.move_rules import Mover
 from passes.move.placed import Placed, Refused
 from passes.move.token_collectives import KeptTokens
@@ -124,13 +124,10 @@ def rewrite(
     Raises:
         Refused: naming the operator without a rule. The graphs are then half rewritten.
     """
-    saved_count = 0
-    if len(graphs) == 2:
-        given = graphs[1].graph.find_nodes(op="placeholder")
-        saved_count = sum(not node.name.startswith("tangents") for node in given)
+    count = saved_count(graphs[1].graph) if len(graphs) == 2 else 0
     first = Mover(graphs[0].graph, dims, ctx, {}, layout)
     first.run()
-    saved = _return(first, saved_count)
+    saved = _return(first, count)
     _remove_unused(first)
     if len(graphs) == 1:
         return
@@ -140,10 +137,8 @@ def rewrite(
         placed = saved.get(SAVES.get(node, node.name))
         if placed is not None:
             with backward.inserting_before(node):
-                own = backward.placeholder(placed.node.name)
-            own.target = own.name  # in the code, another input could have the name of the target
-            own.meta = {**node.meta, "val": placed.node.meta["val"]}
-            SAVES.set(own, placed.node.name)
+                own = saved_input(backward, placed.node)
+            own.meta = {**node.meta, **own.meta}
             inputs[node] = placed.of(own)
     kept = KeptTokens(first) if keep_tokens else None
     second = Mover(backward, dims, ctx, inputs, layout, kept)
@@ -153,19 +148,19 @@ def rewrite(
         backward.erase_node(node)
     _remove_unused(second)
     if kept is not None:
-        _save(kept, graphs[0].graph, backward, saved_count)
+        _save(kept, graphs[0].graph, backward, count)
     _sink_gradients(second)
 
 
-def _save(kept: KeptTokens, forward: fx.Graph, backward: fx.Graph, saved_count: int) -> None:
+def _save(kept: KeptTokens, forward: fx.Graph, backward: fx.Graph, count: int) -> None:
     """Save the kept tokens; tensors that the backward now reads no more are not saved.
 
-    ``saved_count``: the number of the last outputs that are saved for the backward.
+    ``count``: of the last outputs, which are saved for the backward.
     """
     inputs = PartitionBoundary(forward, backward).saved
     output = output_node(forward)
     returned: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
-    first = len(returned) - saved_count
+    first = len(returned) - count
     saved = [*reversed(kept.read)]  # each input was put before the others
     for node in returned[first:]:
         own = inputs.get(node)
@@ -218,17 +213,17 @@ def _needed_for(gradient: fx.Node) -> dict[fx.Node, None]:
     return own
 
 
-def _return(mover: Mover, saved_count: int) -> dict[str, Placed]:
+def _return(mover: Mover, count: int) -> dict[str, Placed]:
     """Return the placed tensors of a graph that the backward needs; by the name of the original.
 
-    ``saved_count``: the number of the last outputs that are saved for the backward.
+    ``count``: of the last outputs, which are saved for the backward.
 
     Raises:
         Refused: another output is placed.
     """
     output = output_node(mover.graph)
     returned = list(output.args[0])  # type: ignore[arg-type]
-    first = len(returned) - saved_count
+    first = len(returned) - count
     saved: dict[str, Placed] = {}
     for index, node in enumerate(returned):
         placed = mover.placed.get(node) if isinstance(node, fx.Node) else None

@@ -24,7 +24,8 @@ from passes.graph.fx_utils import (
     call,
     compact,
 )
-from passes.graph.metadata import CHUNK, SAVED, SAVES
+from passes.graph.metadata import CHUNK, SAVES
+from passes.graph.step_module import saved_input
 from passes.move.placed import Refused
 from passes.ops.p2p import EXCHANGE
 from passes.ops.packing import SUM_RANKS
@@ -142,12 +143,7 @@ class KeptTokens:
         if made not in self.read:
             first = next(one for one in graph.nodes if isinstance(one.meta.get("val"), Tensor))
             with graph.inserting_before(first):
-                own = graph.placeholder(made.name)
-            own.target = own.name  # in the code, another input could have the name of the target
-            own.meta["val"] = made.meta["val"]
-            SAVED.set(own, True)
-            SAVES.set(own, made.name)
-            self.read[made] = own
+                self.read[made] = saved_input(graph, made)
         return self.read[made]
 
 

@@ -47,12 +47,11 @@ from passes.graph.metadata import (
     NOT_RECOMPUTED,
     OPERATOR_KEY,
     RECOMPUTED,
-    SAVED,
     SAVES,
     STATIC,
 )
 from passes.graph.module_path import module_path
-from passes.graph.step_module import graphs_of
+from passes.graph.step_module import graphs_of, saved_input
 from passes.ops.markers import REDUCE_GRAD, UNSHARD, unshard_of
 from passes.types.context import Context
 from passes.types.plan import Plan
@@ -301,11 +300,8 @@ class _Rewriting:
         """Save a node of the forward: a new placeholder before the backward's other tensors."""
         graph = self.backward.graph
         with graph.inserting_before(self.first_saved):
-            saved = graph.placeholder(node.name)
-        saved.meta = dict(node.meta)
-        SAVES.set(saved, node.name)  # the placeholder's own name may differ
-        if node.op != "placeholder":
-            SAVED.set(saved, True)
+            saved = saved_input(graph, node)
+        saved.meta = {**node.meta, **saved.meta}
         if node.target is UNSHARD:
             GATHERED.set(saved, unshard_of(node).name)
         self.now_saved[node] = saved

@@ -19,7 +19,7 @@ from torch import fx
 
 from passes.graph.fx_utils import bytes_of, output_node, root_of
 from passes.graph.metadata import LENT, SAVES, STORAGE
-from passes.graph.step_module import graphs_of
+from passes.graph.step_module import graphs_of, saved_count
 from passes.types.annotations import Storage
 from passes.types.context import Context
 
@@ -31,10 +31,8 @@ def returned_and_saved(
 
     A tensor may be in both lists; :func:`passes.graph.fx_utils.output_nodes` has it only once.
     """
-    given = backward.find_nodes(op="placeholder")
-    count = sum(not node.name.startswith("tangents") for node in given)
     outputs = [n for n in output_node(forward).args[0] if isinstance(n, fx.Node)]  # type: ignore[union-attr]
-    first = max(0, len(outputs) - count)
+    first = max(0, len(outputs) - saved_count(backward))
     return outputs[:first], outputs[first:]
 
 

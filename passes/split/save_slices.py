@@ -27,8 +27,8 @@ import torch
 from torch import fx
 
 from passes.graph.fx_utils import call, copy_module, output_node
-from passes.graph.metadata import GATHERED, SAVED, SAVES
-from passes.graph.step_module import graphs_of
+from passes.graph.metadata import GATHERED
+from passes.graph.step_module import graphs_of, saved_input
 from passes.ops.markers import unshard_of, unshards
 from passes.ops.slicing import JOIN_SLICES, TAKE_SLICE, Slices, slice_name
 from passes.recompute.recompute_activations import PartitionBoundary, save_instead
@@ -122,10 +122,7 @@ def _placeholder(graph: fx.Graph, of: fx.Node, gathered: str | None) -> fx.Node:
 
     ``gathered``: the name of the weight's slice, if it is one.
     """
-    found = graph.placeholder(of.name)
-    found.meta["val"] = of.meta["val"]
-    SAVED.set(found, True)
-    SAVES.set(found, of.name)
+    found = saved_input(graph, of)
     if gathered is not None:
         GATHERED.set(found, gathered)
     return found
