@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import numpy as np
+
 from passes.annotate.owner_ranks import orthogonal_bytes, orthogonal_seconds
 from passes.types.context import Context, Parameter
 from passes.types.plan import Plan
@@ -55,9 +59,32 @@ def optimizer_temporary_bytes(ctx: Context, plan: Plan) -> int:
     holds this result until the next parameter's replaces it. Muon's whole matrices count beside it.
     """
     shards = [shard_bytes(ctx, plan, p) for p in ctx.parameters if p.requires_grad]
-    pairs = zip(shards, [0, *shards], strict=False)
-    most_bytes = max((2 * own + before for own, before in pairs), default=0)
+    most_bytes = most_temporary_bytes(np.array(shards, dtype=np.int64))
     return most_bytes + orthogonal_bytes(ctx.parameters, ctx.world_size)
+
+
+def most_temporary_bytes(shards: np.ndarray) -> int:
+    """The same, of the bytes of all trained local shards in their order, without Muon's."""
+    before = np.concatenate([[0], shards])[:-1]
+    return int((2 * shards + before).max(initial=0))
+
+
+def at_optimizer(
+    ctx: Context, plan: Plan, base: Mapping[str, int], kept_bytes: int
+) -> dict[str, int]:
+    """Bytes by kind at the optimizer's step.
+
+    It sees one gradient: those of earlier backwards are in it, and no call is in flight.
+
+    ``base``: bytes by kind that this rank holds beside the graphs. ``kept_bytes``: bytes that the
+    backward leaves.
+    """
+    ended = EARLIER_GRADIENTS, IN_FLIGHT
+    return {
+        **{kind: size_bytes for kind, size_bytes in base.items() if kind not in ended},
+        "gradients": gradient_bytes(ctx, plan, kept_bytes),
+        "optimizer step": optimizer_temporary_bytes(ctx, plan),
+    }
 
 
 def gradient_bytes(ctx: Context, plan: Plan, kept_bytes: int) -> int:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from passes.annotate.training_state import most_temporary_bytes
 from passes.candidates.candidate import Candidate
 from passes.graph.op_traits import effective_users
 from passes.ops.markers import REDUCE_GRAD, reduce_grad_of, unshard_of, unshards
@@ -180,10 +181,9 @@ class Footprints:
         return [*numbers, seconds[order]]
 
     def temporary_bytes(self, key: Candidate) -> int:
-        """Bytes that the optimizer's step allocates and frees, as in ``training_state.py``."""
-        own = self._shards[self._parameters, key.numbers][self._trained]
-        before = np.concatenate([[0], own])[:-1]
-        return int((2 * own + before).max(initial=0))
+        """Bytes that the optimizer's step allocates and frees."""
+        shards = self._shards[self._parameters, key.numbers]
+        return most_temporary_bytes(shards[self._trained])
 
     def bytes_of(self, key: Candidate) -> np.ndarray:
         """The sum over all parameters of m(i, d, p), by place."""

@@ -10,15 +10,13 @@ from torch import fx
 
 from passes.annotate.annotate_costs import cost_of
 from passes.annotate.training_state import (
-    EARLIER_GRADIENTS,
     IN_FLIGHT,
     OTHER_MODELS,
+    at_optimizer,
     base_kinds,
-    gradient_bytes,
     held_between_steps,
     more_earlier_gradients,
     optimizer_seconds,
-    optimizer_temporary_bytes,
 )
 from passes.capture.captured_step import lay_out
 from passes.capture.fold_layers import Folded, Seconds, put_in, recomputed_of, seconds_of
@@ -135,7 +133,7 @@ def _predict(
         _sum(base, forward.memory.peak),
         _sum(base, backward.memory.peak, {"returned": returned}),
         _sum(base, _between(ctx, forward)),
-        _at_optimizer(ctx, plan, base, backward),
+        at_optimizer(ctx, plan, base, backward.memory.kept_bytes),
     ]
     peak = {k: v for k, v in max(peaks, key=lambda kinds: sum(kinds.values())).items() if v}
     step_seconds = forward.step_seconds + backward.step_seconds + all_unseen.step
@@ -194,18 +192,6 @@ def _unseen(
         for gm, simulation in zip(lowered, simulations, strict=True)
     )
     return ahead, behind
-
-
-def _at_optimizer(
-    ctx: Context, plan: Plan, base: Mapping[str, int], backward: Simulation
-) -> dict[str, int]:
-    """Bytes by kind at the optimizer's step."""
-    ended = EARLIER_GRADIENTS, IN_FLIGHT
-    return {
-        **{kind: held for kind, held in base.items() if kind not in ended},
-        "gradients": gradient_bytes(ctx, plan, backward.memory.kept_bytes),
-        "optimizer step": optimizer_temporary_bytes(ctx, plan),
-    }
 
 
 def _between(ctx: Context, forward: Simulation) -> dict[str, int]:

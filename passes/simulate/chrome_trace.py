@@ -12,13 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from passes.annotate.training_state import (
-    EARLIER_GRADIENTS,
-    IN_FLIGHT,
-    gradient_bytes,
-    optimizer_seconds,
-    optimizer_temporary_bytes,
-)
+from passes.annotate.training_state import at_optimizer, optimizer_seconds
 from passes.simulate.timeline import COMPUTE, NETWORK, Event, Timeline, largest_first, part_buffers
 from passes.types.context import Context
 from passes.types.plan import Plan
@@ -94,16 +88,9 @@ def optimizer_timeline(
     ``base``: bytes by part that this rank holds between steps.
     ``kept_bytes``: bytes that the backward leaves alive.
     """
-    # The optimizer sees one gradient: those of earlier backwards are already in it.
-    ended = EARLIER_GRADIENTS, IN_FLIGHT
-    base = {part: held for part, held in base.items() if part not in ended}
     seconds = optimizer_seconds(ctx, plan)
-    parts = {
-        **base,
-        "gradients": gradient_bytes(ctx, plan, kept_bytes),
-        "optimizer step": optimizer_temporary_bytes(ctx, plan),
-    }
-    parts = {part: size_bytes for part, size_bytes in parts.items() if size_bytes}
+    held = at_optimizer(ctx, plan, base, kept_bytes)
+    parts = {part: size_bytes for part, size_bytes in held.items() if size_bytes}
     total_bytes = sum(parts.values())
     return Timeline(
         phase="optimizer",
