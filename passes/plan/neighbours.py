@@ -124,8 +124,8 @@ class Neighbourhood:
         moved = []
         for place, own in enumerate(self.evaluator.move_groups.by_weights):
             group = next((one for one in own if best.moves(one)), own[0])
-            may_move = ctx.tensor_parallel is True and group.more_bytes < 0
-            if group.has_chunks and (best.moves(group) or may_move):
+            is_worth = ctx.tensor_parallel is True and group.more_bytes < 0
+            if group.has_chunks and (best.moves(group) or is_worth):
                 moved.append((place, group))
         found: list[tuple[Change, Candidate]] = []
         for chunks in CHUNKS if len(moved) > 1 else ():

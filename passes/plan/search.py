@@ -32,6 +32,9 @@ class Search:
         """The fastest candidate within the limit; if none is found, the one nearest to it."""
         evaluator = self.evaluator
         limited = evaluator.ctx.limit_bytes is not None
+        decides_moves = evaluator.ctx.tensor_parallel is True and evaluator.move_groups.groups
+        self.neighbours.may_move = not decides_moves
+        evaluator.left = _budget(evaluator, self.neighbours.may_move)
         keys = [evaluator.uniform(option) for option in range(len(DECISIONS) if limited else 1)]
         for key in keys:
             evaluator.evaluate(key)
@@ -39,11 +42,8 @@ class Search:
         if all(evaluator.rank(key)[0] for key in keys):
             keys += self._lean_enough(min(keys, key=evaluator.rank))
         start = self._in_larger_buckets(min(keys, key=evaluator.rank))
-        if evaluator.ctx.tensor_parallel is not True or not evaluator.move_groups.groups:
-            return self._onwards(start)
-        self.neighbours.may_move = False
-        evaluator.left = _budget(evaluator, moves=False) - len(evaluator.seen)
-        return self._moving(self._onwards(start))
+        best = self._onwards(start)
+        return self._moving(best) if decides_moves else best
 
     def _in_larger_buckets(self, best: Candidate) -> Candidate:
         """For a folded step: the candidate with larger buckets, as long as these are faster.

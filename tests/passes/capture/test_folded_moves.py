@@ -82,6 +82,8 @@ def test_the_planner_moves_the_smaller_thing_in_every_layer(rows: int, moves: Mo
     few = fold(step, ctx.parameters)
     assert few is not None
     plan = make_plan(few, ctx, PASSES)
+    without = make_plan(few, ctx.replace(tensor_parallel=False), PASSES).prediction
+    assert plan.prediction.step_seconds <= without.step_seconds
     assert {plan[f"blocks.{layer}.up.weight"].moves for layer in range(LAYERS)} == {moves}
     there = predict(step, plan, ctx.replace(deciding=True), PASSES).prediction
     assert there.step_seconds == pytest.approx(plan.prediction.step_seconds, rel=0.05)
