@@ -445,8 +445,10 @@ def main() -> None:
     bound = of_weights = None
     place = f"{given.local} ranks of this machine ({hosts.backend})"
     if isinstance(hosts, Hosts):
-        sent = (least_bytes(work, count, moves) / hosts.bytes_per_second for moves in (True, False))
-        bound, of_weights = (bound_seconds(rows, seconds) for seconds in sent)
+        bound, of_weights = (
+            bound_seconds(rows, size_bytes / hosts.bytes_per_second)
+            for size_bytes in least_bytes(work, count)
+        )
         place = f"{count} hosts at {rate}"
     parameters = sum(p.numel() for p in work.model().parameters())
     title = (

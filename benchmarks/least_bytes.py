@@ -16,18 +16,18 @@ from passes.types.hardware import wire_bytes
 from passes.types.hardware_presets import PRESETS
 
 
-def least_bytes(work: Work, ranks: int, moves: bool = True) -> float:
+def least_bytes(work: Work, ranks: int) -> tuple[float, float]:
     """The least bytes that a rank sends in a step of some work.
 
-    ``moves``: activations may move.
+    With activations or weights moving, and with weights alone.
     """
     step = dataclasses.replace(trace(work.model(), work.inputs_of(0)), tensor_parallel=True)
     ctx = step.context({"ranks": ranks}, PRESETS["cpu-gloo"], None)
     weights = {one.name: wire_bytes("all_reduce", one.full_bytes, ranks) for one in ctx.parameters}
-    least = sum(weights.values())
-    groups = find_move_groups(step.captured, ctx).by_weights if moves else []
-    for own in groups:
-        of_weights = sum(weights[name] for name in own[0].dims)
+    of_weights = sum(weights.values())
+    spared = 0.0
+    for own in find_move_groups(step.captured, ctx).by_weights:
+        of_group = sum(weights[name] for name in own[0].dims)
         of_tokens = min(group.token_bytes * len(group.layers) for group in own)
-        least -= max(0.0, of_weights - of_tokens)
-    return least
+        spared += max(0.0, of_group - of_tokens)
+    return of_weights - spared, of_weights

@@ -26,7 +26,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
 
-from benchmarks.planning_times import MODELS, Shape
+from benchmarks.planning_times import MODELS, llama
 from osdp_compile.errors import InfeasibleLimit
 from osdp_compile.planning.traced_step import TracedStep, predicted, trace
 from passes.types.decision import Moves
@@ -38,17 +38,17 @@ _HARDWARE = PRESETS["h100-sxm"]
 _GPUS_OF_A_HOST = 8
 _GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 _TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
-_SIZES_70B = {
-    "num_hidden_layers": 80,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-}
+#: By model, the sizes of its configuration.
 _MODELS = {
-    "Llama 8B": MODELS["Llama 8B"],
-    "Llama 70B": Shape(_SIZES_70B, ranks=512, most_seconds=0.0),
-    "Llama 405B": MODELS["Llama 405B"],
+    "Llama 8B": MODELS["Llama 8B"].sizes,
+    "Llama 70B": {
+        "num_hidden_layers": 80,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    },
+    "Llama 405B": MODELS["Llama 405B"].sizes,
 }
 
 
@@ -90,14 +90,11 @@ def planned(given: tuple[str, int, Sequence[int]]) -> list[Found]:
     name, tokens, all_gpus = given
     torch.set_num_threads(1)
     batch = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-    step = trace(Loss(_MODELS[name].model()), (batch,))
+    step = trace(Loss(llama(_MODELS[name])), (batch,))
     free = dataclasses.replace(step, tensor_parallel=True)
     found = []
     for gpus in all_gpus:
         weights, moves = (_plan(one, gpus) for one in (step, free))
-        # Without a move in it, the plan without moves is a plan with them too.
-        if weights and (moves is None or _said(weights)[0] < _said(moves)[0]):
-            moves = weights
         found.append(
             Found(
                 name,

@@ -46,13 +46,15 @@ class Shape:
     most_seconds: float
     most_bytes: int = round(1.2 * (1 << 30))
 
-    def model(self) -> nn.Module:
-        from transformers import LlamaConfig, LlamaForCausalLM
 
-        config = LlamaConfig(**self.sizes, vocab_size=128256, use_cache=False)
-        with torch.device("meta"):
-            model: nn.Module = LlamaForCausalLM(config)
-            return model.to(torch.bfloat16).train()
+def llama(sizes: dict[str, Any]) -> nn.Module:
+    """A Hugging Face Llama on the meta device; ``sizes``: arguments of its configuration."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**sizes, vocab_size=128256, use_cache=False)
+    with torch.device("meta"):
+        model: nn.Module = LlamaForCausalLM(config)
+        return model.to(torch.bfloat16).train()
 
 
 MODELS = {
@@ -101,7 +103,7 @@ def planned(given: tuple[str, int]) -> list[Found]:
     shape = MODELS[name]
     tokens = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
     began = time.perf_counter()
-    step = trace(shape.model(), (), {"input_ids": tokens, "labels": tokens})
+    step = trace(llama(shape.sizes), (), {"input_ids": tokens, "labels": tokens})
     trace_seconds = time.perf_counter() - began
     hardware, ranks = PRESETS[_HARDWARE], {"ranks": shape.ranks}
     least = step.least_bytes(ranks, hardware)

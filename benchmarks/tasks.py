@@ -172,7 +172,7 @@ TASKS: dict[str, Task] = {
     "conv net": Task(convolutional, _pictures((16, 3, 32, 32)), learning_rate=1e-4),
     "HF Llama": Task(Llama, words(1024, 4, 128)),
 }
-#: And those that only the benchmarks of slices and of moves train.
+#: All tasks: these, and those of the benchmarks of slices and of moves.
 ALL_TASKS = {
     **TASKS,
     "DLRM": Task(lambda: Scored(Ratings()), _ratings),

@@ -184,7 +184,7 @@ class OsdpStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
             self._options["accumulate"] = "reduced"
 
     def setup(self, trainer: Any) -> None:
-        """Set up as ``DDPStrategy`` does. A sharded module stays as it is."""
+        """Set up as ``DDPStrategy`` does. Does not change a sharded module."""
         if plan_of(self.lightning_module) is None:
             super().setup(trainer)
             return

@@ -60,7 +60,7 @@ class OtherDims:
 
     @property
     def reads_local(self) -> bool:
-        """Whether the model's code reads the local tensor as it is."""
+        """Whether the model's code reads the local tensor, and not a DTensor."""
         return self.is_plain and not self.own_data
 
     def as_read(self, local: Tensor) -> Tensor:
