@@ -34,7 +34,7 @@ from osdp_compile.tracking.step_timer import OTHER_FRAMES, CompiledStep, timed
 from passes._torch import copied_graph
 from passes.annotate.training_state import shard_bytes
 from passes.capture.captured_step import mark_inputs
-from passes.graph.fx_utils import bytes_of, copy_module
+from passes.graph.fx_utils import bytes_of
 from passes.graph.metadata import (
     GATHERED,
     MODULE_KEYS,
@@ -50,7 +50,7 @@ from passes.ops.markers import unshard_of, unshards
 from passes.ops.model_collectives import groups_of_model
 from passes.ops.slicing import parameter_of
 from passes.pipeline import Observer, Pass, Stage, graph_name, run
-from passes.pricing.predict import in_flight_bytes
+from passes.pricing.predict import in_flight_bytes, kept_bytes_of
 from passes.simulate.lent import output_bytes, returned_bytes
 from passes.simulate.simulator import simulate
 from passes.simulate.skeleton import skeleton_of
@@ -295,9 +295,7 @@ class _Lowering:
             return 0
         if ctx.phase is Phase.BACKWARD:
             return more * max(0, step.kept_bytes - _gradient_bytes(session, step.parameters))
-        unlimited = ctx.replace(limit_bytes=None)
-        parts = run(self.log.passes, Stage.PARTS, copy_module(graph), unlimited, recompile=False)
-        return more * simulate(parts.graph).memory.kept_bytes
+        return more * kept_bytes_of(graph, ctx, self.log.passes)
 
     def _held_by_calls_in_flight(self, graph: fx.GraphModule, ctx: Context) -> int:
         """Bytes of calls whose backward is still to come, beside this one, and their gradients."""

@@ -174,10 +174,18 @@ def in_flight_bytes(
     others = ctx.calls_in_flight - 1
     if not others:
         return 0
-    unlimited = ctx.replace(phase=Phase.FORWARD, limit_bytes=None)
-    lowered = run(passes, Stage.PARTS, copy_module(forward), unlimited, recompile=False)
-    kept_bytes = simulate(lowered.graph, MEMORY.pop(lowered)).memory.kept_bytes
+    kept_bytes = kept_bytes_of(forward, ctx.replace(phase=Phase.FORWARD), passes)
     return others * (kept_bytes + returned_bytes)
+
+
+def kept_bytes_of(graph: fx.GraphModule, ctx: Context, passes: Sequence[Pass]) -> int:
+    """Bytes that a graph leaves alive, whatever the limit.
+
+    ``graph``: before lowering; unchanged.
+    """
+    unlimited = ctx.replace(limit_bytes=None)
+    lowered = run(passes, Stage.PARTS, copy_module(graph), unlimited, recompile=False)
+    return simulate(lowered.graph, MEMORY.pop(lowered)).memory.kept_bytes
 
 
 def _unseen(
