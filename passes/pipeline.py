@@ -24,6 +24,7 @@ from passes.annotate.annotate_costs import annotate
 from passes.chunk.chunk_tokens import chunk, chunk_inference
 from passes.graph.metadata import DATAFLOW, MEMORY, Key
 from passes.graph.step_module import graphs_of
+from passes.graph.verifier import check_step
 from passes.move.move_activations import move, move_inference
 from passes.overlap.bucket_collectives import bucket
 from passes.overlap.hierarchical_collectives import hierarchical
@@ -174,7 +175,8 @@ def run(
         stage: the stage to run.
         gm: the graph of that stage.
         ctx: the context; its phase is the graph's.
-        observe: gets the graph after each pass; of a step, both graphs one after the other.
+        observe: gets the graph after each pass; of a step, both graphs one after the other. That
+            they fit each other is checked before.
         recompile: regenerate the module's code at the end, so that passes need not. Callers that
             only read the graph save time without it; module metadata of the last pass then stays.
     """
@@ -186,14 +188,21 @@ def run(
                 if value is not None and key.get(gm) is value:
                     key.pop(gm)
             if observe is not None:
-                for graph, phase in _graphs(stage, gm, ctx):
-                    observe(one, graph, ctx.replace(phase=phase))
+                _show(one, gm, ctx, observe)
     if recompile:
         for key in _OF_ONE_PASS:
             key.pop(gm)
         for graph, _ in _graphs(stage, gm, ctx):
             graph.recompile()
     return gm
+
+
+def _show(one: Pass, gm: fx.GraphModule, ctx: Context, observe: Observer) -> None:
+    """Check that the graphs of a step fit each other, and give all graphs to ``observe``."""
+    if one.stage is Stage.STEP:
+        check_step(gm, one.name)
+    for graph, phase in _graphs(one.stage, gm, ctx):
+        observe(one, graph, ctx.replace(phase=phase))
 
 
 def _graphs(stage: Stage, gm: fx.GraphModule, ctx: Context) -> list[tuple[fx.GraphModule, Phase]]:

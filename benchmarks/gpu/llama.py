@@ -91,3 +91,20 @@ class Llama(nn.Module):
             x = block(x, turns)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def shared_dims(config: LlamaConfig) -> tuple[dict[str, int], dict[str, int]]:
+    """The dimension along which ranks share each weight, where activations move.
+
+    Returns those of the attentions and those of the MLPs.
+    """
+    attention, mlp = {"q": 0, "k": 0, "v": 0, "out": 1}, {"gate": 0, "up": 0, "down": 1}
+    blocks = [f"blocks.{layer}" for layer in range(config.layers)]
+    return (
+        {
+            f"{block}.attention.{name}.weight": dim
+            for block in blocks
+            for name, dim in attention.items()
+        },
+        {f"{block}.{name}.weight": dim for block in blocks for name, dim in mlp.items()},
+    )

@@ -1,11 +1,14 @@
 """Is the prediction right on a GPU? A Llama trains alone, under the plans of eight ranks.
 
-The other ranks are a fake process group's: their collectives take no time, and the profile prices
-them at nothing. So the step is the compute time of one rank of eight, and the peak is its peak.
+The other ranks are a fake process group's, and the profile prices collectives at nothing. So the
+prediction is the compute time of one rank of eight, and its peak. The fake group copies this rank's
+shard once for each rank: kernels of the GPU and their launches, which the step holds and the time
+of its other kernels does not.
 
-``prepare`` measures the GPU and the step's operators and makes four plans: all replicated, all
-sharded and kept gathered, all sharded and gathered again, and the planner's under a limit between
-the last two. ``train`` measures one of them in a process of its own.
+``prepare`` measures the GPU and the step's operators and makes six plans: all replicated, all
+sharded and kept gathered, all sharded and gathered again, the planner's under a limit between
+the last two, and two in which activations move. ``train`` measures one of them in a process of its
+own.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import osdp_compile
-from benchmarks.gpu.llama import Llama, LlamaConfig
+from benchmarks.gpu.llama import Llama, LlamaConfig, shared_dims
 from benchmarks.launch import ROOT
 from osdp_compile import Decision, Hardware, Plan
 from osdp_compile.calibration.calibrate import calibrate
@@ -43,7 +46,13 @@ from osdp_compile.trace import fake_world
 from passes.types.hardware import LinkRate
 
 RANKS = 8
-PLANS = ("replicate", "shard_keep", "shard_regather", "limit")
+UNIFORM = ("replicate", "shard_keep", "shard_regather")
+#: Plans in which activations move. Kept: the backward reads the gathered tokens, and those of MLPs
+#: travel in two chunks.
+MOVING = {"tensor_parallel": False, "tensor_parallel_kept": True}
+PLANS = (*UNIFORM, "limit", *MOVING)
+#: Of a dry run.
+FEW_PLANS = ("replicate", "limit", "tensor_parallel_kept")
 _WARMUP_STEPS, _STEPS = 3, 8
 #: Memory of one training. As many compile at once as the GPU has room for.
 _ROOM_BYTES = 24 << 30
@@ -68,7 +77,7 @@ class Size:
 
 
 FULL = Size()
-SMALL = Size(LlamaConfig(512, 1, 128, 4, 2, 256), 2, 64, torch.float32)
+SMALL = Size(LlamaConfig(512, 1, 128, 16, 8, 256), 2, 64, torch.float32)
 
 
 def prepare(size: Size, device: torch.device, folder: Path) -> None:
@@ -87,13 +96,18 @@ def prepare(size: Size, device: torch.device, folder: Path) -> None:
     hardware.save(folder / "hardware.json")
     ranks = {"": RANKS}
     peaks = {}
-    for name in PLANS[:-1]:
+    for name in UNIFORM:
         plan = step.uniform(Decision.named(name), ranks, hardware)
         plan.save(folder / f"{name}.json")
         peaks[name] = predicted(plan).peak_bytes
     least_bytes = step.least_bytes(ranks, hardware)
     limit_bytes = (peaks["shard_regather"] + least_bytes) // 2
     step.plan(ranks, hardware, limit_bytes).save(folder / "limit.json")
+    attention, mlps = shared_dims(size.config)
+    for name, kept in MOVING.items():
+        moving = plan.tensor_parallel(attention, keep_tokens=kept)
+        moving = moving.tensor_parallel(mlps, keep_tokens=kept, chunks=2 if kept else 1)
+        moving.save(folder / f"{name}.json")
 
 
 def train(size: Size, device: torch.device, folder: Path, name: str) -> dict[str, Any]:
@@ -122,9 +136,13 @@ def train(size: Size, device: torch.device, folder: Path, name: str) -> dict[str
         compile_seconds = time.perf_counter() - begin
         with _alone(folder):
             times = [seconds() for _ in range(_WARMUP_STEPS + _STEPS)]
+            kernels_seconds = None
+            if device.type == "cuda":
+                kernels_seconds = _kernels_seconds(lambda: compiled(*batch).backward())
         requested_bytes = 0
         if device.type == "cuda":
             requested_bytes = torch.cuda.memory_stats(device)["requested_bytes.all.peak"]
+        graphs = osdp_compile.report(model).timeline.phases
     prediction = predicted(osdp_compile.plan_of(model) or plan)
     return {
         "plan": name,
@@ -134,8 +152,27 @@ def train(size: Size, device: torch.device, folder: Path, name: str) -> dict[str
         "limit_bytes": plan.memory_limit_bytes,
         "predicted_seconds": prediction.step_seconds,
         "measured_seconds": statistics.median(times[_WARMUP_STEPS:]),
+        "predicted_kernels_seconds": sum(
+            phase.compute_seconds for phase in graphs if phase.phase != "optimizer"
+        ),
+        "kernels_seconds": kernels_seconds,
         "compile_seconds": compile_seconds,
     }
+
+
+def _kernels_seconds(run: Callable[[], object]) -> float:
+    """The seconds of a GPU's kernels, without those that collectives start."""
+    with torch.profiler.profile() as profile:
+        run()
+        torch.cuda.synchronize()
+    rows = profile.key_averages()
+    all_us = sum(
+        row.self_device_time_total
+        for row in rows
+        if row.device_type.name == "CUDA" and not row.is_user_annotation
+    )
+    sent_us = sum(row.device_time_total for row in rows if row.key.startswith("_c10d_functional::"))
+    return float(all_us - sent_us) / 1e6
 
 
 @contextlib.contextmanager
@@ -149,14 +186,14 @@ def _alone(folder: Path) -> Iterator[None]:
 def measure(device: str, dry: bool, folder: Path) -> list[dict[str, Any]]:
     """All plans, each in fresh processes; several compile at once if the GPU has room for them.
 
-    ``dry``: a tiny model, and two of the plans.
+    ``dry``: a tiny model, and some of the plans.
 
     Raises:
         RuntimeError: if a process fails, with the end of its output.
     """
     common = ["--device", device, "--folder", str(folder), *(["--dry"] if dry else [])]
     _run(["prepare", *common])
-    plans, jobs = PLANS[::3] if dry else PLANS, 1
+    plans, jobs = FEW_PLANS if dry else PLANS, 1
     if device == "cuda":
         jobs = torch.cuda.get_device_properties(0).total_memory // _ROOM_BYTES
     with ThreadPoolExecutor(max(1, min(len(plans), jobs))) as pool:

@@ -27,8 +27,10 @@ _LARGE_NUMEL, _LARGE_NUMEL_CUDA, _LEAST_NUMEL = 1 << 19, 1 << 22, 1 << 14
 #: Number of large parameters: together beyond the caches, so that each step begins in memory. With
 #: fewer than ``_BEYOND_CACHES`` parameters, data cached between steps make the step look too fast.
 _LARGE, _BEYOND_CACHES = 12, 4
-_SMALL = 8
+#: On a GPU a step takes all parameters together, and its start is dear beside eight of them.
+_SMALL, _SMALL_CUDA = 8, 64
 _HELD, _TEMPORARIES = 4, 3  # parameter, gradient, two averages; one parameter's temporaries
+_HELD_CUDA = _HELD + 1  # a temporary of each parameter
 
 
 def with_update_seconds(
@@ -42,13 +44,15 @@ def with_update_seconds(
     machine share its memory bandwidth. Each rank returns its own figures.
     """
     most_numel = most_bytes // 4
-    wanted = _LARGE_NUMEL_CUDA if device.type == "cuda" else _LARGE_NUMEL
-    numel = min(wanted, max(_LEAST_NUMEL, most_numel // (_HELD + _TEMPORARIES)))
-    count = min(_LARGE, max(1, (most_numel - _TEMPORARIES * numel) // (_HELD * numel)))
+    wanted, few, held = _LARGE_NUMEL, _SMALL, _HELD
+    if device.type == "cuda":
+        wanted, few, held = _LARGE_NUMEL_CUDA, _SMALL_CUDA, _HELD_CUDA
+    numel = min(wanted, max(_LEAST_NUMEL, most_numel // (held + _TEMPORARIES)))
+    count = min(_LARGE, max(1, (most_numel - _TEMPORARIES * numel) // (held * numel)))
     mesh = None if group is None else DeviceMesh.from_group(group, device.type)
     agreed(0.0, group, device)
-    small = _step_seconds(mesh, 1, _SMALL, device) / _SMALL
-    plain = _step_seconds(None, 1, _SMALL, device) / _SMALL
+    small = _step_seconds(mesh, 1, few, device) / few
+    plain = _step_seconds(None, 1, few, device) / few
     large = _step_seconds(mesh, numel, count, device) / count
     each = (large - small) / (_HELD * 4 * numel)
     floor = UPDATE_PASSES / hardware.memory_bytes_per_second

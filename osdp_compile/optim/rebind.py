@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from osdp_compile.live_objects import living
 from osdp_compile.optim.state_sizes import optimizer_name, state_bytes_per_element
+from osdp_compile.optim.step_tensors import step_tensors_in
+from passes.types.context import StepTensors
 
 #: State that stays whole for any parameter: torch's scalar states and Adafactor's factors.
 _WHOLE = frozenset({"step", "mu_product", "eta", "mu", "row_var", "col_var"})
@@ -74,11 +77,22 @@ class OptimizerIndex:
                 for v in state.values()
                 if isinstance(v, Tensor) and v.dim() > 0
             )
-        group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
         per_element = state_bytes_per_element(
-            optimizer_name(type(optimizer).__name__, group), parameter.element_size()
+            optimizer_name(type(optimizer).__name__, _group_of(parameter, optimizer)),
+            parameter.element_size(),
         )
         return per_element * parameter.numel()
+
+    def step_tensors(
+        self, parameter: nn.Parameter, optimizer: torch.optim.Optimizer
+    ) -> StepTensors:
+        """Temporary tensors of the optimizer's step on the parameter."""
+        return step_tensors_in(type(optimizer).__name__, _group_of(parameter, optimizer))
+
+
+def _group_of(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The parameter group that holds the parameter."""
+    return next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
 
 
 def _has_groups_of_its_own(optimizer: torch.optim.Optimizer) -> bool:

@@ -20,11 +20,12 @@ from osdp_compile.model.shard_in_place import (
 )
 from osdp_compile.optim.rebind import OptimizerIndex
 from osdp_compile.optim.state_sizes import state_bytes_per_element
+from osdp_compile.optim.step_tensors import most_of, step_tensors_of
 from osdp_compile.planning.capture import capture
 from osdp_compile.runtime.current_call import Call, with_whole_models
 from passes.graph.captured import Captured
 from passes.pipeline import Pass
-from passes.types.context import Context, Parameter
+from passes.types.context import Context, Parameter, StepTensors
 
 #: Memory that no graph shows: Adam's step counters, and small tensors that a collective's thread
 #: frees a moment late.
@@ -91,7 +92,20 @@ def described(
         requires_grad=parameter.requires_grad,
         optimizer_bytes=_optimizer_bytes(parameter, optimizers, optimizer),
         orthogonalized=_orthogonalized(parameter, optimizers, optimizer),
+        step_tensors=_step_tensors(parameter, optimizers, optimizer),
     )
+
+
+def _step_tensors(
+    parameter: nn.Parameter, optimizers: OptimizerIndex | None, optimizer: int | str | None
+) -> StepTensors:
+    """Temporary tensors of the optimizer's step, present or future."""
+    if isinstance(optimizer, str):
+        return step_tensors_of(optimizer)
+    holding = optimizers.holding(parameter) if optimizers is not None and optimizer is None else []
+    if optimizers is None or not holding:
+        return StepTensors()
+    return most_of([optimizers.step_tensors(parameter, one) for one in holding])
 
 
 def _orthogonalized(

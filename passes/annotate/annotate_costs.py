@@ -5,8 +5,9 @@ Leaves: ``COST``, ``PHASE`` and ``REGION`` (None outside fused regions) of every
 output; the module's ``DATAFLOW``. The graph is unchanged.
 
 Formulas: a kernel takes its measured time (``kernel_seconds`` of the profile). Without one it takes
-the larger of FLOPs / device rate and bytes / memory bandwidth (the roofline), plus
-``launch_seconds``. Learned factors of the profile (``in_force``) correct both. For FLOPs see
+the larger of FLOPs / device rate and bytes / memory bandwidth (the roofline). On a CPU
+``launch_seconds`` come on top. A GPU computes while the host launches: they are the least time of
+its kernels. Learned factors of the profile (``in_force``) correct both. For FLOPs see
 ``passes/annotate/flops.py``. A collective takes ``latency + wire bytes x inverse bandwidth``, by
 the rates and ranks of its process group. Nothing overlaps a model's own collective. A fused region
 costs the bytes that enter and leave it: each node pays for the outside tensors that it reads first
@@ -173,7 +174,7 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
             flops = once_for("flops", node, flops_of)
             seconds = max(flops / ctx.hardware.flops(_dtype_of(value)), seconds)
         if own == NO_REGION or is_real:
-            seconds += launch_seconds
+            seconds = seconds + launch_seconds if on_cpu else max(seconds, launch_seconds)
         workspace = workspace_bytes(node) if on_cpu else 0
         if traits.stands_alone and (measured_seconds or ctx.workspaces):
             key = once_for("kernel", node, kernel_key)

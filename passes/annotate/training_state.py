@@ -54,19 +54,39 @@ def held_between_steps(ctx: Context, plan: Plan) -> dict[str, int]:
 def optimizer_temporary_bytes(ctx: Context, plan: Plan) -> int:
     """Bytes that an optimizer's step allocates and frees.
 
-    Twice a trained local shard and once the shard before it; of all parameters the most. Source:
-    Adam's single-tensor step in torch makes ``sqrt(v)`` and ``/ c`` out of place, and the loop
-    holds this result until the next parameter's replaces it. Muon's whole matrices count beside it.
+    Muon's whole matrices count beside those of :class:`StepBytes`.
     """
     shards = [shard_bytes(ctx, plan, p) for p in ctx.parameters if p.requires_grad]
-    most_bytes = most_temporary_bytes(np.array(shards, dtype=np.int64))
+    most_bytes = StepBytes(ctx).most(np.array(shards, dtype=np.int64))
     return most_bytes + orthogonal_bytes(ctx.parameters, ctx.world_size)
 
 
-def most_temporary_bytes(shards: np.ndarray) -> int:
-    """The same, of the bytes of all trained local shards in their order, without Muon's."""
-    before = np.concatenate([[0], shards])[:-1]
-    return int((2 * shards + before).max(initial=0))
+class StepBytes:
+    """Bytes that an optimizer's step allocates and frees, of any local shards.
+
+    Source: Adam's step in torch makes ``sqrt(v)`` and ``/ c`` out of place. Its loop over the
+    parameters holds this result until the next one's replaces it. On a GPU it takes all parameters
+    together (``foreach``): ``sqrt(v)`` of all of them is there at once.
+    """
+
+    def __init__(self, ctx: Context) -> None:
+        at_once_by_default = ctx.hardware.device_type != "cpu"
+        steps = [one.step_tensors for one in ctx.parameters if one.requires_grad]
+        together = [at_once_by_default if one.foreach is None else one.foreach for one in steps]
+        self._together = np.array(together, dtype=bool)
+        self._at_once = np.array([one.at_once for one in steps], dtype=np.int64)
+        self._one_by_one = np.array([one.one_by_one for one in steps], dtype=np.int64)
+
+    def most(self, shards: np.ndarray) -> int:
+        """The most bytes at a time.
+
+        ``shards``: bytes of all trained local shards, in the order of the parameters.
+        """
+        before = np.concatenate([[0], shards])[:-1]
+        number = self._one_by_one
+        alone = np.where(number > 1, (number - 1) * shards + before, number * shards)
+        at_once = (self._at_once * shards)[self._together].sum()
+        return int(max(at_once, alone[~self._together].max(initial=0)))
 
 
 def at_optimizer(

@@ -6,10 +6,13 @@
 - The inputs of collectives are contiguous.
 - Every collective has exactly one user, its wait.
 - The input of a P2P collective is an input of the graph or has a reader after the wait.
+- Of a step: each input of the backward names a tensor that the forward saves, and each of these
+  has one.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,10 +25,13 @@ from passes.graph.fx_utils import (
     WAIT,
     fake_mode_of,
     gives_nothing,
+    output_node,
     positions,
     root_of,
 )
+from passes.graph.metadata import SAVES
 from passes.graph.op_traits import effective_users
+from passes.graph.step_module import graphs_of, saved_count
 from passes.ops.markers import REDUCE_GRAD, UNSHARD
 from passes.ops.p2p import EXCHANGE, GATHER_PARTS
 
@@ -53,6 +59,23 @@ def check(gm: fx.GraphModule, pass_name: str) -> None:
         if node.target in (GATHER_PARTS, EXCHANGE):
             _check_alive(node, order, pass_name)
         _check_value(node, pass_name)
+
+
+def check_step(step: fx.GraphModule, pass_name: str) -> None:
+    """Raise ``InvalidGraph`` if a backward does not get what its forward saves."""
+    forward, backward = graphs_of(step)
+    count = saved_count(backward.graph)
+    returned: Any = output_node(forward.graph).args[0]
+    saved = Counter(node.name for node in returned[len(returned) - count :])
+    inputs = backward.graph.find_nodes(op="placeholder")
+    named = Counter(
+        SAVES.get(node, node.name) for node in inputs if not node.name.startswith("tangents")
+    )
+    if saved != named:
+        raise InvalidGraph(
+            f"after pass {pass_name!r}: the forward saves {sorted(saved - named)}, which no input "
+            f"of the backward names; its inputs name {sorted(named - saved)}, which is not saved"
+        )
 
 
 def _check_collective(node: fx.Node, pass_name: str) -> None:

@@ -134,7 +134,10 @@ def rewrite(
     backward = graphs[1].graph
     inputs: dict[fx.Node, Placed] = {}
     for node in backward.find_nodes(op="placeholder"):
-        placed = saved.get(SAVES.get(node, node.name))
+        name = SAVES.get(node, node.name)
+        placed, now = saved.get(name), first.name_now(name)
+        if placed is None and now != name:
+            SAVES.set(node, now)
         if placed is not None:
             with backward.inserting_before(node):
                 own = saved_input(backward, placed.node)

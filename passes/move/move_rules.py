@@ -77,6 +77,7 @@ class Mover:
     """The rewriting of one graph.
 
     ``placed``: by node of the original graph, its placed form. ``partial``: its partial sum.
+    ``replaced``: by name of a node that is no more, the name of the node in its place.
     ``dims``: by parameter, the dimension that the ranks share. ``ranks``: their number; ``place``:
     this rank's index among them; ``group``: their process group. ``between``: the process group of
     the ranks with the same parts on other hosts; "": there are none. ``totals``: the sums of
@@ -105,6 +106,7 @@ class Mover:
         self.between = layout.between
         self.placed: dict[fx.Node, Placed] = dict(inputs)
         self.partial: dict[fx.Node, PartialSum] = {}
+        self.replaced: dict[str, str] = {}
         self.totals: list[fx.Node] = []
         self.gradients: dict[fx.Node, list[fx.Node]] = {}
         self.spreads: dict[tuple[Any, ...], fx.Node | None] = {}
@@ -151,10 +153,20 @@ class Mover:
         elif isinstance(found, PartialSum):
             self.partial[node] = found
             if _is_early(node):
-                node.replace_all_uses_with(self._added_up(found, node))
+                self._replace(node, self._added_up(found, node))
         else:
-            node.replace_all_uses_with(found)
+            self._replace(node, found)
             self.graph.erase_node(node)
+
+    def _replace(self, node: fx.Node, by: fx.Node) -> None:
+        node.replace_all_uses_with(by)
+        self.replaced[node.name] = by.name
+
+    def name_now(self, name: str) -> str:
+        """The name of the node that is in the place of one of the original graph."""
+        while name in self.replaced:
+            name = self.replaced[name]
+        return name
 
     def _found(self, node: fx.Node, is_weight: bool) -> Placed | PartialSum | fx.Node:
         if is_weight:
@@ -218,7 +230,7 @@ class Mover:
             self.partial[node] = found
             return True
         for source in own:
-            source.replace_all_uses_with(self._added_up(self.partial[source], source))
+            self._replace(source, self._added_up(self.partial[source], source))
         return False
 
     def _added(self, node: fx.Node) -> PartialSum | None:

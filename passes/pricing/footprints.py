@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from passes.annotate.training_state import most_temporary_bytes
+from passes.annotate.training_state import StepBytes
 from passes.candidates.candidate import Candidate
 from passes.graph.op_traits import effective_users
 from passes.ops.markers import REDUCE_GRAD, reduce_grad_of, unshard_of, unshards
@@ -96,6 +96,7 @@ class Footprints:
             ]
         )
         self._trained = np.flatnonzero([p.requires_grad for p in self.ctx.parameters])
+        self._step_bytes = StepBytes(self.ctx)
         self._tables: dict[tuple[Split, ...], tuple[np.ndarray, np.ndarray]] = {}
 
     def _tables_of(self, splits: tuple[Split, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -183,7 +184,7 @@ class Footprints:
     def temporary_bytes(self, key: Candidate) -> int:
         """Bytes that the optimizer's step allocates and frees."""
         shards = self._shards[self._parameters, key.numbers]
-        return most_temporary_bytes(shards[self._trained])
+        return self._step_bytes.most(shards[self._trained])
 
     def bytes_of(self, key: Candidate) -> np.ndarray:
         """The sum over all parameters of m(i, d, p), by place."""

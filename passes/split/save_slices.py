@@ -28,7 +28,7 @@ from torch import fx
 
 from passes.graph.fx_utils import call, copy_module, output_node
 from passes.graph.metadata import GATHERED
-from passes.graph.step_module import graphs_of, saved_input
+from passes.graph.step_module import graphs_of, saved_count, saved_input
 from passes.ops.markers import unshard_of, unshards
 from passes.ops.slicing import JOIN_SLICES, TAKE_SLICE, Slices, slice_name
 from passes.recompute.recompute_activations import PartitionBoundary, save_instead
@@ -47,7 +47,7 @@ def save_slices(step: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     cut = PartitionBoundary(forward.graph, backward.graph)
     output = output_node(forward.graph)
     returned = list(output.args[0])  # type: ignore[arg-type]
-    first = len(returned) - len(cut.saved)
+    first = len(returned) - saved_count(backward.graph)
     saved = _kept_slices(forward.graph, backward.graph, sliced, ctx)
     for node in returned[first:]:
         found = sliced.get(node.name)

@@ -27,12 +27,30 @@ class Phase(str, enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
+class StepTensors:
+    """What an optimizer's step allocates and frees, in tensors of a parameter's size.
+
+    Attributes:
+        one_by_one: of a step that takes one parameter after the other. The loop holds one of them
+            until the next parameter's replaces it.
+        at_once: of all parameters, in a step that takes them together (torch's ``foreach``).
+        foreach: whether the step takes them together. None: as torch does by itself, everywhere but
+            on CPUs.
+    """
+
+    one_by_one: int = 3
+    at_once: int = 1
+    foreach: bool | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Parameter:
     """A full parameter, before sharding.
 
     Attributes:
         optimizer_bytes: bytes of optimizer state for the full parameter.
         orthogonalized: a matrix whose update Muon orthogonalizes (``passes/annotate/owner_ranks``).
+        step_tensors: of its optimizer; AdamW's by default.
     """
 
     name: str
@@ -43,6 +61,7 @@ class Parameter:
     requires_grad: bool
     optimizer_bytes: int
     orthogonalized: bool = False
+    step_tensors: StepTensors = StepTensors()
 
     @property
     def full_bytes(self) -> int:

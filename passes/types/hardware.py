@@ -126,7 +126,8 @@ class Hardware:
         name: name of the profile.
         flops_per_second: by dtype name (``float32``); ``default`` for all other dtypes.
         memory_bytes_per_second: rate at which kernels read and write memory.
-        launch_seconds: fixed time of each kernel, added to its time by the rates.
+        launch_seconds: time to start a kernel. On a CPU it comes on top of the kernel's time by the
+            rates. A GPU's kernel takes at least this time.
         collectives: ``LinkRate`` by kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``,
             ``all_to_all``. Over all ranks.
         dimensions: the same by name of a mesh dimension, over the ranks along it (``along``).

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from passes.annotate.training_state import (
     EARLIER_GRADIENTS,
     LIBRARIES,
     OTHER_MODELS,
+    StepBytes,
     base_kinds,
     gradient_bytes,
     held_between_steps,
@@ -18,6 +20,7 @@ from passes.annotate.training_state import (
     optimizer_temporary_bytes,
     state_bytes,
 )
+from passes.types.context import StepTensors
 from passes.types.decision import Decision
 from passes.types.learned import Learned
 from tests.passes.graphs import context, hardware, parameter
@@ -67,6 +70,23 @@ def test_an_optimizers_step_makes_two_tensors_of_a_shard_and_holds_one_of_the_sh
     assert optimizer_temporary_bytes(ctx, ctx.plan) == 2 * 24
     untrained = context([FROZEN], DECISIONS, world_size=4)
     assert optimizer_temporary_bytes(untrained, untrained.plan) == 0
+
+
+def test_on_a_gpu_the_step_takes_all_parameters_together():
+    ctx = mixed(hardware=hardware(device_type="cuda"))
+    assert optimizer_temporary_bytes(ctx, ctx.plan) == 24  # one of three rows, not of the frozen
+    given = [replace(UNEVEN, name=name, step_tensors=StepTensors(3, 2, True)) for name in "abc"]
+    given[1] = replace(given[1], step_tensors=StepTensors(4, 9, False))
+    for device in ("cpu", "cuda"):  # what the optimizer says counts, not the device
+        ctx = context(
+            given, Decision.SHARD_KEEP, world_size=4, hardware=hardware(device_type=device)
+        )
+        assert StepBytes(ctx).most(np.array([10, 10, 10])) == 2 * (10 + 10)
+        assert StepBytes(ctx).most(np.array([10, 20, 10])) == 3 * 20 + 10
+        assert optimizer_temporary_bytes(ctx, ctx.plan) == 4 * 24
+    none = replace(UNEVEN, step_tensors=StepTensors(0, 0, False))
+    ctx = context([none], Decision.SHARD_KEEP, world_size=4)
+    assert optimizer_temporary_bytes(ctx, ctx.plan) == 0
 
 
 def test_a_plan_that_shards_nothing_steps_on_plain_tensors():

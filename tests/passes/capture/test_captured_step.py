@@ -16,7 +16,8 @@ from torch import Tensor, fx, nn
 from passes.capture.captured_step import lay_out
 from passes.graph.captured import Captured
 from passes.graph.metadata import GRADIENT_OF, PARAMETER
-from passes.graph.verifier import check
+from passes.graph.step_module import step_module
+from passes.graph.verifier import check, check_step
 from passes.pipeline import Stage, default_passes, run
 from passes.types.context import Context, Phase
 from passes.types.decision import FLAT_DECISIONS, Decision
@@ -76,6 +77,8 @@ class Training:
     ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
         """Each rank's output and its gradients, by the lowered graphs."""
         laid = [lay_out(captured, plan, ctx, default_passes()) for ctx in contexts]
+        for one in laid:
+            check_step(step_module(one.forward, one.backward), "lay_out")
         lowered: dict[Phase, list[fx.GraphModule]] = {Phase.FORWARD: [], Phase.BACKWARD: []}
         for rank, ctx in enumerate(contexts):
             for phase, gm in zip(lowered, (laid[rank].forward, laid[rank].backward), strict=True):

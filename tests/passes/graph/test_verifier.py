@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from passes.graph.fx_utils import ALL_GATHER, ALL_REDUCE, WAIT
-from passes.graph.verifier import InvalidGraph, check
+from passes.graph.metadata import SAVES
+from passes.graph.step_module import step_module
+from passes.graph.verifier import InvalidGraph, check, check_step
 from passes.ops.p2p import EXCHANGE
 from passes.ops.packing import MEAN_RANKS
 from tests.passes.graphs import GROUP, GraphBuilder
@@ -152,3 +154,19 @@ def test_what_is_being_sent_must_be_read_after_the_wait(kept: bool):
     else:
         with pytest.raises(InvalidGraph, match=rf"the input {gradient} of .* may be written to"):
             check(gm, "mine")
+
+
+def test_a_saved_tensor_that_no_input_of_the_backward_names_is_found():
+    forward, backward = GraphBuilder(), GraphBuilder()
+    saved = forward.call(aten.sin.default, forward.input("x", [4]))
+    sound = forward.finish(saved, saved)
+    given = backward.input(saved.name, [4])
+    gm = backward.finish(backward.call(aten.neg.default, given))
+    check_step(step_module(sound, gm), "mine")
+    SAVES.set(given, "another")
+    with pytest.raises(
+        InvalidGraph, match=r"'mine'.* saves \['sin_default'\].* name \['another'\]"
+    ):
+        check_step(step_module(sound, gm), "mine")
+    SAVES.set(given, saved.name)
+    check_step(step_module(sound, gm), "mine")

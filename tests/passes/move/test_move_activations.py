@@ -13,13 +13,14 @@ from passes.capture.captured_step import lay_out
 from passes.graph.metadata import COLLECTIVE, PARAMETER
 from passes.ops.tables import TAKE_ROWS
 from passes.pipeline import Stage, default_passes, run
+from passes.pricing.predict import predict
 from passes.recompute.recompute_activations import PartitionBoundary, keys_of
 from passes.types.context import Context, Phase
 from passes.types.decision import Decision
-from passes.types.plan import Plan
+from passes.types.plan import OF_INPUT, Plan
 from tests.passes.capture.test_captured_step import Training, decided
 from tests.passes.captures import capture_step
-from tests.passes.split.test_split_operators import Gated, Mlp
+from tests.passes.split.test_split_operators import Gated, Mlp, sliced
 
 MLP = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
 BARE = {"up.weight": 0, "down.weight": 1}
@@ -179,3 +180,18 @@ def test_an_id_that_is_in_no_row_is_an_error() -> None:
         TAKE_ROWS(torch.randn(6, 8), torch.tensor([[1, 12]]), 0, 12)
     with pytest.raises(IndexError):
         TAKE_ROWS(torch.randn(6, 8), torch.tensor([-1]), 6, 12)
+
+
+@pytest.mark.parametrize("along", [0, 1, OF_INPUT])
+@pytest.mark.parametrize("keep_tokens", [False, True])
+def test_slices_behind_tokens_that_moved(keep_tokens: bool, along: int) -> None:
+    """The sliced product's saved input is the sum that the moved MLP's ranks add up."""
+    made = training(nn.Sequential(Mlp(16, True), Mlp(16, True)), 2)
+    captured, ctx = capture_step(made.model, made.batches[0], world_size=2)
+    plan = decided(ctx, Decision.SHARD_REGATHER)
+    plan = plan.tensor_parallel(
+        {f"0.{name}": dim for name, dim in MLP.items()}, keep_tokens=keep_tokens
+    )
+    plan = sliced(plan, {"1.first.weight": (2, along, None)})
+    made.check(captured, [ctx.replace(rank=rank) for rank in range(2)], plan)
+    predict(captured, plan, ctx, default_passes())
