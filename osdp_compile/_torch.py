@@ -888,7 +888,8 @@ def whole_stand_in(parameter: nn.Parameter) -> nn.Parameter:
 def attention_order() -> list[SDPBackend]:
     """The kernels of ``scaled_dot_product_attention``, the preferred one first."""
     # 2.11.0 to 2.15.0
-    members = {int(one): one for one in SDPBackend.__members__.values()}
+    named: Mapping[str, Any] = SDPBackend.__members__
+    members = {int(one): one for one in named.values()}
     return [members[one] for one in torch._C._get_sdp_priority_order()]
 
 

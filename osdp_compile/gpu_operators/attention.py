@@ -32,10 +32,10 @@ def attend(gpu: Gpu, is_fused: Callable[[], bool], *args: Any, **kwargs: Any) ->
     On a GPU it does not for float32, unless the products may use TF32.
     """
     given = arguments(*args, **kwargs)
-    backend = backend_of(given, gpu)
     exact = torch.get_float32_matmul_precision() == "highest"
     if exact and given.query.dtype is torch.float32 and is_fused():
-        backend = SDPBackend.MATH
+        return _written_out(given)
+    backend = backend_of(given, gpu)
     if backend is SDPBackend.FLASH_ATTENTION:
         return _flash(given)
     mask = _added(given)
@@ -54,6 +54,16 @@ def attend(gpu: Gpu, is_fused: Callable[[], bool], *args: Any, **kwargs: Any) ->
         0
     ]
     return found
+
+
+def _written_out(given: Attention) -> Tensor:
+    """Products and a softmax, as a model writes them."""
+    scale = 1 / math.sqrt(given.query.shape[-1]) if given.scale is None else given.scale
+    scores = given.query @ given.key.transpose(-2, -1) * scale
+    mask = _added(given)
+    if mask is not None:
+        scores = scores + mask
+    return F.dropout(scores.softmax(-1), given.dropout) @ given.value
 
 
 def _flash(given: Attention) -> Tensor:

@@ -120,6 +120,34 @@ def test_masks_and_dropout_decide(how):
     assert attention_of(step) == both(wanted)
 
 
+class ByHand(nn.Module):
+    """An attention of products and a softmax; x: [2, 32, 64]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(64, 192)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        rows = self.qkv(x).view(batch, length, 3, 4, 16).unbind(2)
+        q, k, v = (one.transpose(1, 2) for one in rows)
+        scores = torch.matmul(q, k.transpose(-2, -1)).div(4.0).softmax(-1)
+        return (scores @ v).float().square().mean()
+
+
+def test_inductor_fuses_an_attention_that_is_written_out_as_on_the_gpu():
+    """In float32 it does not, where products may not use TF32; on a CPU it does."""
+    x = torch.zeros(2, 32, 64)
+    assert attention_of(trace(ByHand().to(BF16), (x.to(BF16),), hardware=H100)) == both(CUDNN)
+    assert attention_of(trace(ByHand(), (x,), hardware=H100)) == ([], [])
+    assert attention_of(trace(ByHand(), (x,))) == both(OF_CPU)
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert attention_of(trace(ByHand(), (x,), hardware=H100)) == both(EFFICIENT)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 def saved_bytes(step: TracedStep) -> int:
     """Bytes that the forward of a step saves, without parameters."""
     placeholders = step.captured.backward.graph.find_nodes(op="placeholder")
