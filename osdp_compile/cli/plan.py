@@ -121,6 +121,7 @@ def _compare(
             limit_bytes=limit_bytes,
             others=others,
             frontier=points,
+            operators=step.operators if hardware.device_type == "cuda" else "",
         )
         save_page(sources, given.html, "--html")
         console.print(f"Open {given.html} in a browser", markup=False)

@@ -453,7 +453,8 @@ def _backend(training: _Training, layers: FewLayers | None = None) -> Callable[.
 def _device_of(model: nn.Module) -> torch.device:
     """The device of the trace: the model's, or the CPU for a meta model.
 
-    Not CUDA for a meta model: a build of torch without CUDA cannot trace for it.
+    Not CUDA for a meta model: torch cannot trace a backward for it without a GPU
+    (``osdp_compile/gpu_operators/tracing.py``).
     """
     devices = (p.device for p in model.parameters() if p.device.type != "meta")
     return next(devices, torch.device("cpu"))
