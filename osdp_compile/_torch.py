@@ -93,6 +93,9 @@ from torch._library.fake_class_registry import FakeScriptObject
 # TORCH_LOGS, and that log.
 from torch._logging import _internal as torch_logs
 
+# 2.11.0 to 2.15.0: an operator for given types of arguments.
+from torch._ops import OpOverload
+
 # 2.11.0 to 2.15.0: tensors with a shape and a device, without memory.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -104,6 +107,7 @@ from torch.distributed.tensor import DTensor, Placement
 # 2.13.0, 2.15.0: the placement of FSDP2 after tensor parallelism.
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.attention import SDPBackend
 
 # 2.13.0: Adafactor's functional step of a group, on lists.
 # 2.13.0, 2.15.0: Muon's, its orthogonalization, and its learning rate for a shape.
@@ -132,12 +136,15 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "InductorChoices",
+    "OpOverload",
     "Partitioner",
     "RestartTracing",
     "TorchDispatchMode",
     "V",
     "after_fusion",
     "aot_input_index",
+    "attention_order",
+    "autocast_operators",
     "code_being_compiled",
     "compile_fx",
     "compile_fx_inner",
@@ -146,6 +153,7 @@ __all__ = [
     "constant_floats",
     "copy_source",
     "current_frame",
+    "during_joint_passes",
     "evaluate_prefixes",
     "fake_store",
     "flattened",
@@ -161,6 +169,7 @@ __all__ = [
     "is_marked_by_fsdp",
     "is_traced",
     "leave_mode",
+    "plain_decomposition",
     "process_group",
     "raise_to_user",
     "real_meshes",
@@ -176,10 +185,14 @@ __all__ = [
     "strided_shard",
     "tensor_inside",
     "trace_artifact",
+    "traced_as",
     "tree_leaves",
     "tree_map_only",
     "whole_stand_in",
     "with_choices",
+    "with_cpu_autocast",
+    "with_decompositions",
+    "with_entered_autocast",
     "with_settings",
     "without_autograd_cache",
     "without_dtensor_handler",
@@ -870,3 +883,115 @@ def whole_stand_in(parameter: nn.Parameter) -> nn.Parameter:
     with mode:
         empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     return nn.Parameter(empty, requires_grad=parameter.requires_grad)
+
+
+def attention_order() -> list[SDPBackend]:
+    """The kernels of ``scaled_dot_product_attention``, the preferred one first."""
+    # 2.11.0 to 2.15.0
+    named: Mapping[str, Any] = SDPBackend.__members__
+    members = {int(one): one for one in named.values()}
+    return [members[one] for one in torch._C._get_sdp_priority_order()]
+
+
+@contextlib.contextmanager
+def traced_as(operator: OpOverload, function: Callable[..., Any]) -> Iterator[None]:
+    """Context: a trace calls a function in place of a composite operator; eager code does not."""
+    # 2.11.0 to 2.15.0: py_kernels hold the functions that a trace calls, by dispatch key;
+    # _dispatch_cache what was found for a key.
+    own = dict(operator.py_kernels)
+    keys = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
+    try:
+        operator.py_kernels.update(dict.fromkeys(keys, function))
+        operator._dispatch_cache.clear()
+        yield
+    finally:
+        operator.py_kernels.clear()
+        operator.py_kernels.update(own)
+        operator._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Context: a name of a module is what a function makes of it."""
+    plain = getattr(owner, name)
+    try:
+        setattr(owner, name, make(plain))
+        yield
+    finally:
+        setattr(owner, name, plain)
+
+
+def with_decompositions(
+    changed: Mapping[OpOverload, Callable[..., Any]],
+) -> AbstractContextManager[None]:
+    """A context in which AOTAutograd, called by Inductor, decomposes some operators otherwise."""
+    # 2.11.0 to 2.15.0: compile_fx asks this function for its table.
+    return _replaced(inductor, "select_decomp_table", lambda table: lambda: {**table(), **changed})
+
+
+def plain_decomposition(operator: OpOverload) -> Callable[..., Any]:
+    """Inductor's decomposition of an operator."""
+    table: Callable[[], Mapping[Any, Callable[..., Any]]] = vars(inductor)["select_decomp_table"]
+    return table()[operator]
+
+
+@contextlib.contextmanager
+def during_joint_passes() -> Iterator[Callable[[], bool]]:
+    """Context: yields whether Inductor's passes on the joint graph are running."""
+    running = 0
+
+    def counting(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal running
+            running += 1
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                running -= 1
+
+        return counted
+
+    with _replaced(inductor, "_recursive_joint_graph_passes", counting):  # 2.11.0 to 2.15.0
+        yield lambda: running > 0
+
+
+def autocast_operators(device: str) -> set[str]:
+    """Operators that autocast changes on a device, ``CPU`` or ``CUDA``, as ``softmax.int``."""
+    # 2.11.0 to 2.15.0
+    found = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{device}")
+    return {name.removeprefix("aten::") for name in found if name.startswith("aten::")}
+
+
+@contextlib.contextmanager
+def with_cpu_autocast(kernels: Mapping[str, Callable[..., Any] | None]) -> Iterator[None]:
+    """Context: the CPU's autocast runs these functions for these operators; None: it ignores them.
+
+    Inside a function autocast is off.
+    """
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+    def below(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(key):  # 2.11.0 to 2.15.0
+                return function(*args, **kwargs)
+
+        return call
+
+    # 2.11.0 to 2.15.0: a library whose kernels go with its end.
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
+            for name, function in kernels.items():
+                kernel = torch.library.fallthrough_kernel if function is None else below(function)
+                library.impl(name, kernel, "AutocastCPU")
+        yield
+
+
+def with_entered_autocast(changed: Callable[..., tuple[Any, ...]]) -> AbstractContextManager[None]:
+    """A context in which a compiled ``torch.autocast(...)`` enters one of other arguments."""
+
+    def entering(plain: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: plain(*changed(*given))
+
+    # 2.11.0 to 2.15.0: Dynamo calls it, and writes the call into the graph.
+    return _replaced(torch.amp, "_enter_autocast", entering)

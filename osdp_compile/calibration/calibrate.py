@@ -186,6 +186,7 @@ def _profile(
         collectives=collectives.pop("", {}),
         dimensions=collectives,
         device_type=device.type,
+        compute_capability=_compute_capability(device),
         source=f"measured {time.strftime('%Y-%m-%d')} on {device_name(device)}{threads}, "
         f"torch {torch.__version__}",
         **rates,
@@ -195,6 +196,14 @@ def _profile(
     made: list[Any] = [hardware.to_dict()]
     dist.broadcast_object_list(made, src=dist.get_global_rank(group, 0), group=group)
     return Hardware.from_dict(made[0])
+
+
+def _compute_capability(device: torch.device) -> str:
+    """Of a GPU of NVIDIA, as ``9.0``; "" for other devices."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return ""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{major}.{minor}"
 
 
 def library_bytes(device: torch.device) -> int:

@@ -18,9 +18,11 @@ from rich.table import Table
 
 from osdp_compile.calibration.kept_files import cache_folder
 from osdp_compile.cli.main import version
+from osdp_compile.gpu_operators.gpu import gpu_of
 from osdp_compile.planning.plan_cache import kept_plans, plans_folder
 from osdp_compile.torch_versions import TESTED, newer_than_tested, release
 from passes.types.hardware import Hardware
+from passes.types.hardware_presets import preset
 from passes.types.units import format_bytes
 
 Level = Literal["ok", "note", "problem"]
@@ -68,6 +70,7 @@ def found() -> Iterator[Finding]:
     yield _process_groups()
     yield _compiler()
     yield from _devices()
+    yield _plans_for_gpus()
     yield from _cache()
     yield from _environment()
 
@@ -130,6 +133,16 @@ def _devices() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         yield Finding(f"cuda:{index}", f"{about.name}, {format_bytes(about.total_memory)}")
+
+
+def _plans_for_gpus() -> Finding:
+    """What ``osdp plan`` traces with for a GPU's profile."""
+    gpu = gpu_of(preset("h100-sxm"))
+    assert gpu is not None
+    text = "steps are traced with a GPU's operators, without a GPU"
+    if gpu.assumed:
+        return Finding("plans for GPUs", f"{text}; {gpu.assumed} is assumed, this torch has none")
+    return Finding("plans for GPUs", f"{text}; {gpu.cudnn_name} of this torch")
 
 
 def _cache() -> Iterator[Finding]:

@@ -84,7 +84,14 @@ def given_model(given: argparse.Namespace, batches: bool, lengths: bool) -> Give
 
     def traced(batch: int | None, length: int | None) -> TracedStep:
         model, args, kwargs = maker.make(batch or 1, length or SEQUENCE_LENGTH)
-        return trace(model, args, kwargs, optimizer=optimizer, precision=checked.precision)
+        return trace(
+            model,
+            args,
+            kwargs,
+            optimizer=optimizer,
+            precision=checked.precision,
+            hardware=checked.hardware,
+        )
 
     return Given(
         checked.hardware,

@@ -68,6 +68,8 @@ def _run(given: argparse.Namespace, console: Console) -> None:
     if batches:
         console.print(_batch_table(tried))
     print(plan_text(found), flush=True)
+    if hardware.device_type == "cuda":
+        console.print(step.operators, markup=False)
     if given.out is not None:
         found.save(given.out)
         console.print(f"Saved. To use it: options={{'plan': '{given.out}'}}", markup=False)
@@ -119,6 +121,7 @@ def _compare(
             limit_bytes=limit_bytes,
             others=others,
             frontier=points,
+            operators=step.operators if hardware.device_type == "cuda" else "",
         )
         save_page(sources, given.html, "--html")
         console.print(f"Open {given.html} in a browser", markup=False)

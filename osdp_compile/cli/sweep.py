@@ -12,6 +12,7 @@ from osdp_compile.cli.argument_types import prepare_file
 from osdp_compile.cli.model_arguments import exit_status, given_model, working
 from osdp_compile.planning.offline import mesh_sizes
 from osdp_compile.planning.sweep import Grid, sweep
+from osdp_compile.planning.traced_step import TracedStep
 from osdp_compile.reports.sweep_plot import check_picture, draw_sweep
 from osdp_compile.reports.sweep_table import EXPLAINED, points_table, write_csv
 
@@ -37,11 +38,21 @@ def _run(given: argparse.Namespace, console: Console) -> None:
     for path in (given.csv, given.picture):
         if path is not None and (failure := prepare_file(path)):
             raise ValueError(failure)
+    operators: dict[str, None] = {}
+
+    def traced(batch: int | None, length: int | None) -> TracedStep:
+        step = checked.traced(batch, length)
+        operators[step.operators] = None
+        return step
+
     with working("osdp sweep", "tracing") as say:
-        points = sweep(checked.traced, grid, checked.hardware, say)
+        points = sweep(traced, grid, checked.hardware, say)
     title = f"{given.model or given.hf_config} on {checked.hardware.name}"
     console.print(points_table(points, title))
     console.print(EXPLAINED, markup=False)
+    if checked.hardware.device_type == "cuda":
+        for one in operators:
+            console.print(one, markup=False)
     if given.csv is not None:
         write_csv(points, given.csv)
         console.print(f"Saved in {given.csv}", markup=False)

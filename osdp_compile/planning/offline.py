@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from passes.pipeline import Pass
 from passes.simulate.chrome_trace import StepTimeline
 from passes.types.hardware import Hardware
 from passes.types.plan import Plan
+
+log = logging.getLogger("osdp_compile")
 
 
 def plan(
@@ -158,7 +161,9 @@ def _traced(
         passes=checked.passes,
         precision=checked.precision,
         accumulate=checked.accumulate,
+        hardware=checked.hardware,
     )
+    log.info("%s", step.operators)
     step = dataclasses.replace(
         step,
         slices=slices_of(checked.slices, step.parameters),

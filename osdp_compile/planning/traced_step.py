@@ -14,6 +14,8 @@ from torch import fx, nn
 
 from osdp_compile import _torch, progress
 from osdp_compile.errors import InfeasibleLimit, OsdpError
+from osdp_compile.gpu_operators.gpu import Gpu, gpu_of
+from osdp_compile.gpu_operators.tracing import as_on, attentions
 from osdp_compile.model.find_modules import plain_parameters
 from osdp_compile.model.mixed_precision import OWN_PRECISION, Precision, traced_cast
 from osdp_compile.model.shard_in_place import ModelParameter, check_shardable, model_parameters
@@ -74,6 +76,7 @@ class TracedStep:
     context.
     ``workspaces``: measured on the device, as in the planner's context; empty: formulas.
     ``few``: the folded step, if it was traced through few of its layers.
+    ``device``, ``gpu``: of the trace, and the GPU whose operators it has in place of the device's.
     """
 
     whole: Callable[[], Captured]
@@ -86,6 +89,18 @@ class TracedStep:
     adds_gradients: bool = False
     few: Folded | None = None
     workspaces: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    device: str = "cpu"
+    gpu: Gpu | None = None
+
+    @property
+    def operators(self) -> str:
+        """Whose operators the trace has, as a sentence."""
+        step = self.captured if self.few is None else self.few.captured
+        found = attentions(step.forward.graph)
+        attention = f" Attention: {', '.join(found)}." if found else ""
+        if self.gpu is None:
+            return f"Traced with the operators of {self.device}.{attention}"
+        return f"Traced without a GPU, with the operators of {self.gpu}.{attention}"
 
     @property
     def captured(self) -> Captured:
@@ -330,6 +345,7 @@ class _Training:
     passes: tuple[Pass, ...]
     precision: Precision
     accumulate: Accumulate
+    gpu: Gpu | None
 
 
 def trace(
@@ -341,16 +357,21 @@ def trace(
     passes: Sequence[Pass] | None = None,
     precision: Precision = OWN_PRECISION,
     accumulate: Accumulate = False,
+    hardware: Hardware | None = None,
 ) -> TracedStep:
     """Trace a training step of a fake model, with all graphs that need gradients, as the backend.
 
     A model with a long list of alike layers is traced through few of them. It must not change as
     long as the step is in use, because some questions need a trace of all layers.
 
+    ``hardware``: a GPU's profile: the step has the GPU's operators, and a GPU is not necessary. A
+    model on a GPU is traced with those of its own. None: with the operators of the model's device.
+
     Raises:
         OsdpError: if a parameter cannot be sharded, or if no result needs gradients.
     """
-    training = _Training(optimizer, tuple(passes or default_passes()), precision, accumulate)
+    gpu = None if _device_of(model).type == "cuda" else gpu_of(hardware)
+    training = _Training(optimizer, tuple(passes or default_passes()), precision, accumulate, gpu)
     validate(training.passes)
     check_shardable(model_parameters([("", model)]))  # fake parameters have no hooks
     inputs = (tuple(args), dict(kwargs or {}))
@@ -366,7 +387,7 @@ def _traced_few(
     backend = _backend(training, layers)
     compiled = torch.compile(model, backend=backend, dynamic=False, fullgraph=True)
     try:
-        with layers.only():
+        with layers.only(), as_on(training.gpu):
             step = _first_graph(compiled, model, inputs, training)
     except Exception as error:  # also from the model's own code: a trace of all layers raises it
         log.debug("tracing few layers: %r", error)
@@ -382,13 +403,14 @@ def _traced_few(
 def _traced_whole(model: nn.Module, inputs: _Inputs, training: _Training) -> TracedStep:
     """The step of a model, traced through all layers."""
     compiled = torch.compile(model, backend=_backend(training), dynamic=False)
-    try:
-        return _first_graph(compiled, model, inputs, training)
-    except _SeveralFrames:
-        pass
-    call = Call(compiled, *inputs, modules=(model,), is_whole=False)
-    with traced_cast(model, training.precision):
-        return _traced_frames(model, call, training)
+    with as_on(training.gpu):
+        try:
+            return _first_graph(compiled, model, inputs, training)
+        except _SeveralFrames:
+            pass
+        call = Call(compiled, *inputs, modules=(model,), is_whole=False)
+        with traced_cast(model, training.precision):
+            return _traced_frames(model, call, training)
 
 
 def _first_graph(
@@ -431,7 +453,8 @@ def _backend(training: _Training, layers: FewLayers | None = None) -> Callable[.
 def _device_of(model: nn.Module) -> torch.device:
     """The device of the trace: the model's, or the CPU for a meta model.
 
-    Not CUDA for a meta model: a build of torch without CUDA cannot trace for it.
+    Not CUDA for a meta model: torch cannot trace a backward for it without a GPU
+    (``osdp_compile/gpu_operators/tracing.py``).
     """
     devices = (p.device for p in model.parameters() if p.device.type != "meta")
     return next(devices, torch.device("cpu"))
@@ -451,7 +474,7 @@ def _traced_frames(
         raise OsdpError(NOTHING_TO_PLAN)
     held_bytes = held_bytes_of(roots, _torch.tree_leaves((call.args, call.kwargs)), entries)
     held_bytes += unseen_bytes_of(captured, ctx)
-    return _step(captured, ctx, entries, held_bytes, training)
+    return _step(captured, ctx, entries, held_bytes, training, _device_of(model))
 
 
 def _traced(
@@ -463,7 +486,8 @@ def _traced(
     ctx = _context(entries, training)
     captured = captured_step(gm, inputs, entries, ctx, training.passes)
     held_bytes = held_bytes_of(roots, inputs, entries)
-    return _step(captured, ctx, entries, held_bytes, training)
+    device = entries[0].parameter.device
+    return _step(captured, ctx, entries, held_bytes, training, device)
 
 
 def _context(entries: Sequence[ModelParameter], training: _Training) -> Context:
@@ -480,6 +504,7 @@ def _step(
     entries: Sequence[ModelParameter],
     held_bytes: int,
     training: _Training,
+    device: torch.device,
 ) -> TracedStep:
     accumulated_bytes = 0
     if training.accumulate is True:
@@ -491,4 +516,6 @@ def _step(
         passes=training.passes,
         accumulated_bytes=accumulated_bytes,
         adds_gradients=training.accumulate == "reduced",
+        device=str(device),
+        gpu=training.gpu,
     )

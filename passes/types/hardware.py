@@ -136,6 +136,7 @@ class Hardware:
             libraries keep (cuBLAS), and ``BLOCK_RESTS_BYTES``. On a CPU there is none.
         memory_bytes: size of the device's memory, which CPU ranks of one machine share; 0: unknown.
         device_type: torch's name of the device type, ``cpu`` or ``cuda``.
+        compute_capability: of a GPU, as ``9.0``; "": unknown.
         source: origin of the figures, for people; "": unknown.
         update_seconds_per_byte: time of an optimizer's step for each byte of parameter, gradient
             and state (0: ``UPDATE_PASSES / memory_bytes_per_second``).
@@ -160,6 +161,7 @@ class Hardware:
     library_bytes: Count = 0
     memory_bytes: Count = 0
     device_type: str = "cpu"
+    compute_capability: Annotated[str, Meta(pattern=r"^(\d+\.\d+)?$")] = ""
     source: str = ""
     update_seconds_per_byte: Seconds = 0.0
     update_seconds_per_parameter: Seconds = 0.0

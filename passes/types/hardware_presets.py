@@ -106,6 +106,7 @@ def _gpu(
     memory_bytes: int,
     link_bytes_per_second: float,
     card_bits_per_second: float,
+    capability: str,
     source: str,
     workspace_bytes: int = _WORKSPACE_BYTES,
     hop_seconds: float = NVLINK_HOP_SECONDS,
@@ -113,7 +114,7 @@ def _gpu(
     """A GPU profile from published peak rates per second; ``link_bytes_per_second``: one direction.
 
     ``card_bits_per_second``: each GPU's share of its host's network cards.
-    ``workspace_bytes``: cuBLAS's, for one thread.
+    ``capability``: compute capability. ``workspace_bytes``: cuBLAS's, for one thread.
 
     The profile's ``float32`` rate is without TF32, torch's default. Under
     ``torch.set_float32_matmul_precision("high")``, replace it by the rate of ``tf32``.
@@ -138,6 +139,7 @@ def _gpu(
         library_bytes=2 * workspace_bytes + BLOCK_RESTS_BYTES,
         memory_bytes=memory_bytes,
         device_type="cuda",
+        compute_capability=capability,
         hosts=Hosts(
             ranks=_GPUS_OF_A_HOST,
             between=_nccl(card_bits_per_second / 8, NETWORK_LATENCY_SECONDS),
@@ -185,6 +187,7 @@ PRESETS: dict[str, Hardware] = {
         link_bytes_per_second=450e9,  # NVLink 4: 900 GB/s both ways together
         card_bits_per_second=_NDR_BITS_PER_SECOND,
         workspace_bytes=_HOPPER_WORKSPACE_BYTES,
+        capability="9.0",
         source="NVIDIA H100 data sheet and architecture paper (SXM5)",
     ),
     "h200": _gpu(
@@ -197,6 +200,7 @@ PRESETS: dict[str, Hardware] = {
         link_bytes_per_second=450e9,  # NVLink 4: 900 GB/s both ways together
         card_bits_per_second=_NDR_BITS_PER_SECOND,
         workspace_bytes=_HOPPER_WORKSPACE_BYTES,
+        capability="9.0",
         source="NVIDIA H200 data sheet (SXM; compute as the H100)",
     ),
     "a100-40gb": _gpu(
@@ -208,6 +212,7 @@ PRESETS: dict[str, Hardware] = {
         memory_bytes=40 * 10**9,
         link_bytes_per_second=300e9,  # NVLink 3: 600 GB/s both ways together
         card_bits_per_second=_HDR_BITS_PER_SECOND,
+        capability="8.0",
         source="NVIDIA A100 data sheet (SXM4, 40 GB)",
     ),
     "a100-80gb": _gpu(
@@ -219,6 +224,7 @@ PRESETS: dict[str, Hardware] = {
         memory_bytes=80 * 10**9,
         link_bytes_per_second=300e9,  # NVLink 3: 600 GB/s both ways together
         card_bits_per_second=_HDR_BITS_PER_SECOND,
+        capability="8.0",
         source="NVIDIA A100 data sheet (SXM4, 80 GB)",
     ),
     "rtx-titan-pcie3": _gpu(
@@ -232,6 +238,7 @@ PRESETS: dict[str, Hardware] = {
         link_bytes_per_second=_PCIE3_X16_BYTES_PER_SECOND,
         card_bits_per_second=100e9 / 8,  # assumed: one card of 100 Gb/s for all 8 GPUs
         hop_seconds=PCIE_HOP_SECONDS,
+        capability="7.5",
         source="NVIDIA Turing architecture paper (TITAN RTX); PCIe 3.0 x16; the card of OSDP's "
         "experiments (arXiv 2209.13258)",
     ),

@@ -32,6 +32,7 @@ class Sources:
     ``model``: the name of the model. ``hardware``: the name of the profile.
     ``limit_bytes``: the user's limit; the plan's may be lower.
     ``others``: the plans for comparison, by name. ``frontier``: plans by limit.
+    ``operators``: whose operators the simulated step has; "": the machine's.
     ``measured``, ``measured_notes``: figures of training, and how they were measured.
     """
 
@@ -45,6 +46,7 @@ class Sources:
     measured: Sequence[Measured] = ()
     measured_notes: Sequence[str] = ()
     measured_peak_bytes: int | None = None
+    operators: str = ""
 
 
 def collect(sources: Sources) -> Contents:
@@ -67,7 +69,11 @@ def collect(sources: Sources) -> Contents:
         ),
         measured=tuple(sources.measured),
         measured_notes=tuple(sources.measured_notes),
-        notes=(*_notes(timeline, lanes, memory), *prediction_lines(plan)[2:]),
+        notes=(
+            *([sources.operators] if sources.operators else []),
+            *_notes(timeline, lanes, memory),
+            *prediction_lines(plan)[2:],
+        ),
     )
 
 

@@ -64,6 +64,16 @@ def test_a_profile_says_what_it_has_learned(tmp_path):
     assert "learned from 8 steps: torch's kernels x1.50" in found.text
 
 
+@pytest.mark.parametrize("built", [True, False])
+def test_it_says_which_cudnn_decides_in_plans_for_gpus(monkeypatch, built):
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: built)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92345)
+    with compiled(0):
+        (found,) = (one for one in doctor.found() if one.subject == "plans for GPUs")
+    assert found.level == "ok"
+    assert ("cuDNN 9.23 of this torch" if built else "cuDNN 9.19 is assumed") in found.text
+
+
 def test_profiles_are_listed_and_other_files_named(tmp_path):
     from passes.types.hardware import generic
 

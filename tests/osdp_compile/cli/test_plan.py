@@ -26,6 +26,19 @@ class Net(nn.Module):
     def forward(self, x, *, scale=1.0):
         return (scale * self.down(self.up(x).relu())).square().mean()
 
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(64, 192)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(2, 16, 3, 1, 64).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return y.float().square().mean()
+
+def attending():
+    return Attending().bfloat16(), (torch.empty(2, 16, 64, dtype=torch.bfloat16),)
+
 def any_batch(batch):
     return Net(), (torch.empty(batch, 512),)
 
@@ -80,6 +93,16 @@ def test_the_plan_its_prediction_and_the_alternatives(here, capsys):
 
 
 @pytest.mark.thorough
+def test_a_plan_for_gpus_says_whose_operators_it_has(here, capsys):
+    given = ["models_of_mine:attending", "--world-size", "8"]
+    assert run(*given, hardware="h100-sxm") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Traced without a GPU, with the operators of compute capability 9.0" in printed
+    assert "Attention: _scaled_dot_product_cudnn_attention." in printed
+    assert run(*given) == 0
+    assert "Traced" not in capsys.readouterr().out
+
+
 def test_the_page_is_written_with_the_plan_and_the_alternatives(here, capsys):
     pytest.importorskip("bokeh")
     given = ["models_of_mine:one_batch", "--world-size", "8", "--memory-limit", "16MB"]

@@ -37,7 +37,7 @@ def _with_names(operator: Any, run: Any, kind: str) -> Any:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        assert not given.get("dropout_p") and given.get("attn_bias") is None
+        assert not given.get("dropout_p")
         return run(kind, given)
 
     return call
@@ -45,7 +45,7 @@ def _with_names(operator: Any, run: Any, kind: str) -> Any:
 
 def _forward(kind: str, given: dict[str, Any]) -> tuple[Any, ...]:
     q, k, v = (given[name] for name in ("query", "key", "value"))
-    out, logsumexp = _FORWARD(q, k, v, 0.0, given["is_causal"])
+    out, logsumexp = _FORWARD(q, k, v, 0.0, given.get("is_causal", False), **_options(given))
     is_flash = kind == "flash"
     dtype = torch.uint64 if is_flash else torch.int64
     state = torch.empty([2] if is_flash else [], dtype=dtype)
@@ -57,9 +57,13 @@ def _forward(kind: str, given: dict[str, Any]) -> tuple[Any, ...]:
     return out, logsumexp, None, None, q.shape[2], k.shape[2], state, other, out.new_empty([0])
 
 
+def _options(given: dict[str, Any]) -> dict[str, Any]:
+    return {"attn_mask": given.get("attn_bias"), "scale": given.get("scale")}
+
+
 def _backward(kind: str, given: dict[str, Any]) -> tuple[Any, ...]:
     gradient = given.get("grad_out", given.get("grad_out_"))
     own = [given[name] for name in ("query", "key", "value", "out", "logsumexp")]
     own[4] = own[4].flatten(2)[..., : own[0].shape[2]]
-    found = _BACKWARD(gradient, *own, 0.0, given["is_causal"])
+    found = _BACKWARD(gradient, *own, 0.0, given.get("is_causal", False), **_options(given))
     return (*found, None) if kind == "efficient" else tuple(found)

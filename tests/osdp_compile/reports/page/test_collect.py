@@ -40,6 +40,11 @@ def test_all_panels_have_the_plans_figures():
     assert decoded(Contents, encoded(found)) == found
 
 
+def test_whose_operators_the_step_has_is_the_first_note():
+    given = dataclasses.replace(sources(), operators="Traced without a GPU.")
+    assert collect(given).notes == ("Traced without a GPU.", *collect(sources()).notes)
+
+
 def test_the_rows_and_the_tree_have_every_parameter():
     found = collect(sources())
     names = [row.name for row in found.rows]
