@@ -37,7 +37,7 @@ from rich.table import Table
 
 from benchmarks.gpu.share import NCCL
 from benchmarks.hosts import Hosts
-from benchmarks.launch import measure_on
+from benchmarks.launch import kept_code, measure_on
 from benchmarks.least_bytes import least_bytes
 from benchmarks.processes import Processes, RanksError
 from benchmarks.train import Work
@@ -178,7 +178,7 @@ def run(
     """Measure every way. A way that fails is told, and the others go on."""
     rows = {name: Row(name, ROWS[name], OPTIONS.get(name, {})) for name in names}
     with tempfile.TemporaryDirectory(prefix="osdp-bench-cache") as folder:
-        cache = Path(folder) / "code"
+        cache = kept_code(Path(folder))
         # As users have it: measured once and kept.
         profiles = Path(folder) / "profiles" if limits else None
         for limit in _swept(hosts, work, limits, cache, profiles) if limits else ():

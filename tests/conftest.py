@@ -16,14 +16,18 @@ from tests.chosen import ALL_WITH_INDUCTOR
 from tests.ranks import Ranks
 from tests.searching import short_searches
 
-#: Files that take a minute or more and do not use the fixtures with ranks.
-_LONG_FILES = ("test_examples.py", "test_few_layers.py", "test_logs.py", "test_offline.py")
-_LONG_FILES += ("test_one_rank.py", "test_plan.py", "test_planner.py", "test_prediction.py")
-_LONG_FILES += ("test_search.py", "test_snapshots.py")
+#: Files that take minutes, the longest first: at the end no worker waits for one of them.
+_LONGEST_FILES = ("test_elastic.py", "test_gpu_kit.py", "test_parallelized.py", "test_search.py")
+_LONGEST_FILES += ("test_few_layers.py", "test_parallelized_hosts.py", "test_hf_trainer.py")
+_LONGEST_FILES += ("test_examples.py", "test_one_rank.py", "test_limit_is_kept.py")
+#: Files that take a minute or so and do not use the fixtures with ranks.
+_LONG_FILES = ("test_logs.py", "test_monotone_search.py", "test_offline.py", "test_plan.py")
+_LONG_FILES += ("test_planner.py", "test_prediction.py", "test_pytest_plugin.py")
+_LONG_FILES += ("test_recompute_activations.py", "test_snapshots.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test by what it needs. Run files first that use ranks or take a minute or more.
+    """Mark each test by what it needs. Run long files first, and those that use ranks.
 
     pytest-xdist gives whole files to its workers (``--dist loadfile``), so that all tests of a
     file use the same ranks. The short files then fill the ends of the workers.
@@ -41,7 +45,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items
         if item.path.name in _LONG_FILES or item.get_closest_marker("ranks")
     }
-    items.sort(key=lambda item: item.path not in long)
+    place = {name: number for number, name in enumerate(_LONGEST_FILES)}
+    last = len(place)
+    items.sort(key=lambda item: (place.get(item.path.name, last), item.path not in long))
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +91,13 @@ def no_kept_profiles() -> Iterator[None]:
 def short_search() -> Iterator[None]:
     """The planner evaluates few plans, as on ranks."""
     with short_searches():
+        yield
+
+
+@pytest.fixture
+def medium_search() -> Iterator[None]:
+    """The planner evaluates enough plans for small steps, and not as many as for users."""
+    with short_searches(60):
         yield
 
 

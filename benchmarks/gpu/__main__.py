@@ -47,13 +47,15 @@ BELOW, ABOVE, STEP_ERROR = 0.95, 1.02, 0.15
 class Setting:
     """``device``: ``cuda`` or ``cpu``. ``gpus``: on this machine. ``dry``: tiny models.
 
-    ``workers``: number of tests that run at once.
+    ``workers``: number of tests that run at once. ``profiles``: folder of measured profiles for all
+    parts; None: each part measures.
     """
 
     device: str
     gpus: int
     dry: bool
     workers: int
+    profiles: Path | None
 
 
 @dataclasses.dataclass
@@ -89,7 +91,7 @@ def run_tests(setting: Setting, folder: Path) -> tuple[list[Check], Any]:
 
 def run_against_ddp(setting: Setting, folder: Path) -> tuple[list[Check], Any]:
     """Losses beside DDP's."""
-    checks, outcomes = [], against_ddp.measure(setting.device, setting.dry)
+    checks, outcomes = [], against_ddp.measure(setting.device, setting.dry, setting.profiles)
     for one in outcomes:
         limit = "" if one.limit_bytes is None else f", limit {format_bytes(one.limit_bytes)}"
         found = one.failed[-300:] or (
@@ -110,7 +112,7 @@ def run_overlap(setting: Setting, folder: Path) -> tuple[list[Check], Any]:
         *("--work", json.dumps(dataclasses.asdict(work)), "--out", str(out)),
     ]
     with Processes(max(2, setting.gpus), backend) as ranks:
-        ranks.run(command, environment(kept_code(folder)))
+        ranks.run(command, environment(kept_code(folder), setting.profiles))
     found = json.loads(out.read_text())
     sending, both = found["nccl_seconds"], found["both_seconds"]
     told = f"{format_seconds(both)} of {format_seconds(sending)} of NCCL's kernels beside others"
@@ -194,25 +196,12 @@ def table(checks: list[Check], title: str) -> Table:
     return made
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--dry", action="store_true", help="on CPUs, with tiny models")
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--workers", type=int, default=1, help="tests that run at once")
-    parser.add_argument("--out", type=Path, default=Path("gpu.json"))
-    given = parser.parse_args()
-    gpus = 0 if given.dry else torch.cuda.device_count()
-    if not gpus and not given.dry:
-        parser.error("this machine has no GPU that torch sees; --dry runs the kit on CPUs")
-    setting = Setting("cuda" if gpus else "cpu", gpus, given.dry, given.workers)
-    console = Console(width=None if sys.stdout.isatty() else 160)
+def run_parts(
+    setting: Setting, parts: list[str], record: dict[str, Any], out: Path, console: Console
+) -> list[Check]:
+    """Run the parts one after the other; write the record after each."""
     checks: list[Check] = []
-    record: dict[str, Any] = {"torch": torch.__version__, "gpus": gpus, "seconds": {}}
-    if gpus:
-        record["gpu"] = torch.cuda.get_device_name(0)
-    for part in given.only:
+    for part in parts:
         begin = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="osdp-gpu") as folder:
             try:
@@ -225,7 +214,31 @@ def main() -> None:
         checks += found
         console.print(table(found, f"{part}, {record['seconds'][part]:.0f} s"))
         record["checks"] = [dataclasses.asdict(one) for one in checks]
-        given.out.write_text(json.dumps(record, indent=1) + "\n")
+        out.write_text(json.dumps(record, indent=1) + "\n")
+    return checks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dry", action="store_true", help="on CPUs, with tiny models")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--workers", type=int, default=1, help="tests that run at once")
+    parser.add_argument("--out", type=Path, default=Path("gpu.json"))
+    given = parser.parse_args()
+    gpus = 0 if given.dry else torch.cuda.device_count()
+    if not gpus and not given.dry:
+        parser.error("this machine has no GPU that torch sees; --dry runs the kit on CPUs")
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    record: dict[str, Any] = {"torch": torch.__version__, "gpus": gpus, "seconds": {}}
+    if gpus:
+        record["gpu"] = torch.cuda.get_device_name(0)
+    with tempfile.TemporaryDirectory(prefix="osdp-gpu") as folder:
+        profiles = Path(folder) if given.dry else None
+        device = "cuda" if gpus else "cpu"
+        setting = Setting(device, gpus, given.dry, given.workers, profiles)
+        checks = run_parts(setting, given.only, record, given.out, console)
     title = f"{record.get('gpu', 'no GPU: a dry run')}, torch {torch.__version__}"
     console.print(table(checks, title))
     console.print(f"[dim]saved {given.out}[/dim]")

@@ -44,10 +44,10 @@ class Outcome:
         return kept and self.difference is not None and self.difference <= LOSS_TOLERANCE
 
 
-def measure(device: str, dry: bool) -> list[Outcome]:
+def measure(device: str, dry: bool, profiles: Path | None = None) -> list[Outcome]:
     """DDP and osdp over gloo, and osdp over NCCL if the device is a GPU.
 
-    ``dry``: a small model, only under a limit.
+    ``dry``: a small model, only under a limit. ``profiles``: as for :func:`measure_on`.
     """
     work = Work(device=device, warmup_steps=0)
     if dry:
@@ -56,14 +56,14 @@ def measure(device: str, dry: bool) -> list[Outcome]:
     reference, ddp_bytes = outcomes[0].losses, outcomes[0].peak_bytes
     if dry:
         options = {"memory_limit": int(_DRY_SHARE * ddp_bytes)}
-        return [*outcomes, _measured(work, "gloo", "osdp", options, reference)]
+        return [*outcomes, _measured(work, "gloo", "osdp", options, reference, profiles)]
     for backend in ("gloo", NCCL) if device == "cuda" else ("gloo",):
-        free = _measured(work, backend, "osdp", {}, reference)
+        free = _measured(work, backend, "osdp", {}, reference, profiles)
         outcomes.append(free)
         if not free.failed:
             limit_bytes = int(_LIMIT_SHARE * free.peak_bytes)
             options = {"memory_limit": limit_bytes}
-            outcomes.append(_measured(work, backend, "osdp", options, reference))
+            outcomes.append(_measured(work, backend, "osdp", options, reference, profiles))
     return outcomes
 
 
@@ -73,11 +73,13 @@ def _measured(
     way: str,
     options: dict[str, Any],
     reference: list[float] | None,
+    profiles: Path | None = None,
 ) -> Outcome:
     outcome = Outcome(backend, way, limit_bytes=options.get("memory_limit"))
     with tempfile.TemporaryDirectory(prefix="osdp-bench") as folder, Processes(2, backend) as ranks:
         try:
-            found = measure_on(ranks, work, way, "memory", options, kept_code(Path(folder)))
+            cache = kept_code(Path(folder))
+            found = measure_on(ranks, work, way, "memory", options, cache, profiles)
         except RanksError as error:
             outcome.failed = str(error)
             return outcome

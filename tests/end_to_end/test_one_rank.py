@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import osdp_compile
 from osdp_compile import Hardware, InfeasibleLimit, PeakMemory, Plan, PlanMismatch, plan_of
+from tests.chosen import more
 from tests.searching import short_searches
 from tests.training import adamw, without_other_models
 
@@ -27,7 +28,7 @@ ALONE = Hardware(
     launch_seconds=5e-6,
     collectives={},
 )
-WORDS, WIDTH, LAYERS, STEPS = 4096, 48, 2, 3
+WORDS, WIDTH, STEPS = 4096, 48, 3
 
 
 @pytest.fixture(autouse=True)
@@ -48,10 +49,10 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    def __init__(self, tied: bool = False, breaks: bool = False) -> None:
+    def __init__(self, tied: bool = False, breaks: bool = False, layers: int = 1) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.blocks = nn.Sequential(*(Block() for _ in range(layers)))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.breaks = breaks
         if tied:
@@ -79,12 +80,7 @@ def alone(request, tmp_path, inductor_cache, monkeypatch) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-with_and_without_a_group = pytest.mark.parametrize(
-    "alone", ["no process group", "a world of one"], indirect=True
-)
-
-
-def model_of(**kind: bool) -> LanguageModel:
+def model_of(**kind: int) -> LanguageModel:
     torch.manual_seed(0)
     return LanguageModel(**kind)
 
@@ -106,7 +102,7 @@ def train(model: nn.Module, options: dict[str, object] | None) -> list[float]:
 
 
 @functools.cache
-def least_bytes(**kind: bool) -> int:
+def least_bytes(**kind: int) -> int:
     """The least limit, which the error about a lower one says."""
     try:
         train(model_of(**kind), {"hardware": ALONE, "memory_limit": 1 << 20})
@@ -116,7 +112,7 @@ def least_bytes(**kind: bool) -> int:
     raise AssertionError("1 MiB is enough")
 
 
-def trains_as_in_eager_mode(options: dict[str, object], **kind: bool) -> LanguageModel:
+def trains_as_in_eager_mode(options: dict[str, object], **kind: int) -> LanguageModel:
     """The model after training with options, compared with training in eager mode."""
     model = model_of(**kind)
     eager = copy.deepcopy(model)
@@ -132,8 +128,9 @@ def trains_as_in_eager_mode(options: dict[str, object], **kind: bool) -> Languag
     return model
 
 
+# Without a group: the peaks of the next tests.
 @pytest.mark.thorough
-@with_and_without_a_group
+@pytest.mark.parametrize("alone", ["a world of one", *more("no process group")], indirect=True)
 def test_the_measured_peak_is_under_a_limit_that_inductor_does_not_keep():
     with PeakMemory() as unlimited:
         train(model_of(), {})
@@ -174,7 +171,7 @@ def test_a_step_under_a_limit_is_that_of_eager_mode(kind):
 @pytest.mark.parametrize("kept", [4, (4, 1)], ids=["slices", "kept slices, which are all"])
 def test_slices_are_those_of_eager_mode(kept):
     slices = {"blocks.*.up.weight": kept, "head.weight": 2}
-    model = trains_as_in_eager_mode({"memory_limit": "1GiB", "slices": slices})
+    model = trains_as_in_eager_mode({"memory_limit": "1GiB", "slices": slices}, layers=2)
     plan = plan_of(model)
     assert plan["blocks.0.up.weight"].slices == plan["blocks.0.down.weight"].slices == 4
     assert plan["head.weight"].slices == 2
@@ -232,7 +229,7 @@ def test_a_frozen_model_an_evaluation_first_and_eager_reads():
 
 
 @pytest.mark.thorough
-@with_and_without_a_group
+@pytest.mark.parametrize("alone", ["no process group", *more("a world of one")], indirect=True)
 def test_a_plan_is_taken_and_one_for_several_ranks_is_refused(tmp_path):
     model = model_of()
     train(model, {"hardware": ALONE, "memory_limit": least_bytes() * 6 // 5})

@@ -76,7 +76,7 @@ class Language(nn.Module):
         return self.head(self.norm(x))
 
 
-def made(width=WIDTH, layers=2):
+def made(width=WIDTH, layers=1):
     torch.manual_seed(0)
     return Language(width, layers).double()
 
@@ -202,10 +202,10 @@ def options_for(kind, model, mesh):
     return {"mesh": mesh["dp"], "hardware": SLOW, "plan": plan}
 
 
-def train(rank, world_size, distribute, kind, early):
+def train(rank, world_size, distribute, kind, early, layers):
     """``early``: the optimizer is made before the first call, and has stepped."""
     mesh = two_by_two()
-    model, reference, theirs = made(), made(), made()
+    model, reference, theirs = (made(layers=layers) for _ in range(3))
     for one in (model, theirs):
         distribute(one, mesh["tp"])
     for block in theirs.blocks:
@@ -237,20 +237,20 @@ def train(rank, world_size, distribute, kind, early):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("distribute", "kind", "early"),
+    ("distribute", "kind", "early", "layers"),
     [
-        (linears_only, "shard_keep", False),
-        (by_sequence, "shard_regather", True),
-        (by_sequence, "replicate", True),
+        (linears_only, "shard_keep", False, 1),
+        (by_sequence, "shard_regather", True, 2),
+        (by_sequence, "replicate", True, 1),
         *more(
-            (linears_only, "shard_regather", True),
-            (linears_only, "replicate", True),
-            (by_sequence, "shard_keep", False),
+            (linears_only, "shard_regather", True, 2),
+            (linears_only, "replicate", True, 2),
+            (by_sequence, "shard_keep", False, 2),
         ),
     ],
 )
-def test_trains_like_one_process(four_ranks, distribute, kind, early):
-    for found in four_ranks.run(train, distribute, kind, early):
+def test_trains_like_one_process(four_ranks, distribute, kind, early, layers):
+    for found in four_ranks.run(train, distribute, kind, early, layers):
         assert found.apart < 1e-11
         assert max(map(abs, found.norms)) < 1e-11
         assert found.loss_apart < 1e-11
@@ -267,7 +267,7 @@ def train_under_a_limit(rank, world_size):
     model, reference = made(), made()
     by_sequence(model, mesh["tp"])
     before = dict(model.named_parameters())
-    options = {"mesh": mesh["dp"], "hardware": SLOW, "memory_limit": "65KiB"}
+    options = {"mesh": mesh["dp"], "hardware": SLOW, "memory_limit": "1KiB"}
     batch = tokens(0, mesh["dp"].get_local_rank())
     with pytest.raises(InfeasibleLimit) as refused:
         torch.compile(model, backend="osdp", options=options)(batch)
@@ -466,7 +466,7 @@ def refusals(rank, world_size):
 def after_a_refused_graph_break(rank, world_size):
     """Dynamo compiles each module of a broken loop on its own, the embedding before its sum."""
     mesh = two_by_two()
-    model = made(layers=1)
+    model = made()
     by_sequence(model, mesh["tp"])
     batch = tokens(0, mesh["dp"].get_local_rank())
     options = {"hardware": SLOW, "mesh": mesh["dp"]}
@@ -474,7 +474,7 @@ def after_a_refused_graph_break(rank, world_size):
         loss_of(torch.compile(Broken(model), backend="osdp", options=options), batch)
     torch._dynamo.reset()
     found = loss_of(torch.compile(model, backend="osdp", options=options), batch)
-    return abs((found - loss_of(made(layers=1), batch)).item())
+    return abs((found - loss_of(made(), batch)).item())
 
 
 @pytest.mark.thorough

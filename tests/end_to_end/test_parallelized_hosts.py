@@ -82,8 +82,8 @@ def under_a_limit(model, mesh):
     return {"mesh": mesh[NAMES[:2]], "hardware": given, "memory_limit": "160KiB"}
 
 
-def distributed(mesh, layers=2):
-    model = made(WIDTH, layers)
+def distributed(mesh):
+    model = made(WIDTH)
     by_sequence(model, mesh["tp"])
     return model
 
@@ -211,7 +211,7 @@ def traced(rank, options_of):
 
     with new_world(8, rank):
         mesh = three_dimensions()
-        model = distributed(mesh, layers=1)
+        model = distributed(mesh)
         options = CheckedOptions.parse({**options_of(model, mesh), "debug": True})
 
         def backend(gm, inputs):

@@ -154,12 +154,18 @@ def namespaces() -> Iterator[Namespaces]:
         yield Namespaces(hosts)
 
 
-def goes_on(place: OneMachine, folder: Path, cache: Path) -> None:
-    """Two hosts, then one, then two; the losses of each step are those of one run."""
-    asked = [f"--steps={STEPS}", "--every=100", "--folder=whole"]
-    whole = losses(torchrun(folder, cache, 2, "elastic.py", *asked))
-    assert sorted(whole) == [*range(1, STEPS + 1)]
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, inductor_cache: Path) -> dict[int, float]:
+    """The losses of one run that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("whole")
+    asked = [f"--steps={STEPS}", f"--every={STEPS}"]
+    found = losses(torchrun(folder, inductor_cache, 2, "elastic.py", *asked))
+    assert sorted(found) == [*range(1, STEPS + 1)]
+    return found
 
+
+def goes_on(place: OneMachine, folder: Path, cache: Path, whole: dict[int, float]) -> None:
+    """Two hosts, then one, then two; the losses of each step are those of one run."""
     first = Host("first", place, 0, folder, cache, STEPS)
     hosts = [first]
     try:
@@ -182,13 +188,15 @@ def goes_on(place: OneMachine, folder: Path, cache: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_host_that_disappears_and_comes_back(tmp_path: Path, inductor_cache: Path) -> None:
-    goes_on(OneMachine(), tmp_path, inductor_cache)
+def test_a_host_that_disappears_and_comes_back(
+    tmp_path: Path, inductor_cache: Path, whole: dict[int, float]
+) -> None:
+    goes_on(OneMachine(), tmp_path, inductor_cache, whole)
 
 
 @pytest.mark.thorough
 def test_a_host_whose_cable_is_cut_comes_back(
-    tmp_path: Path, inductor_cache: Path, namespaces: Namespaces
+    tmp_path: Path, inductor_cache: Path, whole: dict[int, float], namespaces: Namespaces
 ) -> None:
     """The others hear nothing of it: a collective of theirs gives up after its timeout."""
-    goes_on(namespaces, tmp_path, inductor_cache)
+    goes_on(namespaces, tmp_path, inductor_cache, whole)

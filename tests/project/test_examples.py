@@ -129,6 +129,12 @@ class Ranks:
         ]
         self.printed = self._ranks[0].stdout
 
+    def finish(self) -> str:
+        """Wait until both have ended; returns what rank 0 printed."""
+        printed = self._ranks[0].communicate(timeout=550)[0]
+        assert [rank.wait(60) for rank in self._ranks] == [0, 0]
+        return printed
+
     def kill(self) -> str:
         """Both, at once; returns what was printed and not read yet."""
         for rank in self._ranks:
@@ -162,6 +168,6 @@ def test_training_that_is_killed_goes_on(tmp_path, inductor_cache):
         time.sleep(draw.random() / 10)
         seen.update(losses(own + run.kill()))
         killed.append(max(seen))
-    seen.update(losses(torchrun(tmp_path, inductor_cache, 2, *asked)))
+    seen.update(losses(Ranks(tmp_path, inductor_cache, *asked).finish()))
     assert max(killed) < steps and sorted(seen) == sorted(whole)
     assert all(abs(seen[step] - whole[step]) <= 1e-6 for step in whole)

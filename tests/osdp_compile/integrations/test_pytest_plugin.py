@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -24,6 +26,16 @@ def test_a_budget_of_this_repository(osdp_budget, short_search):
     assert isinstance(plan, Plan) and plan.world_size == 64
 
 
+SHORT = """
+import pytest
+from tests.searching import short_searches
+
+
+@pytest.fixture(autouse=True)
+def few_plans():
+    with short_searches():
+        yield
+"""
 HEAD = """
 import torch
 from torch import nn
@@ -53,7 +65,10 @@ def one_test(name: str, layers: int = 2, rows: tuple[int, ...] = (4,), more: str
 
 
 @pytest.mark.thorough
-def test_the_fixture_fails_until_written_and_on_growth(pytester):
+def test_the_fixture_fails_until_written_and_on_growth(pytester, monkeypatch):
+    pytester.makeconftest(SHORT)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+
     def run(tests, *flags):
         pytester.makepyfile(test_it=HEAD + "".join(tests))
         return pytester.runpytest_subprocess("-p", "no:cacheprovider", *flags)

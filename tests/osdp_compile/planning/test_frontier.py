@@ -71,6 +71,7 @@ class Wide(nn.Module):
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("medium_search")
 def test_activations_are_recomputed_where_that_makes_room_for_overlap():
     """Without, the fastest plan fits there too; its collectives have less room."""
     step = trace(Wide(), (torch.randn(64, 512), torch.zeros(64, dtype=torch.long)))

@@ -83,6 +83,7 @@ def planned(batch: int, **changes):
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("medium_search")
 def test_the_planner_moves_the_smaller_thing() -> None:
     few, many = (planned(batch, tensor_parallel=True) for batch in (2, 256))
     up = "layers.0.up.weight"
@@ -103,6 +104,7 @@ def test_a_table_has_no_chunks() -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("medium_search")
 @pytest.mark.parametrize("latency, is_chunked", [(1e-6, True), (1e-2, False)])
 def test_the_planner_takes_chunks_where_they_hide_tokens(latency: float, is_chunked: bool) -> None:
     """Compute and tokens take about as long; each further collective takes its latency."""
@@ -116,6 +118,7 @@ def test_the_planner_takes_chunks_where_they_hide_tokens(latency: float, is_chun
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("medium_search")
 def test_named_groups_stay_whatever_the_search_finds() -> None:
     plan = planned(256, tensor_parallel=("layers.1.down.weight",))
     assert plan.moved == {

@@ -56,6 +56,7 @@ def test_limits_that_people_give_are_rungs(gib, monkeypatch):
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("medium_search")
 def test_more_memory_is_never_slower_and_no_plan_is_above_its_limit():
     step, ctx = captured("hourglass", "slow")
     passes = default_passes()
@@ -75,6 +76,7 @@ def test_more_memory_is_never_slower_and_no_plan_is_above_its_limit():
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("medium_search")
 def test_the_least_limit_is_that_of_the_quick_search():
     step, ctx = captured("hourglass", "slow")
     with pytest.raises(Infeasible) as quick:
