@@ -90,7 +90,7 @@ def planned(given: tuple[str, int, Sequence[int]]) -> list[Found]:
     name, tokens, all_gpus = given
     torch.set_num_threads(1)
     batch = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-    step = trace(Loss(llama(_MODELS[name])), (batch,))
+    step = trace(Loss(llama(_MODELS[name])), (batch,), hardware=_HARDWARE)
     free = dataclasses.replace(step, tensor_parallel=True)
     found = []
     for gpus in all_gpus:
