@@ -66,7 +66,7 @@ def measure_hardware(
             smaller messages, not more time.
         scratch_bytes: memory limit of the measurement, at least 8 MiB; training's limit applies
             here too.
-        along: as for :func:`calibrate`.
+        along: as for :func:`calibrate`. Some may be of the model's own collectives.
 
     Returns the same profile on every rank; for a fake group
     :func:`passes.types.hardware.generic`.
@@ -85,7 +85,7 @@ def measure_hardware(
         links[name] = {}
         for kind in KINDS:
             if kind == "reduce_scatter" and group_uses_p2p(one, device):
-                continue  # no hierarchical stage is one
+                continue  # messages carry it out
             agreed(0.0, group, device)  # all groups of a dimension start together
             link = quick_link(kind, one, device, budget, scratch_bytes)
             links[name][kind] = as_busy_as(link, links[""][kind])

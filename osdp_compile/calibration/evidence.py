@@ -20,10 +20,10 @@ from collections.abc import Callable, Sequence
 from torch import fx
 
 from passes.annotate.annotate_costs import cost_of
-from passes.graph.fx_utils import WAIT, is_collective
+from passes.graph.fx_utils import is_collective, is_model_collective
 from passes.graph.metadata import COST
 from passes.simulate.simulator import simulate
-from passes.simulate.skeleton import is_computing, kernels
+from passes.simulate.skeleton import is_computing, kernels, stalls
 from passes.types.annotations import Cost, Memory
 from passes.types.learned import LEAST_FACTOR, MOST_FACTOR, Learned
 
@@ -52,8 +52,8 @@ class MeasuredGraph:
         return sum(self.waits())
 
     def waits(self) -> list[float]:
-        """Seconds of each wait."""
-        return [seconds for node, seconds in self.pairs() if node.target is WAIT]
+        """Seconds of each wait, and of each collective of the model itself."""
+        return [seconds for node, seconds in self.pairs() if stalls(node)]
 
     def pairs(self) -> list[tuple[fx.Node, float]]:
         """Each called node with its seconds."""
@@ -191,7 +191,7 @@ class _Computing:
                     sums = [self.other] if in_flight else [self.other, self.other_alone]
                     predicted = cost_of(node).seconds / in_force.fused_factor
                     self._add(sums, predicted, measured)
-                else:
+                elif not is_model_collective(node):
                     in_flight.discard(node.args[0])
 
     @staticmethod
@@ -290,7 +290,7 @@ class _Waits:
 
 def _corrected(node: fx.Node, cost: Cost, before: Learned, after: Learned) -> Cost:
     """The cost of a skeleton's node with other corrections in force."""
-    if is_collective(node):
+    if is_collective(node) or is_model_collective(node):
         overhead = after.overhead_factor / before.overhead_factor
         return dataclasses.replace(
             cost,

@@ -53,6 +53,8 @@ def hardware_of(
     given: Hardware | None = None,
     dimension: str | None = None,
     along: Mapping[str, dist.ProcessGroup] | None = None,
+    beside: Mapping[str, dist.ProcessGroup] | None = None,
+    everyone: Group = None,
 ) -> Hardware:
     """A group's profile: given, known to this process, cached on disk, or measured. Collective.
 
@@ -63,6 +65,9 @@ def hardware_of(
         given: the profile of the user's options.
         dimension: the mesh dimension of the group; ``given`` may have rates for it.
         along: mesh dimension -> this rank's group along it; the measurement includes these.
+        beside: the same for the dimensions of the model's own collectives.
+        everyone: the ranks of the group and of ``beside`` together, which measure at once; None:
+            there are no others than those of the group.
 
     Raises:
         OsdpError: on every rank, if ``given`` lacks a collective that the group needs.
@@ -71,9 +76,12 @@ def hardware_of(
         ranks = {name: one.size() for name, one in (along or {}).items()}
         chosen = given.over(ranks or {"": size_of(group)}).along(dimension)
         return on_every_rank(lambda: _complete(chosen, group, device), group)
+    if backend_of(group, device.type) == "fake":
+        return measure_hardware(group, device, scratch_bytes=scratch_bytes, along=along)
+    along = {**(along or {}), **(beside or {})}
     known = _known(group, device, along)
     if known not in _in_process:
-        _in_process[known] = _kept_or_measured(group, device, scratch_bytes, along)
+        _in_process[known] = _kept_or_measured(group, device, scratch_bytes, along, everyone)
     return _in_process[known]
 
 
@@ -161,10 +169,9 @@ def _kept_or_measured(
     device: torch.device,
     scratch_bytes: int,
     along: Mapping[str, dist.ProcessGroup] | None,
+    everyone: Group,
 ) -> Hardware:
     scratch_bytes = min(scratch_bytes, _MOST_SCRATCH_BYTES)
-    if backend_of(group, device.type) == "fake":
-        return measure_hardware(group, device, scratch_bytes=scratch_bytes, along=along)
     ranks = from_all(_this_rank(device, scratch_bytes), group)
     writes = rank_in(group) == 0
     path = _path(ranks, group, device, along) if writes else None
@@ -176,12 +183,14 @@ def _kept_or_measured(
         ensure_visible(log)
     # Rank 0 decides for all: a rank without the file would measure alone and wait for ever.
     found = from_rank_zero(lambda: _read(path), group)
-    if found is not None:
-        kept = Hardware.from_dict(found)
-        if rates_hold(kept, group, device, scratch_bytes):
-            return kept
-        if writes:
-            log.info("the network is no longer what that profile says: measured anew")
+    kept = None if found is None else Hardware.from_dict(found)
+    holds = kept is not None and rates_hold(kept, group, device, scratch_bytes)
+    if kept is not None and not holds and writes:
+        log.info("the network is no longer what that profile says: measured anew")
+    if everyone is not None:  # a group beside this one measures together with it
+        holds = all(from_all(holds, everyone))
+    if kept is not None and holds:
+        return kept
     hardware = measure_hardware(group, device, scratch_bytes=scratch_bytes, along=along)
     if path is not None and _write(hardware, path):
         log.info("hardware measured, and kept in %s. To measure anew, delete it", path)
@@ -192,7 +201,7 @@ def _this_rank(device: torch.device, scratch_bytes: int) -> dict[str, Any]:
     """This rank's inputs of the figures, for the hash."""
     return {
         "host": socket.gethostname(),
-        "address": _own_address(),
+        "address": own_address(),
         "interfaces": [
             os.environ.get(name, "") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         ],
@@ -203,7 +212,7 @@ def _this_rank(device: torch.device, scratch_bytes: int) -> dict[str, Any]:
     }
 
 
-def _own_address() -> str:
+def own_address() -> str:
     """This rank's own address on the route to MASTER_ADDR; "": unknown.
 
     Ranks in network namespaces of one machine have the same host name, but different links.

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from osdp_compile import _torch, progress
 from osdp_compile.calibration.profile_cache import hardware_of, keep_learned
+from osdp_compile.calibration.shared_links import model_groups
 from osdp_compile.engine.deferred_init import write_as_into_whole_ones
 from osdp_compile.engine.no_sync import begin_if_waiting, check_if_waiting
 from osdp_compile.engine.plan_decision import Groups, PlanDecision, Step
@@ -67,7 +68,7 @@ from osdp_compile.tracking.uncovered import compiled_models
 from passes.annotate.training_state import held_between_steps, shard_bytes
 from passes.graph.captured import Captured
 from passes.pipeline import Pass, default_passes, validate
-from passes.types.context import Context
+from passes.types.context import Context, ModelGroup
 from passes.types.plan import Plan
 from passes.types.units import format_bytes, format_limit
 
@@ -233,7 +234,7 @@ def _session(step: Step, options: CheckedOptions, to_train: bool = True) -> Sess
         decision.measure_operators(spare_bytes, to_train)
         plan = from_rank_zero(decision.plan, groups.everyone)
 
-    for one in (ranks, *groups.along.values(), *groups.of_others().values()):
+    for one in (ranks, *groups.along.values(), *groups.beside.values()):
         if one is not None:
             register_group(one)
     context = decision.decided(plan)
@@ -296,6 +297,8 @@ def _context_before_plan(
         options.hardware,
         mesh.mesh_dim_names[0] if mesh is not None and mesh.mesh_dim_names else None,
         groups.along,
+        groups.beside,
+        groups.everyone if groups.beside else None,
     )
     if groups.others is not None:  # the plan's ranks measure at once, beside those of other places
         hardware = from_rank_zero(lambda: hardware, groups.everyone)
@@ -321,9 +324,19 @@ def _context_before_plan(
         param_dtype=options.precision.param_dtype,
         reduce_dtype=options.precision.reduce_dtype,
         mesh_dims=groups.mesh_dims(hardware),
-        model_groups={name: one.size() for name, one in groups.of_others().items()},
+        model_groups=_model_groups(options, groups),
     )
     return context, spare_bytes - hardware.library_bytes
+
+
+def _model_groups(options: CheckedOptions, groups: Groups) -> dict[str, ModelGroup]:
+    """The process groups of the model's own collectives. Collective."""
+    if groups.others is None or groups.ranks is None or groups.everyone is None:
+        return {}
+    assert options.mesh is not None
+    return model_groups(
+        options.mesh, groups.others, groups.ranks, groups.everyone, options.hardware
+    )
 
 
 def _trace_steps(session: Session, step_key: str, groups: Groups) -> None:
@@ -337,7 +350,7 @@ def _trace_steps(session: Session, step_key: str, groups: Groups) -> None:
         hardware=session.context.hardware,
         group=groups.ranks,
         device=groups.device,
-        along=groups.along,
+        along=groups.measured,
     )
     trace_steps(session, kept if learns else None)
 

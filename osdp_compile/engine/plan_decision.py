@@ -89,12 +89,17 @@ class Groups:
     everyone: Group = None
     others: DeviceMesh | None = None
 
-    def of_others(self) -> dict[str, dist.ProcessGroup]:
-        """The process groups of the other mesh dimensions by name."""
+    @property
+    def beside(self) -> dict[str, dist.ProcessGroup]:
+        """The process groups along the other mesh dimensions."""
         if self.others is None:
             return {}
-        groups = [self.others.get_group(dim) for dim in range(self.others.ndim)]
-        return {one.group_name: one for one in groups}
+        return {name: self.others.get_group(name) for name in self.others.mesh_dim_names or ()}
+
+    @property
+    def measured(self) -> dict[str, dist.ProcessGroup]:
+        """All process groups along a mesh dimension; the profile has their rates."""
+        return {**self.along, **self.beside}
 
     @property
     def are_fake(self) -> bool:
@@ -212,7 +217,7 @@ class PlanDecision:
         workspaces = from_rank_zero(lambda: self._workspaces(spare_bytes), everyone)
         self.context = self._by_profile(self.context.replace(workspaces=workspaces))
         if measures:  # keep it also if the limit is refused: the error's limit is of this profile
-            keep(self._profile, group, device, self._groups.along)
+            keep(self._profile, group, device, self._groups.measured)
 
     def _workspaces(self, spare_bytes: int) -> dict[str, int]:
         if self._groups.are_fake or self._captured is None:

@@ -149,10 +149,16 @@ def _context_lines(ctx: Context) -> list[str]:
     hardware = ctx.hardware.to_dict()
     del hardware["kernel_seconds"], hardware["learned"]
     dims = [(dim.name, dim.size) for dim in ctx.mesh_dims or ()]
+    ours = {ctx.group_name: "", **{dim.group_name: dim.name for dim in ctx.mesh_dims or ()}}
+    of_model = [
+        (one.name, one.size, sorted(ours[name] for name in one.beside if name in ours))
+        for one in ctx.model_groups.values()
+    ]
     own: dict[str, Any] = {
         "hardware": json.dumps(hardware, sort_keys=True),
         "group_name": "",
         "mesh_dims": dims,
+        "model_groups": of_model,
         "staged": sorted(ctx.staged),
         "workspaces": "",
     }

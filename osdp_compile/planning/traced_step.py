@@ -305,9 +305,9 @@ def planned_whole(
 
 
 def folded_if_large(captured: Captured, parameters: Sequence[Parameter]) -> Folded | None:
-    """The step without repeated inner layers; None: small, several frames, or no equal layers."""
+    """The step without repeated inner layers; None: small, or no equal layers."""
     nodes = len(captured.forward.graph.nodes) + len(captured.backward.graph.nodes)
-    if nodes <= _MOST_NODES or captured.is_joined:
+    if nodes <= _MOST_NODES:
         return None
     folded = fold(captured, parameters)
     if folded is None:

@@ -9,10 +9,10 @@ the larger of FLOPs / device rate and bytes / memory bandwidth (the roofline). O
 ``launch_seconds`` come on top. A GPU computes while the host launches: they are the least time of
 its kernels. Learned factors of the profile (``in_force``) correct both. For FLOPs see
 ``passes/annotate/flops.py``. A collective takes ``latency + wire bytes x inverse bandwidth``, by
-the rates and ranks of its process group. Nothing overlaps a model's own collective. A fused region
-costs the bytes that enter and leave it: each node pays for the outside tensors that it reads first
-in its region, and for its output in memory. A node without a FLOP formula is priced by its bytes
-and logged once at debug level.
+the rates and ranks of its process group, and so does a model's own collective. A fused region costs
+the bytes that enter and leave it: each node pays for the outside tensors that it reads first in its
+region, and for its output in memory. A node without a FLOP formula is priced by its bytes and
+logged once at debug level.
 """
 
 from __future__ import annotations
@@ -166,8 +166,7 @@ def annotate(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         read_bytes = _packing_read_bytes(node) if traits.packing else reads.by_kernel(index)
         write_bytes = bytes_of(value) if is_real else 0
         if traits.model_collective:
-            seconds = _model_collective_seconds(node, ctx)
-            meta[COST.name] = Cost(memory_bytes=memory_bytes, seconds=seconds, serves=names)
+            meta[COST.name] = _model_collective_cost(node, memory_bytes, names, ctx)
             continue
         flops, seconds = 0, (read_bytes + write_bytes) / rate
         if traits.stands_alone:
@@ -247,10 +246,21 @@ def _collective_cost(
     )
 
 
-def _model_collective_seconds(node: fx.Node, ctx: Context) -> float:
-    """Seconds of a model's own collective, which nothing overlaps."""
+def _model_collective_cost(
+    node: fx.Node, memory_bytes: int, names: tuple[str, ...], ctx: Context
+) -> Cost:
+    """The cost of a model's own collective. It delays no compute: compute waits for it."""
     kind, group_name = kind_and_group(node)
-    return cost_on(kind, collective_full_bytes(node), ctx, group_name).total_seconds
+    if ctx.uses_p2p and kind == "reduce_scatter":  # an exchange and a local sum
+        kind = "all_to_all"
+    cost = cost_on(kind, collective_full_bytes(node), ctx, group_name)
+    return Cost(
+        memory_bytes=memory_bytes,
+        seconds=cost.seconds,
+        lateness_seconds=cost.lateness_seconds,
+        serves=names,
+        beside=ctx.beside(group_name),
+    )
 
 
 @functools.lru_cache(maxsize=1 << 14)

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from passes.graph.captured import Captured
-from passes.graph.metadata import PARAMETER, SAVED
+from passes.graph.metadata import PARAMETER, SAVED, SAVES
 from passes.ops.markers import unshard_of, unshards
 from passes.types.context import Parameter, Phase
 
@@ -66,7 +66,7 @@ def layers_of_nodes(
                 layer[node] = number.get(name, 0)
             elif phase is Phase.BACKWARD:
                 # A saved tensor, or an incoming gradient.
-                layer[node] = saved_in.get(node.name, last)
+                layer[node] = saved_in.get(SAVES.get(node, node.name), last)
             else:
                 layer[node] = 0
             continue
@@ -74,6 +74,18 @@ def layers_of_nodes(
         choose = max if phase is Phase.FORWARD else min
         layer[node] = choose(of_layers, default=0)
     return layer
+
+
+def give_to_readers(graph: fx.Graph, layer: dict[fx.Node, int]) -> None:
+    """Give operators that depend on no layer to the layer that alone reads them.
+
+    Each frame of a joined step makes such tensors for itself, constants among them. In a step of
+    one graph all layers share them.
+    """
+    for node in reversed(graph.nodes):
+        readers = {layer[user] for user in node.users if user.op != "output"}
+        if node.op == "call_function" and not layer[node] and len(readers) == 1:
+            layer[node] = readers.pop()
 
 
 def are_equal(

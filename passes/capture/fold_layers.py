@@ -26,7 +26,13 @@ from torch import fx
 from passes.annotate.annotate_costs import cost_of, stands_alone
 from passes.annotate.flops import flops_of
 from passes.annotate.training_state import shard_bytes
-from passes.capture.alike_layers import are_equal, descriptions, layers_of, layers_of_nodes
+from passes.capture.alike_layers import (
+    are_equal,
+    descriptions,
+    give_to_readers,
+    layers_of,
+    layers_of_nodes,
+)
 from passes.capture.layer_keys import layer_keys
 from passes.graph.captured import Captured
 from passes.graph.fx_utils import (
@@ -35,6 +41,7 @@ from passes.graph.fx_utils import (
     fake_mode_of,
     group_of,
     is_collective,
+    is_model_collective,
     module_of,
     once,
     output_node,
@@ -121,10 +128,15 @@ class Folded:
 
     @functools.cached_property
     def _gone(self) -> frozenset[str]:
-        """The keys of the operators left out."""
+        """The keys of the operators left out that no other layer has.
+
+        Layers that are runs of one frame have the same keys.
+        """
         first = self.inner[0] - 1  # the first and the last layer are not in ``operators``
-        left_out = self.operators[first : first + len(self.inner)]
-        return frozenset(key for own in left_out for key in own)
+        last = first + len(self.inner)
+        kept = {key for own in (*self.operators[:first], *self.operators[last:]) for key in own}
+        left_out = self.operators[first:last]
+        return frozenset(key for own in left_out for key in own if key not in kept)
 
     @property
     def at_the_cut(self) -> tuple[int, int]:
@@ -187,6 +199,8 @@ def fold(captured: Captured, parameters: Sequence[Parameter]) -> Folded | None:
         (captured.backward, Phase.BACKWARD),
     ):
         layer = layers_of_nodes(gm.graph, phase, number, saved_in, len(layers))
+        if captured.is_joined:
+            give_to_readers(gm.graph, layer)
         if phase is Phase.FORWARD:
             saved_in = {node.name: layer[node] for node in gm.graph.nodes}
             for node, key in keys.items():
@@ -198,7 +212,8 @@ def fold(captured: Captured, parameters: Sequence[Parameter]) -> Folded | None:
         graphs.append(cut)
     forward, backward = graphs
     alike = tuple(map(tuple, operators[1:-1]))
-    return Folded(Captured(forward, backward), layers, inner, alike)
+    few = dataclasses.replace(captured, forward=forward, backward=backward, values={})
+    return Folded(few, layers, inner, alike)
 
 
 def _saved_bytes(forward: fx.Graph, number: int) -> int:
@@ -401,14 +416,13 @@ def seconds_of(folded: Folded, plan: Plan, lowered: fx.Graph, simulation: Simula
     anchors = _anchors(lowered)
     before, behind = folded.at_the_cut
     total = Seconds(0.0, 0.0)
-    for count, one, other in (
-        (like_before, before - 1, before),
-        (like_behind, behind, behind + 1),
+    for count, one, other, layer in (
+        (like_before, before - 1, before, before),
+        (like_behind, behind, behind + 1, behind),
     ):
         if count:
-            names = set(folded.layers[before - 1 if one < before else behind - 1])
             passed = _between(lowered, simulation, anchors[one], anchors[other])
-            network = _network_seconds(lowered, names)
+            network = _network_seconds(lowered, folded.layers[layer - 1], layer)
             each = Seconds(max(passed.step, network), passed.compute)
             total = total.plus(each.times(count))
     return total
@@ -467,20 +481,28 @@ def _between(graph: fx.Graph, simulation: Simulation, one: fx.Node, other: fx.No
             inside = True
         if inside:
             cost = cost_of(node)
-            compute += cost.compute_overhead_seconds if is_collective(node) else cost.seconds
+            waits = is_collective(node) or is_model_collective(node)
+            compute += cost.compute_overhead_seconds if waits else cost.seconds
     return Seconds(abs(simulation.start[other] - simulation.start[one]), compute)
 
 
-def _network_seconds(graph: fx.Graph, names: set[str]) -> float:
+def _network_seconds(graph: fx.Graph, names: Sequence[str], layer: int) -> float:
     """Seconds of a layer's collectives on the process group that they use longest.
 
+    The model's own collectives count for the groups whose links they use.
+
     ``names``: the layer's parameters. Of a bucket, the layer has the share of its parameters.
+    ``layer``: its number, from 1.
     """
     taken: dict[str, float] = {}
+    own = set(names)
     for node in graph.nodes:
-        if is_collective(node):
+        if is_model_collective(node) and LAYER.get(node) == layer:
+            for group in cost_of(node).beside:
+                taken[group] = taken.get(group, 0.0) + cost_of(node).seconds
+        elif is_collective(node):
             served = COLLECTIVE.of(node).names
-            share = sum(parameter_of(name) in names for name in served) / len(served)
+            share = sum(parameter_of(name) in own for name in served) / len(served)
             group = group_of(node)
             taken[group] = taken.get(group, 0.0) + share * cost_of(node).seconds
     return max(taken.values(), default=0.0)

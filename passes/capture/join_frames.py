@@ -3,8 +3,9 @@
 Needs: the frames of one step in execution order, each captured with markers, and the tensors
 that travel between them.
 Leaves: one captured step. Every parameter is gathered once. Its gradients are added and reduced
-once. A tensor that one frame gives to a later one is an edge. The joined step serves planning only
-and never runs: each frame is lowered by itself, with its part of the plan (``Plan.order_for``).
+once. A tensor that one frame gives to a later one is an edge. A tensor that several frames get is
+one input. The joined step serves planning only and never runs: each frame is lowered by itself,
+with its part of the plan (``Plan.order_for``).
 
 Before::                                  After::
 
@@ -169,6 +170,7 @@ class _Forward:
         self.nodes: list[dict[fx.Node, fx.Node]] = []
         self.saved: dict[fx.Node, None] = {}
         self._parameters: dict[str, fx.Node] = {}
+        self._given: dict[int, fx.Node] = {}  # by number, tensors that no frame makes
         self._made: dict[int, fx.Node] = {}  # by number, results of frames for their callers
         self._returned: dict[int, fx.Node] = {}  # of these, the ones that no later frame reads
         for run in runs:
@@ -210,7 +212,11 @@ class _Forward:
         if number is not None and number in self._made:
             self._returned.pop(number, None)
             return self._made[number]
-        return self.part.add_input(node.name, node.meta)
+        if number is None:
+            return self.part.add_input(node.name, node.meta)
+        if number not in self._given:
+            self._given[number] = self.part.add_input(node.name, node.meta)
+        return self._given[number]
 
 
 class _Backward:

@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from passes._torch import FakeTensorMode, called, copied_graph
 from passes.ops.markers import LEFT_OUT, REDUCE_GRAD, UNSHARD
+from passes.ops.model_collectives import kind_of
 from passes.ops.p2p import EXCHANGE, GATHER_PARTS
 from passes.ops.packing import PACKING
 
@@ -105,8 +106,18 @@ def is_collective(node: fx.Node) -> bool:
     return node.op == "call_function" and _communicates(node.target)
 
 
+@by_target
+def _communicates_for_model(target: Any) -> bool:
+    return kind_of(target) is not None
+
+
+def is_model_collective(node: fx.Node) -> bool:
+    """Whether a node is a collective of the model itself, with its wait."""
+    return node.op == "call_function" and _communicates_for_model(node.target)
+
+
 def group_of(node: fx.Node) -> str:
-    """The name of a collective's process group: its last argument."""
+    """The name of a collective's process group, ours or the model's: its last argument."""
     return str(node.args[-1])
 
 

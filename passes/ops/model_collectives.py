@@ -6,7 +6,8 @@
 ``osdp::model_reduce_scatter``   this rank's part of the sum, along dim 0
 ===============================  ==============================================
 
-They run where the model has them: the plan orders its own collectives around them. This file holds
+They run where the model has them, on the stream of their process group, and compute waits for them.
+The plan orders its own collectives around them. This file holds
 schemas and shapes; ``osdp_compile/runtime/model_collectives.py`` communicates.
 """
 

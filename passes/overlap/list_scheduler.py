@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from torch import fx
 
 from passes.annotate.annotate_costs import cost_of
-from passes.graph.fx_utils import group_of
+from passes.graph.fx_utils import group_of, is_model_collective
 from passes.graph.metadata import COLLECTIVE
 from passes.graph.verifier import InvalidGraph
 from passes.simulate.network import Network
@@ -107,6 +108,9 @@ class ScheduleProblem:
     ``ready``: by compute node, the reductions whose inputs are ready after it.
     ``ready_at_once``: the reductions that depend on no compute node.
     ``urgent``: the number of urgent collectives.
+    ``of_model``: the compute nodes that are collectives of the model itself.
+    ``until_model``: by process group, the seconds from the start of each compute node to the next
+    collective of the model that uses the links of the group.
     """
 
     def __init__(
@@ -149,6 +153,20 @@ class ScheduleProblem:
         self.total_bytes = sum(task.bytes for task in tasks if task.follows is None)
         self.has_stages = any(task.then is not None for task in tasks)
         self.urgent = sum(task.urgent for task in tasks)
+        self.of_model = {node for node in self.compute if is_model_collective(node)}
+        self.until_model = self._until_model() if self.of_model else {}
+
+    def _until_model(self) -> dict[str, list[float]]:
+        groups = sorted({group for node in self.of_model for group in cost_of(node).beside})
+        found = {group: [math.inf] * len(self.compute) for group in groups}
+        for group, until in found.items():
+            left = math.inf
+            for place in range(len(self.compute) - 1, -1, -1):
+                node = self.compute[place]
+                uses = node in self.of_model and group in cost_of(node).beside
+                left = 0.0 if uses else left + self.seconds[place]
+                until[place] = left
+        return found
 
 
 class Scheduler:
@@ -156,6 +174,10 @@ class Scheduler:
 
     A stage of a hierarchical collective that has ended is waited for before the next compute node.
     The next stage starts at once on the queue of its own group.
+
+    A collective of the model itself stands where the model has it, and compute waits for it. On
+    other links, collectives of ours run at the same time. On the same links they would only delay
+    it: none starts directly before it, and only an urgent gather starts that will run into it.
     """
 
     def __init__(
@@ -177,6 +199,8 @@ class Scheduler:
         self.headroom = headroom
         self.at = 0  # the place of the next compute node
         self.horizon_seconds = 0.0  # the time for which queues must have work
+        self.next_start = 0.0  # when the next compute node starts, in seconds
+        self.occupied: frozenset[str] = frozenset()  # the groups that start nothing now
         self.result = list(problem.inputs)
         self.placed: set[fx.Node] = set()
         self.network = Network()
@@ -210,10 +234,7 @@ class Scheduler:
                 self.finish(task)
             if has_stages:
                 self.advance()
-            seconds = problem.seconds[place]
-            self.keep_busy(seconds)
-            self.result.append(node)
-            self.network.compute(seconds)
+            self.compute_node(node, problem.seconds[place])
             self.after(place)
         for task in self.sequence or [*self.gathers, *self.pending]:
             self.start_now(task)
@@ -225,9 +246,34 @@ class Scheduler:
             self.wait_for(self.flying[0])
         return self.result
 
-    def keep_busy(self, seconds: float) -> None:
-        """Start collectives whose queues would run dry within the next ``seconds``."""
+    def compute_node(self, node: fx.Node, seconds: float) -> None:
+        """Run a compute node, or a collective of the model itself."""
+        if node not in self.problem.of_model:
+            self.keep_busy(seconds)
+            self.result.append(node)
+            self.network.compute(seconds)
+            return
+        cost = cost_of(node)
+        self.occupied = cost.beside
+        self.keep_busy(seconds)
+        self.occupied = frozenset()
+        self.result.append(node)
+        self.network.start(
+            node,
+            group_of(node),
+            seconds,
+            lateness_seconds=cost.lateness_seconds,
+            beside=cost.beside,
+        )
+        self.stalled += self.network.wait(node) - seconds
+
+    def keep_busy(self, seconds: float, stall: float = 0.0) -> None:
+        """Start collectives whose queues would run dry within the next ``seconds``.
+
+        ``stall``: the seconds until the next compute node starts.
+        """
         self.horizon_seconds = seconds
+        self.next_start = self.network.now + stall
         while self.start_best() if self.sequence is None else self.start_next():
             pass
 
@@ -354,7 +400,8 @@ class Scheduler:
             self.advance()
             if not stage.urgent:
                 left = self.network.free_seconds(stage.group) - self.network.now
-                self.keep_busy(left + (0.0 if stage.then is None else stage.then.seconds_left))
+                later = 0.0 if stage.then is None else stage.then.seconds_left
+                self.keep_busy(left + later, left + later)
             self.wait_for(stage)
             stage = stage.then
 
@@ -394,6 +441,8 @@ class Scheduler:
         Compute waits for every urgent collective. As long as one has to come, others fill the time
         between them only: no margin.
         """
+        if task.group in self.occupied:
+            return False
         due = self.network.now + self.horizon_seconds
         if not self.urgent:
             if not task.gathers and self.next_gather == len(self.gathers):
@@ -401,23 +450,37 @@ class Scheduler:
             due += task.cost.seconds
         return self.network.free_seconds(task.group) <= due
 
+    def is_urgent(self, gather: CollectiveTask) -> bool:
+        """Whether a gather has to start now: its first use is near."""
+        used = self.problem.stall_free.get(gather.first_use, self.problem.finish_seconds)
+        used += self.stalled
+        free = self.network.free_seconds(gather.group)
+        return used - free <= _URGENT * gather.seconds_left
+
+    def runs_into_model(self, task: CollectiveTask) -> bool:
+        """Whether a gather would delay the next collective of the model on its links."""
+        until = self.problem.until_model.get(task.group)
+        if until is None or not task.gathers or self.at >= len(until):
+            return False
+        ends = self.network.free_seconds(task.group) + task.cost.seconds
+        return ends > self.next_start + until[self.at]
+
     def start_best(self) -> bool:
         """Start an urgent gather, else a reduction, else a later gather. False: nothing starts."""
         gather = self.gathers[self.next_gather] if self.next_gather < len(self.gathers) else None
         if gather is not None and not self.is_due(gather):
             gather = None
         headroom = gather is not None and self.has_room(gather)
-        if gather is not None and headroom:
-            used = self.problem.stall_free.get(gather.first_use, self.problem.finish_seconds)
-            used += self.stalled
-            free = self.network.free_seconds(gather.group)
-            if used - free <= _URGENT * gather.seconds_left:
-                self.begin(gather)
-                return True
+        if gather is not None and headroom and self.is_urgent(gather):
+            self.begin(gather)
+            return True
         first = self.pending[0] if self.pending else None
         if first is not None and self.is_due(first) and self.has_room(first):
             self.begin(first)
             return True
+        if gather is not None and headroom and self.runs_into_model(gather):
+            self.held_back[gather] = Reason.LINKS
+            return False
         if gather is not None and headroom and self.cap_bytes > 0 and not self.urgent:
             self.begin(gather)
             return True
@@ -434,6 +497,9 @@ class Scheduler:
             return False
         if self.cap_bytes == 0:
             self.held_back[task] = Reason.IN_FLIGHT
+            return False
+        if self.runs_into_model(task) and not self.is_urgent(task):
+            self.held_back[task] = Reason.LINKS
             return False
         if not self.has_room(task):
             return False

@@ -29,6 +29,9 @@ For a graph that the plan has no order for, the clock counts kernels and ignores
 process groups share one order: with one order per group, ranks could wait for each other in
 different groups.
 
+A collective of the model itself (``passes/ops/model_collectives.py``) does not move. Where it uses
+the links of ours, none of ours starts directly before it, and only urgent gathers run into it.
+
 Each stage of a hierarchical collective (``passes/overlap/hierarchical_collectives.py``) is a
 collective of its own. It can start after the wait of the stage before it.
 """

@@ -45,7 +45,8 @@ class Evaluated(NamedTuple):
     ``bytes_at``: bytes alive at every captured node of the forward and the backward and at the
     optimizer's step while no collective overlaps compute; None without a memory limit.
     ``seconds_at``: seconds of computing at every captured node.
-    ``network_seconds``, ``exposed_seconds``: of the forward and of the backward.
+    ``network_seconds``, ``exposed_seconds``: of the forward and of the backward, without the
+    model's own collectives.
     """
 
     plan: Plan
@@ -159,7 +160,7 @@ class PlanEvaluator:
             sum(cost_of(node).seconds for node in gm.graph.nodes if is_collective(node))
             for gm in (step.forward, step.backward)
         ]
-        exposed = [one.exposed_seconds for one in step.simulations]
+        exposed = [one.exposed_seconds - one.model_seconds for one in step.simulations]
         plan = self.plan_of(key).replace(order=orders(step))
         if self.folded is not None:
             self._last = Finished(key, plan, step)

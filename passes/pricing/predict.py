@@ -70,15 +70,19 @@ class LoweredStep:
         return np.concatenate([*curves, [self.base_bytes[2]]])
 
     def seconds_at(self, places: tuple[Mapping[str, int], Mapping[str, int]]) -> np.ndarray:
-        """Seconds of computing at each captured node; 0 at the optimizer's step."""
+        """Seconds of computing at each captured node; 0 at the optimizer's step.
+
+        A model's own collective counts if it leaves our links free.
+        """
         found = []
         for gm, place_of in zip((self.forward, self.backward), places, strict=True):
             seconds = np.zeros(len(place_of))
             place = 0
             for node in gm.graph.nodes:
                 place = place_of.get(node.name, place)
-                if not is_collective(node):
-                    seconds[place] += cost_of(node).seconds
+                cost = cost_of(node)
+                if not (is_collective(node) or cost.beside):
+                    seconds[place] += cost.seconds
             found.append(seconds)
         return np.concatenate([*found, [0.0]])
 

@@ -5,7 +5,7 @@ Leaves: ``osdp::model_*`` operators (``passes/ops/model_collectives.py``) where 
 
 A model with tensor parallelism has collectives of its own. Later passes order ours and know their
 buffers. To these passes a model's own collective is an operator like any other: it stays at its
-place, and its time is that of the collective.
+place. Only the simulator and the scheduler see that it is on the network.
 """
 
 from __future__ import annotations

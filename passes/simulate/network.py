@@ -5,12 +5,18 @@ in an empty queue beside compute begins after a *start delay* (``start_delay_sec
 machine whose cores all compute, the network threads first have to get a core. While the rank waits,
 there is no start delay. Its end is later by the lateness of the slowest rank
 (``lateness_seconds``), whether this rank computes or waits.
+
+Queues run at the same time, each at its full rate. A collective of the model itself may use the
+links of other queues (``beside``), such as two groups between the same hosts. As long as n
+collectives use the links at once, each of them takes n times as long: they share the bandwidth in
+equal parts, and no byte of it is lost.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from collections.abc import Collection
 
 from torch import fx
 
@@ -20,6 +26,7 @@ class _Flight:
     node: fx.Node
     start_delay_seconds: float  # remaining
     seconds: float  # remaining
+    beside: frozenset[str]
 
 
 class Network:
@@ -50,14 +57,18 @@ class Network:
         seconds: float,
         start_delay_seconds: float = 0.0,
         lateness_seconds: float = 0.0,
+        beside: frozenset[str] = frozenset(),
     ) -> None:
-        """Append a collective to the queue of its group."""
+        """Append a collective to the queue of its group.
+
+        ``beside``: other groups that use its links. It must be waited for before compute goes on.
+        """
         queue = self._queues.setdefault(group, deque())
         self._group[node] = group
         if not queue:
             self.starts[node] = self.now
             seconds += lateness_seconds
-        queue.append(_Flight(node, 0.0 if queue else start_delay_seconds, seconds))
+        queue.append(_Flight(node, 0.0 if queue else start_delay_seconds, seconds, beside))
 
     def compute(self, seconds: float) -> None:
         """Advance the time while this rank computes."""
@@ -67,13 +78,16 @@ class Network:
         """Wait until a collective has ended. Returns the stall in seconds, 0 if it has ended."""
         if node in self.ends:
             return 0.0
+        group = self._group[node]
+        if any(flight.beside for flight in self._queues[group]):
+            return self._wait_on_shared_links(node)
         seconds = 0.0
-        for flight in self._queues[self._group[node]]:
+        for flight in self._queues[group]:
             seconds += flight.seconds
             if flight.node is node:
                 break
         self._pass(self.now + seconds, computing=False)
-        self._end(self._group[node], node)  # a rounding error may leave a remainder
+        self._end(group, node)  # a rounding error may leave a remainder
         return seconds
 
     def drain(self) -> float:
@@ -84,20 +98,36 @@ class Network:
                 self.wait(queue[-1].node)
         return self.now - begin
 
-    def _pass(self, until: float, computing: bool) -> None:
+    def _wait_on_shared_links(self, node: fx.Node) -> float:
+        """Wait for a collective in a queue whose collectives share links, from end to end."""
+        begin, group = self.now, self._group[node]
+        while node not in self.ends:
+            first = self._queues[group][0]
+            own = {group, *first.beside}
+            sharing = [one for one, queue in self._queues.items() if queue and one in own]
+            heads = [self._queues[one][0] for one in sharing]
+            ends_first = min(heads, key=lambda flight: flight.seconds)
+            until = self.now + ends_first.seconds * len(heads)
+            self._pass(until, computing=False, sharing=sharing)
+            self._end(self._group[ends_first.node], ends_first.node)
+        return self.now - begin
+
+    def _pass(self, until: float, computing: bool, sharing: Collection[str] = ()) -> None:
+        """Advance the time. ``sharing``: the groups that share links until then."""
         for group, queue in self._queues.items():
             if not queue:
                 continue
             now = self.now
+            times = len(sharing) if group in sharing else 1
             while queue:
                 flight = queue[0]
                 start_delay_seconds = flight.start_delay_seconds if computing else 0.0
-                if now + start_delay_seconds + flight.seconds > until:
+                if now + start_delay_seconds + flight.seconds * times > until:
                     waking = min(start_delay_seconds, until - now)
                     flight.start_delay_seconds -= waking
-                    flight.seconds -= until - now - waking
+                    flight.seconds -= (until - now - waking) / times
                     break
-                now += start_delay_seconds + flight.seconds
+                now += start_delay_seconds + flight.seconds * times
                 self._ended(group, now)
         self.now = until
 

@@ -4,9 +4,10 @@ It is the only estimate in this package: the planner, ``reorder`` and the report
 
 One compute stream runs the nodes in order. One network stream per process group runs its
 collectives in their start order, like NCCL's streams and gloo's queues. A wait stalls the compute
-stream until its collective has ended: this stall is *exposed* communication. The compute overhead
-of a collective (``compute_overhead_seconds``) is added to the compute stream at its start. A
-collective may also have a start delay and a lateness (``passes/simulate/network.py``). Memory:
+stream until its collective has ended: this stall is *exposed* communication. A collective of the
+model itself is on the stream of its group too, and compute waits for it at once. The compute
+overhead of a collective (``compute_overhead_seconds``) is added to the compute stream at its start.
+A collective may also have a start delay and a lateness (``passes/simulate/network.py``). Memory:
 ``passes/simulate/memory.py``.
 
 Needs: ``annotate``. Leaves: the graph unchanged.
@@ -19,7 +20,7 @@ import dataclasses
 from torch import fx
 
 from passes.annotate.annotate_costs import cost_of
-from passes.graph.fx_utils import WAIT, group_of, is_collective
+from passes.graph.fx_utils import WAIT, group_of, is_collective, is_model_collective
 from passes.simulate.memory import memory_of
 from passes.simulate.network import Network
 from passes.types.annotations import Memory
@@ -33,6 +34,7 @@ class Simulation:
     ``compute_seconds``: time of the compute stream without stalls.
     ``exposed_seconds``: all stalls of the compute stream.
     ``exposed``: by collective, the stall of its waits in seconds.
+    ``of_model``: by collective of the model itself, the stall until its end in seconds.
     ``memory``: bytes alive while each node runs, and their kinds at the peak.
     """
 
@@ -42,11 +44,17 @@ class Simulation:
     compute_seconds: float
     exposed_seconds: float
     exposed: dict[fx.Node, float]
+    of_model: dict[fx.Node, float]
     memory: Memory
 
     @property
     def peak_bytes(self) -> int:
         return self.memory.peak_bytes
+
+    @property
+    def model_seconds(self) -> float:
+        """The stalls because of the model's own collectives, a part of all stalls."""
+        return sum(self.of_model.values())
 
 
 def simulate(graph: fx.Graph, memory: Memory | None = None) -> Simulation:
@@ -57,6 +65,7 @@ def simulate(graph: fx.Graph, memory: Memory | None = None) -> Simulation:
     start: dict[fx.Node, float] = {}
     end: dict[fx.Node, float] = {}
     exposed: dict[fx.Node, float] = {}
+    of_model: dict[fx.Node, float] = {}
     network = Network()
     compute = 0.0
     for node in graph.nodes:
@@ -72,6 +81,16 @@ def simulate(graph: fx.Graph, memory: Memory | None = None) -> Simulation:
             exposed[node] = 0.0
             network.compute(cost.compute_overhead_seconds)
             compute += cost.compute_overhead_seconds
+            continue
+        if is_model_collective(node):
+            network.start(
+                node,
+                group_of(node),
+                cost.seconds,
+                lateness_seconds=cost.lateness_seconds,
+                beside=cost.beside,
+            )
+            of_model[node] = network.wait(node)
             continue
         if node.target is WAIT and isinstance(node.args[0], fx.Node) and node.args[0] in exposed:
             exposed[node.args[0]] += network.wait(node.args[0])
@@ -90,5 +109,6 @@ def simulate(graph: fx.Graph, memory: Memory | None = None) -> Simulation:
         compute_seconds=compute,
         exposed_seconds=step_seconds - compute,
         exposed=exposed,
+        of_model=of_model,
         memory=memory or memory_of(graph),
     )

@@ -20,7 +20,7 @@ from __future__ import annotations
 from torch import fx
 
 from passes.annotate.annotate_costs import cost_of, stands_alone
-from passes.graph.fx_utils import WAIT, group_of, is_collective
+from passes.graph.fx_utils import WAIT, group_of, is_collective, is_model_collective
 from passes.graph.metadata import COST
 from passes.types.annotations import Cost
 
@@ -47,7 +47,7 @@ def skeleton_of(graph: fx.Graph) -> fx.Graph:
 
     for node in graph.nodes:
         waits_for = copies.get(node.args[0]) if node.target is WAIT else None
-        if is_collective(node):
+        if is_collective(node) or is_model_collective(node):
             computing()
             copies[node] = skeleton.call_function(node.target, (source, group_of(node)))
             COST.set(copies[node], cost_of(node))
@@ -59,6 +59,11 @@ def skeleton_of(graph: fx.Graph) -> fx.Graph:
     computing()
     skeleton.output(None)
     return skeleton
+
+
+def stalls(node: fx.Node) -> bool:
+    """Whether compute waits at a node: at a wait, or at a collective of the model itself."""
+    return node.target is WAIT or is_model_collective(node)
 
 
 def is_computing(node: fx.Node) -> bool:

@@ -16,13 +16,14 @@ from typing import NamedTuple
 from torch import fx
 
 from passes.annotate.annotate_costs import cost_of
-from passes.graph.fx_utils import WAIT, group_of, is_collective
+from passes.graph.fx_utils import WAIT, group_of, is_collective, is_model_collective
 from passes.graph.metadata import COLLECTIVE, GATHERED, INPUT, PARAMETER, SAVED
 from passes.graph.module_path import module_path
 from passes.ops.markers import LEFT_OUT
 from passes.simulate.exposure import reasons
 from passes.simulate.memory import COPY, WORKSPACE, Life, lives_of
 from passes.simulate.simulator import Simulation
+from passes.types.annotations import Reason
 
 COMPUTE = "compute"
 NETWORK = "network"
@@ -213,7 +214,7 @@ def timeline_of(
         arriving = node.op == node.next.op == "placeholder" and node is not peak_node
         if not arriving and (not memory or memory[-1][1] != base_bytes + alive_bytes):
             memory.append((now, base_bytes + alive_bytes))
-        now = streams.communicate(node, now) if is_collective(node) else streams.compute(node, now)
+        now = streams.run(node, now)
     streams.end(now)
     ends = (simulation.step_seconds, base_bytes + simulation.memory.kept_bytes)
     if memory[-1] != ends:
@@ -246,6 +247,18 @@ class _Streams:
         self._exposed_seconds: dict[str, float] = {}  # by collective
         self._names: dict[str, str] = {}  # of network streams, by process group
         self._last: fx.Node | None = None  # the collective with the latest end
+
+    def run(self, node: fx.Node, now: float) -> float:
+        """Record a node. Returns the time of the compute stream after it."""
+        if is_collective(node):
+            return self.communicate(node, now)
+        if is_model_collective(node):
+            self.communicate(node, now)
+            end = self._simulation.end[node]
+            if end > now:
+                self._stall(node, now, end)
+            return end
+        return self.compute(node, now)
 
     def communicate(self, node: fx.Node, now: float) -> float:
         """Record a collective. Returns the time of the compute stream after its start."""
@@ -295,6 +308,7 @@ class _Streams:
         """The events; an exposed collective has its exposed seconds and their cause."""
         exposed = self._exposed_seconds
         why = {node.name: reason.value for node, reason in reasons(self._simulation).items()}
+        why |= {node.name: Reason.OF_MODEL.value for node in self._simulation.of_model}
         return tuple(
             dataclasses.replace(
                 event, exposed_seconds=exposed[event.name], reason=why.get(event.name, "")

@@ -24,6 +24,7 @@ class Cost:
     ``serves``: the parameters that it serves (``passes/graph/attribution.py``).
     ``in_function``: its kernel shares one C++ function with neighbouring kernels
     (``passes/simulate/memory.py``).
+    ``beside``: of a collective of the model itself, our process groups that use its links.
     """
 
     flops: int = 0
@@ -37,6 +38,7 @@ class Cost:
     serves: tuple[str, ...] = ()
     workspace_bytes: int = 0
     in_function: bool = False
+    beside: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass
@@ -98,3 +100,5 @@ class Reason(enum.Enum):
     MEMORY = "memory limit: an earlier start or a later end exceeds it"
     IN_FLIGHT = "in-flight limit: the plan allows no more bytes in flight"
     ORDER = "order: the plan starts other collectives first"
+    LINKS = "links: a collective of the model itself needs them"
+    OF_MODEL = "the model's own: the model waits for it where it stands"

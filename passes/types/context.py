@@ -107,6 +107,21 @@ class MeshDim:
 
 
 @dataclasses.dataclass(frozen=True)
+class ModelGroup:
+    """A process group of the model's own collectives.
+
+    Attributes:
+        name: of its mesh dimension in the profile (``Hardware.dimensions``).
+        size: number of ranks.
+        beside: our process groups whose collectives use the same links.
+    """
+
+    name: str
+    size: int
+    beside: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
 class Context:
     """The input of every pass beside the graph.
 
@@ -141,8 +156,8 @@ class Context:
             flight, beside input and output (gloo's own gathers and scatters).
         slices: user-forced slices: (parameter, slices, kept slices). All other operators run whole.
             None: the planner decides.
-        model_groups: ranks of each process group of the model's own collectives, which the rates
-            over our ranks price.
+        model_groups: the process groups of the model's own collectives on other mesh dimensions, by
+            name. The profile's rates along the dimension price them, or else those over our ranks.
         tensor_parallel: the weights to which activations may move: False: none; True: the planner
             decides; or names of parameters whose groups stay, whatever the search finds.
         param_dtype: the dtype in which a graph without markers reads parameters; None: their own.
@@ -181,16 +196,30 @@ class Context:
     mesh_dims: tuple[MeshDim, MeshDim] | None = None
     workspaces: Mapping[str, int] = dataclasses.field(default_factory=dict)
     moves_activations: bool = True
-    model_groups: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    model_groups: Mapping[str, ModelGroup] = dataclasses.field(default_factory=dict)
 
     def network(self, group_name: str) -> tuple[Hardware, int]:
         """Rates of collectives on a process group, and its number of ranks."""
-        if group_name in self.model_groups:
-            return self.hardware, self.model_groups[group_name]
+        own = self.model_groups.get(group_name)
+        if own is not None:
+            known = self.hardware.dimensions.get(own.name, {})
+            rates = {**self.hardware.collectives, **known}
+            return dataclasses.replace(self.hardware, collectives=rates), own.size
         for dim in self.mesh_dims or ():
             if dim.group_name == group_name:
                 return self.along(dim)
         return self.hardware, self.world_size
+
+    def beside(self, group_name: str) -> frozenset[str]:
+        """Our process groups that use the links of a group of the model's own collectives.
+
+        Of a group that nothing is known of: the group of all ranks.
+        """
+        own = self.model_groups.get(group_name)
+        if own is not None:
+            return own.beside
+        is_ours = any(dim.group_name == group_name for dim in self.mesh_dims or ())
+        return frozenset() if is_ours else frozenset({self.group_name})
 
     def along(self, dim: MeshDim) -> tuple[Hardware, int]:
         """Rates of collectives along a mesh dimension, and its number of ranks."""

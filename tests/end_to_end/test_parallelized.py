@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from itertools import repeat
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ import osdp_compile
 from osdp_compile import InfeasibleLimit, OsdpError, Plan, plan_of
 from osdp_compile.planning.planner_inputs import UNSEEN_BYTES
 from osdp_compile.trace import fake_world
+from osdp_compile.tracking.session import session_for
 from tests.boxed import without_inductor
 from tests.chosen import more
 from tests.end_to_end.test_limit_is_kept import STEPS, kept, trained
@@ -507,3 +510,26 @@ def test_what_is_refused_says_what_to_give(four_ranks):
         assert "another optimizer, such as AdamW" in said["Adafactor"]
         assert "fullgraph=True" in said["a graph break"]
         assert "option 'tensor_parallel'" in said["moves"]
+
+
+def rates_and_links(rank, world_size, folder):
+    """The rates along ``tp`` that the first call measures, and the groups of ours on its links."""
+    torch._dynamo.reset()
+    mesh = two_by_two()
+    model = made(layers=1)
+    linears_only(model, mesh["tp"])
+    with mock.patch.dict(os.environ, OSDP_CACHE_DIR=folder):
+        compiled = torch.compile(model, backend="osdp", options={"mesh": mesh["dp"]})
+        loss_of(compiled, tokens(0, rank // 2)).backward()
+    context = session_for(model).context
+    ((name, own),) = context.model_groups.items()
+    assert name == mesh["tp"].get_group().group_name and own.beside == {context.group_name}
+    return dataclasses.asdict(context.hardware)["dimensions"]
+
+
+def test_the_first_call_measures_the_dimension_of_the_models_own_collectives(four_ranks, tmp_path):
+    """All ranks at once; they share the links of this machine with ours."""
+    found = four_ranks.run(rates_and_links, str(tmp_path))
+    assert all(one == found[0] for one in found)
+    assert list(found[0]) == ["tp"] and "all_reduce" in found[0]["tp"]
+    assert found[0]["tp"]["all_reduce"]["seconds_per_byte"] > 0

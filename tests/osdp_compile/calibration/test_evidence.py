@@ -65,14 +65,16 @@ def measured(graph: fx.Graph, truth: Learned) -> MeasuredGraph:
     costs = {node: cost_of(node) for node in called}
     for node, cost in costs.items():
         COST.set(node, evidence._corrected(node, cost, Learned(), truth))
-    exposed = simulate(graph).exposed
+    found = simulate(graph)
+    exposed = {**found.exposed, **found.of_model}
     seconds = []
     for node in called:
         cost = cost_of(node)
         if is_collective(node):
             seconds.append(cost.compute_overhead_seconds)
         else:
-            seconds.append(exposed[node.args[0]] if node.target is WAIT else cost.seconds)
+            waited = node.args[0] if node.target is WAIT else node
+            seconds.append(exposed.get(waited, cost.seconds))
     for node, cost in costs.items():
         COST.set(node, cost)
     return MeasuredGraph(graph, tuple(seconds))
@@ -100,6 +102,30 @@ def values(learned: Learned) -> tuple[float, ...]:
 def test_the_corrections_behind_a_step_are_found(truth):
     found = learned_from(step_of(truth), UPDATE_SECONDS, Learned())
     assert values(found) == pytest.approx(values(truth), rel=1e-6)
+
+
+def test_a_models_own_collectives_correct_the_network_and_no_kernel():
+    """They take twice as long as the rates say, and so do ours."""
+    b = Priced()
+    x = b.tensor("x")
+    for _ in range(4):
+        x = b.of_model(b.kernel(x, seconds=1.0), seconds=2.0)
+        x = price(b.pointwise(x), 0.5)
+        x = b.kernel(x, b.wait(b.gather(x, seconds=1.0)), seconds=0.5)
+    graph = skeleton_of(b.finish(x).graph)
+    truth = Learned(8, kernel_factor=1.5, network_factor=2.0)
+    one = measured(graph, truth)
+    assert one.wait_seconds == 4 * 2.0 * (2.0 + 1.0)
+    found = learned_from(MeasuredStep(8, one, one, UPDATE_SECONDS, 0.0), UPDATE_SECONDS, Learned())
+    assert found.kernel_factor == pytest.approx(1.5) and found.fused_factor == pytest.approx(1.0)
+    # Longer waits are the lateness of ranks up to the longest one; each collective is alone here.
+    assert found.lateness_seconds > 0
+    assert simulated_waits(graph, found) == pytest.approx(one.wait_seconds)
+
+
+def simulated_waits(graph: fx.Graph, learned: Learned) -> float:
+    """Exposed seconds with these corrections."""
+    return measured(graph, learned).wait_seconds
 
 
 def test_where_something_is_always_in_flight_one_factor_explains_all_computing():

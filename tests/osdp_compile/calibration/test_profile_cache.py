@@ -245,11 +245,11 @@ def test_a_real_measurement_comes_back_as_it_was(two_ranks, tmp_path):
 
 def test_the_address_is_the_one_towards_the_first_rank(monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    assert profile_cache._own_address() == ""
+    assert profile_cache.own_address() == ""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    assert profile_cache._own_address() == "127.0.0.1"
+    assert profile_cache.own_address() == "127.0.0.1"
     monkeypatch.setenv("MASTER_ADDR", "no address")
-    assert profile_cache._own_address() == ""
+    assert profile_cache.own_address() == ""
 
 
 def test_where_profiles_are_kept(monkeypatch, tmp_path):

@@ -11,7 +11,7 @@ from passes.graph.metadata import COLLECTIVE, COST
 from passes.simulate.memory import memory_of
 from passes.simulate.simulator import simulate
 from passes.types.plan import Collective
-from tests.passes.graphs import price
+from tests.passes.graphs import GROUP, price
 from tests.passes.overlap import test_stage_schedule
 from tests.passes.simulate.test_simulator import Priced
 
@@ -96,3 +96,34 @@ def test_a_gradient_starts_later_where_there_is_no_room_to_receive_it():
     assert simulate(tight.graph).peak_bytes <= free_bytes
     assert early == scheduled(gradients(10))
     assert late.index("-a") < late.index(" b ") < early.index("-a")
+
+
+def beside_model(links: tuple[str, ...]) -> fx.GraphModule:
+    """Kernels that use a, b, c and d, each after a model's own collective; all take 4 s."""
+    b = Flat()
+    weights = [b.tensor(name, static=True) for name in "abcd"]
+    state = b.tensor("x")
+    for name, weight in zip("abcd", weights, strict=True):
+        state = b.of_model(state, 4.0, beside=links)
+        whole = b.collective(weight, name, 4.0, gathers=True)
+        state = b.kernel(state, whole, seconds=4.0)
+    return b.finish(state)
+
+
+def test_on_other_links_gathers_run_at_the_same_time_as_a_models_own_collective():
+    gm = beside_model(())
+    order = scheduled(gm)
+    assert order.index("b") < order.index("m") < order.index("d")
+    # Nothing but the model's collectives is exposed: 4 of them, and 4 kernels.
+    assert simulate(gm.graph).step_seconds == 32.0
+
+
+def test_on_the_same_links_no_gather_starts_directly_before_a_models_own_collective():
+    gm = beside_model((GROUP,))
+    order = scheduled(gm).split()
+    before = [order[place - 1] for place, one in enumerate(order) if one == "m"]
+    assert not set(before) & set("abcd"), order
+    # The links are busy without a pause until the last kernel: 4 gathers and 4 of the model.
+    found = simulate(gm.graph)
+    assert found.step_seconds == 36.0
+    assert found.model_seconds + sum(found.exposed.values()) == 20.0

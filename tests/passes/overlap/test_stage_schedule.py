@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from passes.graph.fx_utils import WAIT, is_collective
+from passes.graph.fx_utils import WAIT, is_collective, is_model_collective
 from passes.graph.metadata import COLLECTIVE
 from passes.overlap.reorder_collectives import order_of, reorder
 from passes.simulate.simulator import simulate
@@ -53,6 +53,8 @@ def in_short(gm: fx.GraphModule) -> str:
     for node in gm.graph.nodes:
         if is_collective(node):
             found.append(name(node))
+        elif is_model_collective(node):
+            found.append("m")
         elif node.target is WAIT:
             found.append(f"-{name(node.args[0])}")  # type: ignore[arg-type]
         elif node.op == "call_function":

@@ -10,7 +10,10 @@ from passes.graph.fx_utils import WAIT
 from passes.graph.verifier import check
 from passes.ops.model_collectives import AT_ONCE, kind_of
 from passes.shard.settle_collectives import UnknownCollective, settle
-from tests.passes.graphs import GraphBuilder, context
+from passes.types.context import ModelGroup
+from passes.types.hardware import LinkRate
+from tests.passes.graphs import GROUP as OURS
+from tests.passes.graphs import GraphBuilder, context, hardware
 
 c10d, aten = torch.ops._c10d_functional, torch.ops.aten
 GROUP = "model"
@@ -42,8 +45,8 @@ def test_a_collective_and_its_waits_are_one_operator(collective, waits):
 
 
 @pytest.mark.parametrize("collective", KINDS)
-def test_it_takes_the_time_of_the_collective_on_the_compute_queue(collective):
-    ctx = context(model_groups={GROUP: 2})
+def test_it_takes_the_time_of_the_collective_on_its_group(collective):
+    ctx = context(model_groups={GROUP: ModelGroup("tp", 2, frozenset({OURS}))})
     gm = annotate(settle(graph_of(collective), ctx), ctx)
     (settled,) = gm.graph.find_nodes(op="call_function", target=AT_ONCE[collective])
     full_bytes = 4 * 8 * max(4, KINDS[collective][1])
@@ -51,6 +54,33 @@ def test_it_takes_the_time_of_the_collective_on_the_compute_queue(collective):
     expected = ctx.hardware.collective_seconds(kind, full_bytes, 2)
     assert cost_of(settled).seconds == pytest.approx(expected)
     assert cost_of(settled).memory_bytes == KINDS[collective][1] * 8 * 4
+    assert cost_of(settled).beside == {OURS}
+
+
+def test_rates_along_its_dimension_price_it():
+    """The others are those over our ranks; messages carry out a reduce-scatter."""
+    slow = {"all_reduce": LinkRate(1.0, 0.0), "all_to_all": LinkRate(2.0, 0.0)}
+    ctx = context(
+        model_groups={GROUP: ModelGroup("tp", 2)}, hardware=hardware(dimensions={"tp": slow})
+    )
+    seconds = {}
+    for collective in KINDS:
+        for uses_p2p in (False, True):
+            own = ctx.replace(uses_p2p=uses_p2p)
+            gm = annotate(settle(graph_of(collective), own), own)
+            (settled,) = gm.graph.find_nodes(op="call_function", target=AT_ONCE[collective])
+            seconds[kind_of(settled.target), uses_p2p] = cost_of(settled).seconds
+    assert seconds["all_reduce", False] == seconds["all_reduce", True] == 1.0
+    assert seconds["reduce_scatter", True] == 2.0
+    ours = ctx.hardware.collective_seconds("all_gather", 8 * 8 * 4, 2)
+    assert seconds["all_gather", False] == pytest.approx(ours)
+
+
+def test_a_group_that_nothing_is_known_of_shares_the_links_of_all_ranks():
+    ctx = context()
+    gm = annotate(settle(graph_of(c10d.all_reduce.default), ctx), ctx)
+    (settled,) = gm.graph.find_nodes(op="call_function", target=AT_ONCE[c10d.all_reduce.default])
+    assert cost_of(settled).beside == {OURS}
 
 
 def test_what_is_not_waited_for_or_unknown_is_refused_by_name():

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import fx
 
 from passes.simulate.network import Network
 from passes.simulate.simulator import simulate
+from tests.passes.examples import examples
 from tests.passes.graphs import price
 from tests.passes.simulate.test_simulator import Priced
 
@@ -83,3 +86,76 @@ def test_a_late_rank_delays_the_first_in_flight_also_while_it_is_waited_for(node
     network.start(b, "group", 1.0, lateness_seconds=2.0)
     assert network.wait(b) == 6.0
     assert network.ends == {a: 5.0, b: 6.0}
+
+
+def test_collectives_on_shared_links_take_as_many_times_as_long(nodes):
+    a, b, _ = nodes
+    network = Network()
+    network.start(a, "ours", 3.0)
+    network.start(b, "model", 2.0, beside=frozenset({"ours"}))
+    assert network.wait(b) == 4.0  # half of the bandwidth each
+    assert network.now == 4.0
+    assert network.wait(a) == 1.0  # alone again
+    assert network.ends == {b: 4.0, a: 5.0}
+
+
+def test_what_ends_first_leaves_the_links_to_the_other(nodes):
+    a, b, c = nodes
+    network = Network()
+    network.start(a, "ours", 1.0)
+    network.start(c, "ours", 1.0)
+    network.start(b, "model", 4.0, beside=frozenset({"ours"}))
+    assert network.wait(b) == 6.0
+    assert network.ends == {a: 2.0, c: 4.0, b: 6.0}
+    assert network.starts[c] == 2.0
+
+
+def test_three_groups_on_the_same_links_have_a_third_each(nodes):
+    a, b, c = nodes
+    network = Network()
+    network.start(a, "one", 2.0)
+    network.start(b, "other", 2.0)
+    network.start(c, "model", 1.0, beside=frozenset({"one", "other"}))
+    assert network.wait(c) == 3.0
+    assert network.drain() == 1.0
+    assert network.ends == {c: 3.0, a: 4.0, b: 4.0}
+
+
+def test_groups_on_other_links_keep_their_rate_meanwhile(nodes):
+    a, b, c = nodes
+    network = Network()
+    network.start(a, "same", 2.0)
+    network.start(b, "other", 3.0)
+    network.start(c, "model", 2.0, beside=frozenset({"same"}))
+    assert network.wait(c) == 4.0
+    assert network.ends[b] == 3.0 and network.ends[a] == pytest.approx(4.0)
+
+
+def test_on_the_group_of_another_it_runs_after_it(nodes):
+    a, b, c = nodes
+    network = Network()
+    network.start(a, "within", 2.0)
+    network.start(b, "between", 5.0)
+    network.start(c, "within", 1.0, beside=frozenset({"between"}))
+    assert network.wait(c) == 4.0  # two of a's, then one of its own beside b
+    assert network.ends == {a: 2.0, c: 4.0}
+    assert network.drain() == 2.0
+
+
+@examples(100)
+@given(
+    st.lists(st.integers(0, 5), max_size=4),
+    st.lists(st.integers(0, 5), max_size=4),
+    st.integers(0, 9),
+)
+def test_no_byte_of_shared_links_is_lost(one, other, own):
+    """Whoever shares them with whom, the links are busy for the sum of all seconds."""
+    network, graph = Network(), fx.Graph()
+    for group, queue in (("one", one), ("other", other)):
+        for seconds in queue:
+            network.start(graph.placeholder("x"), group, float(seconds))
+    node = graph.placeholder("x")
+    network.start(node, "model", float(own), beside=frozenset({"one"}))
+    network.wait(node)
+    network.drain()
+    assert max(network.ends.values()) == pytest.approx(max(sum(one) + own, sum(other)))

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import fx
 
 from passes.graph.fx_utils import ALL_GATHER, ALL_REDUCE, WAIT
-from passes.graph.metadata import COLLECTIVE, REGION
+from passes.graph.metadata import COLLECTIVE, COST, REGION
 from passes.simulate.simulator import Simulation, simulate
+from passes.types.annotations import Cost
 from passes.types.plan import Collective
 from tests.passes.examples import examples
 from tests.passes.graphs import GROUP, GraphBuilder, price
@@ -55,6 +56,14 @@ class Priced(GraphBuilder):
 
     def wait(self, start: fx.Node) -> fx.Node:
         return price(self.call(WAIT, start))
+
+    def of_model(
+        self, source: fx.Node, seconds: float, group: str = "model", beside: Sequence[str] = ()
+    ) -> fx.Node:
+        """An all-reduce of the model itself. ``beside``: groups that use its links."""
+        node = self.call(torch.ops.osdp.model_all_reduce.default, source, "sum", group)
+        COST.set(node, Cost(seconds=seconds, beside=frozenset(beside)))
+        return node
 
     def simulated(self, *outputs: fx.Node) -> Simulation:
         return simulate(self.finish(*outputs).graph)
@@ -147,6 +156,32 @@ def test_the_step_ends_when_both_streams_have():
     kernel = b.kernel(x, seconds=1.0)
     found = b.simulated(b.wait(start), kernel)
     assert (found.step_seconds, found.exposed_seconds) == (9.0, 8.0)
+
+
+def test_a_models_own_collective_runs_on_its_stream_and_compute_waits_for_it():
+    b = Priced()
+    x = b.tensor("x")
+    start = b.gather(x, seconds=3.0)
+    reduced = b.of_model(b.kernel(x, seconds=1.0), seconds=4.0)
+    last = b.kernel(b.wait(start), reduced, seconds=1.0)
+    found = b.simulated(last)
+    assert (found.start[reduced], found.end[reduced]) == (1.0, 5.0)
+    assert (found.start[start], found.end[start]) == (0.0, 3.0)  # other links: at its full rate
+    assert (found.step_seconds, found.compute_seconds, found.exposed_seconds) == (6.0, 2.0, 4.0)
+    assert found.exposed == {start: 0.0}
+    assert found.of_model == {reduced: 4.0} and found.model_seconds == 4.0
+
+
+def test_on_the_same_links_it_shares_the_bandwidth():
+    b = Priced()
+    x = b.tensor("x")
+    start = b.gather(x, seconds=3.0)
+    reduced = b.of_model(b.kernel(x, seconds=1.0), seconds=4.0, beside=[GROUP])
+    found = b.simulated(b.kernel(b.wait(start), reduced, seconds=1.0))
+    # The gather's last 2 s take 4 s beside as much of the other; 2 s are left of that then.
+    assert (found.end[start], found.end[reduced]) == (5.0, 7.0)
+    assert (found.step_seconds, found.exposed_seconds) == (8.0, 6.0)
+    assert found.of_model == {reduced: 6.0}
 
 
 def test_ten_thousand_nodes_take_less_than_a_second():

@@ -8,9 +8,9 @@ from passes.annotate.annotate_costs import cost_of
 from passes.graph.fx_utils import ALL_GATHER, WAIT
 from passes.graph.metadata import COST
 from passes.simulate.simulator import simulate
-from passes.simulate.skeleton import fused, is_computing, kernels, skeleton_of
+from passes.simulate.skeleton import fused, is_computing, kernels, skeleton_of, stalls
 from passes.types.annotations import Cost
-from tests.passes.graphs import price
+from tests.passes.graphs import GROUP, price
 from tests.passes.simulate.test_simulator import Priced
 
 
@@ -52,3 +52,17 @@ def test_its_simulation_is_that_of_the_graph():
     assert small.step_seconds == pytest.approx(whole.step_seconds)
     assert small.exposed_seconds == pytest.approx(whole.exposed_seconds)
     assert list(small.exposed.values()) == pytest.approx(list(whole.exposed.values()))
+
+
+def test_a_models_own_collective_is_a_point_of_its_own():
+    b = Priced()
+    x = b.tensor("x")
+    start = b.gather(x, seconds=3.0)
+    reduced = b.of_model(b.kernel(x, seconds=1.0), seconds=4.0, beside=[GROUP])
+    graph = b.finish(b.kernel(b.wait(start), reduced, seconds=1.0)).graph
+    small = skeleton_of(graph)
+    (own,) = [node for node in small.nodes if stalls(node) and node.target is not WAIT]
+    assert cost_of(own).beside == {GROUP}
+    whole, found = simulate(graph), simulate(small)
+    assert found.step_seconds == whole.step_seconds == 8.0
+    assert found.of_model == {own: 6.0}

@@ -53,6 +53,23 @@ def test_kernels_and_collectives_are_events_on_their_streams_and_waiting_is_a_st
     assert (found.step_seconds, found.compute_seconds, found.exposed_seconds) == (11.0, 5.0, 6.0)
 
 
+def test_a_models_own_collective_is_on_a_stream_of_its_own_and_compute_is_idle_meanwhile():
+    b = Priced()
+    x = b.tensor("x")
+    start = b.gather(x, seconds=2.0)
+    reduced = b.of_model(b.kernel(x, seconds=1.0), seconds=4.0)
+    found = timeline(b, b.kernel(b.wait(start), reduced, seconds=1.0))
+    label = "model_all_reduce"
+    assert found.events == (
+        Event(start.name, "gather w", NETWORK, 0.0, 2.0),
+        Event("mm_default", "mm", COMPUTE, 0.0, 1.0),
+        Event(reduced.name, label, "network 2", 1.0, 5.0, 4.0, reason=Reason.OF_MODEL.value),
+        Event("mm_default_1", "mm", COMPUTE, 5.0, 6.0),
+    )
+    assert found.stalls == (Stall(reduced.name, label, 1.0, 5.0),)
+    assert (found.step_seconds, found.compute_seconds, found.exposed_seconds) == (6.0, 2.0, 4.0)
+
+
 def test_every_further_process_group_is_a_stream():
     b = Priced()
     x = b.tensor("x")
