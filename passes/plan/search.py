@@ -35,9 +35,13 @@ class Search:
         decides_moves = evaluator.ctx.tensor_parallel is True and evaluator.move_groups.groups
         self.neighbours.may_move = not decides_moves
         evaluator.left = _budget(evaluator, self.neighbours.may_move)
-        keys = [evaluator.uniform(option) for option in range(len(DECISIONS) if limited else 1)]
+        folded = evaluator.folded is not None
+        number, left = len(DECISIONS) if limited or folded else 1, evaluator.left
+        keys = [evaluator.uniform(option) for option in range(number)]
         for key in keys:
             evaluator.evaluate(key)
+        if folded:  # whose small budget is for the climb
+            evaluator.left = left
         evaluator.is_short = limited and evaluator.is_limited(min(keys, key=evaluator.seconds))
         if all(evaluator.rank(key)[0] for key in keys):
             keys += self._lean_enough(min(keys, key=evaluator.rank))
