@@ -224,7 +224,11 @@ def main() -> None:
     )
     parser.add_argument("--dry", action="store_true", help="on CPUs, with tiny models")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--workers", type=int, default=1, help="tests that run at once")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        help="tests that run at once; by default one for three cores, up to 5",
+    )
     parser.add_argument("--out", type=Path, default=Path("gpu.json"))
     given = parser.parse_args()
     gpus = 0 if given.dry else torch.cuda.device_count()
@@ -237,7 +241,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="osdp-gpu") as folder:
         profiles = Path(folder) if given.dry else None
         device = "cuda" if gpus else "cpu"
-        setting = Setting(device, gpus, given.dry, given.workers, profiles)
+        cores = 1 if given.dry else os.cpu_count() or 1
+        workers = given.workers or max(1, min(5, cores // 3))
+        setting = Setting(device, gpus, given.dry, workers, profiles)
         checks = run_parts(setting, given.only, record, given.out, console)
     title = f"{record.get('gpu', 'no GPU: a dry run')}, torch {torch.__version__}"
     console.print(table(checks, title))
