@@ -52,7 +52,7 @@ UNIFORM = ("replicate", "shard_keep", "shard_regather")
 MOVING = {"tensor_parallel": False, "tensor_parallel_kept": True}
 PLANS = (*UNIFORM, "limit", *MOVING)
 #: Of a dry run.
-FEW_PLANS = ("replicate", "limit", "tensor_parallel_kept")
+FEW_PLANS = ("replicate", "limit", "tensor_parallel")
 _WARMUP_STEPS, _STEPS = 3, 8
 #: Memory of one training. As many compile at once as the GPU has room for.
 _ROOM_BYTES = 24 << 30
