@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import osdp_compile
 from osdp_compile import Decision, Hardware, Plan
-from osdp_compile.engine.plan_decision import PlanDecision
 from osdp_compile.runtime.collectives import backend_of
 from osdp_compile.tracking.other_models import OtherModels
 from passes.types.decision import FLAT_DECISIONS
 from passes.types.hardware import LinkRate
+from passes.types.units import parse_bytes
 from tests.ranks import Ranks
 
 #: A fixed profile with a slow network (10 us, 50 MB/s), for equal plans in every run.
@@ -416,25 +416,23 @@ def plan_for(kind: str, model: nn.Module, world_size: int) -> Plan:
 
 
 def limit_between(model: nn.Module, share: float, recipe: Recipe) -> int:
-    """A limit in bytes: ``share`` of the way from the least limit to the peak without a limit."""
+    """A limit in bytes: ``share`` of the way from the least limit to the peak without a limit.
+
+    The error about an infeasible limit names the least limit.
+    """
     trial = copy.deepcopy(model)
     optimizer = recipe.optimizer(trial.parameters())  # alive, so that its state is counted
 
-    def planned(decision: PlanDecision) -> Plan:
-        """The plan without a limit, with the least limit in the place of its own."""
-        with pytest.raises(osdp_compile.InfeasibleLimit) as infeasible:
-            decision._plan_under(1)
-        least_bytes = infeasible.value.least_bytes
-        return decision._plan_under(None).replace(memory_limit_bytes=least_bytes)
-
-    with (
-        mock.patch.object(PlanDecision, "plan", planned),
-        # Only the plan is needed: the graph runs without lowering.
-        mock.patch("osdp_compile.engine.backend.lower", lambda gm, *rest: gm),
-    ):
-        compiled = torch.compile(trial, backend="osdp", options={"hardware": SLOW})
+    def first_call(**options):
+        compiled = torch.compile(trial, backend="osdp", options={"hardware": SLOW, **options})
         recipe.step(compiled, recipe.batch(0, 0, 0))
-    plan = plan_in_force(trial)
-    least_bytes, prediction = plan.memory_limit_bytes, plan.prediction
-    assert least_bytes and prediction is not None and optimizer is not None
+
+    with pytest.raises(osdp_compile.InfeasibleLimit) as infeasible:
+        first_call(memory_limit="1KiB")
+    least_bytes = parse_bytes(str(infeasible.value).split("least possible ")[1].split(" for ")[0])
+    # Only the plan is needed: the graph runs without lowering.
+    with mock.patch("osdp_compile.engine.backend.lower", lambda gm, *rest: gm):
+        first_call()
+    prediction = plan_in_force(trial).prediction
+    assert prediction is not None and optimizer is not None
     return round(least_bytes + share * (prediction.peak_bytes - least_bytes))

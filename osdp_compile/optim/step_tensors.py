@@ -33,6 +33,8 @@ _TENSORS: dict[str, tuple[int, int]] = {
     "sgd": (0, 0),
     "sgd_momentum": (0, 0),
 }
+#: The least that is counted of a step that takes one parameter after the other: AdamW's.
+_LEAST = 3
 #: Optimizers that keep the changed gradients of all parameters beside their other tensors.
 _KEEPS_GRADIENTS = ("adadelta", "asgd", "nadam", "rmsprop", "sgd")
 
@@ -40,7 +42,8 @@ _KEEPS_GRADIENTS = ("adadelta", "asgd", "nadam", "rmsprop", "sgd")
 def step_tensors_of(name: str) -> StepTensors:
     """Of an optimizer that is known by its name in ``options={"optimizer": name}``."""
     one_by_one, at_once = _TENSORS[name]
-    return StepTensors(one_by_one, at_once, foreach=False if name == "muon" else None)
+    foreach = False if name == "muon" else None
+    return StepTensors(max(_LEAST, one_by_one), at_once, foreach)
 
 
 def step_tensors_in(class_name: str, group: Mapping[str, Any]) -> StepTensors:
@@ -50,7 +53,7 @@ def step_tensors_in(class_name: str, group: Mapping[str, Any]) -> StepTensors:
     ``foreach``.
     """
     if group.get("fused"):
-        return StepTensors(0, 0, foreach=False)
+        return StepTensors(_LEAST, 0, foreach=False)
     name = optimizer_name(class_name, group)
     one_by_one, at_once = _TENSORS[name]
     # A decayed, negated or corrected gradient is a tensor of its own.
@@ -60,7 +63,7 @@ def step_tensors_in(class_name: str, group: Mapping[str, Any]) -> StepTensors:
         at_once += name.startswith(_KEEPS_GRADIENTS)
     one_by_one += bool(group.get("nesterov"))
     foreach = group.get("foreach", False)
-    return StepTensors(one_by_one, at_once, foreach)
+    return StepTensors(max(_LEAST, one_by_one), at_once, foreach)
 
 
 def most_of(steps: list[StepTensors]) -> StepTensors:

@@ -30,8 +30,7 @@ places, T).
 The search stops if no neighbour is better, also from the best candidates with other slices and
 recomputed tensors and after two changes, or if the evaluation budget is used up. The budget follows
 from the size of the graph, not from time. If nothing fits, the same climb with L = 0 finds the
-least memory, and the search goes on from the first candidate that fits. A limit below the shards of
-parameters and optimizer state starts with that climb.
+least memory, and the search goes on from the first candidate that fits.
 
 At last, alike parameters get one decision where that costs next to nothing (``even_out.py``).
 """
@@ -43,7 +42,6 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from passes.annotate.training_state import held_between_steps
 from passes.candidates.candidate import Candidate
 from passes.capture.fold_layers import Folded
 from passes.graph.captured import Captured
@@ -118,8 +116,7 @@ def _searched(
 ) -> Plan:
     evaluator = PlanEvaluator(captured, ctx, passes, say)
     search = Search(evaluator)
-    if ctx.limit_bytes is None or ctx.limit_bytes >= _always_held_bytes(evaluator):
-        search.fastest()
+    search.fastest()
     most = 1 if isinstance(captured, Folded) else _LOWERED
     found = list(itertools.islice(_lowered(evaluator, evaluator.fitting()), most))
     if ctx.limit_bytes is not None and not found:
@@ -143,12 +140,6 @@ def _searched(
         gains_of_moves(evaluator, best.key),
     )
     return explained(best.plan, best.step, ctx, representatives, *said)
-
-
-def _always_held_bytes(evaluator: PlanEvaluator) -> int:
-    """Bytes that a rank holds between steps if all parameters are sharded over all ranks."""
-    plan = evaluator.plan_of(evaluator.uniform(2))
-    return evaluator.ctx.base_bytes + sum(held_between_steps(evaluator.ctx, plan).values())
 
 
 def _best_ordered(evaluator: PlanEvaluator, found: list[Finished]) -> Finished:

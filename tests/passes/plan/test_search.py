@@ -124,14 +124,9 @@ def test_memory_is_filled_slice_by_slice():
 
 @EACH_MODEL
 @pytest.mark.usefixtures("medium_search")
-def test_an_infeasible_limit_says_the_least_and_that_works(model: str, monkeypatch):
+def test_an_infeasible_limit_says_the_least_and_that_works(model: str):
     step, ctx = captured(model)
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(Infeasible, match="is below the least possible") as caught,
-    ):
-        # The limit is below the shards: the search is for the least memory from the start.
-        patch.setattr(Search, "fastest", None)
+    with pytest.raises(Infeasible, match="is below the least possible") as caught:
         make_plan(step, ctx.replace(limit_bytes=1000), PASSES)
     least = caught.value.least_bytes
     assert peak_of(make_plan(step, ctx.replace(limit_bytes=least), PASSES)) <= least
