@@ -896,8 +896,8 @@ def attention_order() -> list[SDPBackend]:
 @contextlib.contextmanager
 def traced_as(operator: OpOverload, function: Callable[..., Any]) -> Iterator[None]:
     """Context: a trace calls a function in place of a composite operator; eager code does not."""
-    # 2.11.0 to 2.15.0: py_kernels hold the functions that a trace calls, by dispatch key;
-    # _dispatch_cache what was found for a key.
+    # 2.11.0 to 2.15.0: py_kernels holds the functions that a trace calls, by dispatch key.
+    # _dispatch_cache holds the functions of earlier calls, by dispatch key.
     own = dict(operator.py_kernels)
     keys = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
     try:

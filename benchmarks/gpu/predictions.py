@@ -161,7 +161,7 @@ def train(size: Size, device: torch.device, folder: Path, name: str) -> dict[str
 
 
 def _kernels_seconds(run: Callable[[], object]) -> float:
-    """The seconds of a GPU's kernels, without those that collectives start."""
+    """Seconds of a GPU's kernels. Kernels that collectives start do not count."""
     with torch.profiler.profile() as profile:
         run()
         torch.cuda.synchronize()

@@ -179,9 +179,7 @@ def _fits(
     ``grouped``: the kernel takes fewer heads of keys and values than of queries.
     ``ignores_single``: strides of heads of size 1 do not count.
     """
-    if {one.dtype for one in given.operands} - {
-        given.query.dtype
-    } or given.query.dtype not in types:
+    if given.query.dtype not in types or len({one.dtype for one in given.operands}) > 1:
         return False
     if any(one.dim() != 4 for one in given.operands):
         return False

@@ -10,7 +10,7 @@ from passes.types.hardware import Hardware
 
 #: Of a profile without a compute capability.
 _USUAL = "9.0"
-#: cuDNN of a build of torch that has none: the one that torch's wheels for CUDA 13 install.
+#: The cuDNN that is assumed if torch has none. Torch's wheels for CUDA 13 install this version.
 _USUAL_CUDNN = 91900
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from passes.graph.captured import Captured
-from passes.graph.metadata import PARAMETER, SAVED, SAVES
+from passes.graph.metadata import PARAMETER, SAVED
+from passes.graph.step_module import saved_name
 from passes.ops.markers import unshard_of, unshards
 from passes.types.context import Parameter, Phase
 
@@ -66,7 +67,7 @@ def layers_of_nodes(
                 layer[node] = number.get(name, 0)
             elif phase is Phase.BACKWARD:
                 # A saved tensor, or an incoming gradient.
-                layer[node] = saved_in.get(SAVES.get(node, node.name), last)
+                layer[node] = saved_in.get(saved_name(node), last)
             else:
                 layer[node] = 0
             continue

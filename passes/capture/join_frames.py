@@ -30,7 +30,7 @@ from passes._torch import FakeTensorMode
 from passes.graph.captured import Captured
 from passes.graph.fx_utils import bytes_of, concrete, hint, module_of, output_node
 from passes.graph.metadata import LENT, OPERATOR_KEY, PARAMETER, SAVED, SAVES
-from passes.graph.step_module import saved_count
+from passes.graph.step_module import saved_count, saved_name
 from passes.ops.markers import REDUCE_GRAD, UNSHARD, reduce_grad_of, set_args, unshard_of
 from passes.recompute.recompute_activations import keys_of
 from passes.simulate.lent import mark_lent
@@ -256,7 +256,7 @@ class _Backward:
         gm = run.captured.backward
         nodes: dict[fx.Node, fx.Node] = {}
         for node in gm.graph.nodes:
-            origin = origins.get(SAVES.get(node, node.name))
+            origin = origins.get(saved_name(node))
             if node.op == "placeholder":
                 nodes[node] = self._input(node, run, origin)
                 if nodes[node] in self._gradients.values():

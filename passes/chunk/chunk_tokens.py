@@ -40,8 +40,8 @@ from torch import fx
 
 from passes.chunk.save_chunks import save_chunks
 from passes.graph.fx_utils import RESHAPES, call, remove_dead
-from passes.graph.metadata import CHUNK, NOT_CHUNKED, SAVES
-from passes.graph.step_module import graphs_of
+from passes.graph.metadata import CHUNK, NOT_CHUNKED
+from passes.graph.step_module import graphs_of, rename_saved
 from passes.move.move_rules import KEPT
 from passes.move.spread import COPIES, is_filled, is_pointwise, named
 from passes.ops.markers import UNSHARD, unshard_of, unshards
@@ -103,10 +103,7 @@ def run_in_chunks(
     first = Chunker(graphs[0].graph, chosen)
     first.run()
     for gm in graphs[1:]:
-        for node in gm.graph.find_nodes(op="placeholder"):
-            name = SAVES.get(node, node.name)
-            if name in first.returned:
-                SAVES.set(node, first.returned[name])
+        rename_saved(gm.graph.find_nodes(op="placeholder"), first.returned)
         second = Chunker(gm.graph, chosen)
         second.run()
         save_chunks(first.graph, gm.graph, first.joined, second.cut)

@@ -6,6 +6,8 @@ returns them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 from torch import fx, nn
 
 from passes.graph.fx_utils import module_of
@@ -31,10 +33,34 @@ def graphs_of(step: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
     return forward, backward
 
 
+def saved_inputs(backward: fx.Graph) -> list[fx.Node]:
+    """The inputs of a backward that its forward saves: all but the incoming gradients."""
+    given = backward.find_nodes(op="placeholder")
+    return [node for node in given if not node.name.startswith("tangents")]
+
+
 def saved_count(backward: fx.Graph) -> int:
     """The number of tensors that the forward saves for a backward: its last outputs."""
-    given = backward.find_nodes(op="placeholder")
-    return sum(not node.name.startswith("tangents") for node in given)
+    return len(saved_inputs(backward))
+
+
+def saved_name(node: fx.Node) -> str:
+    """The name of the forward's node whose result a node of the backward has."""
+    return SAVES.get(node, node.name)
+
+
+def rename_saved(inputs: Iterable[fx.Node], replaced: Mapping[str, str]) -> None:
+    """Give inputs of a backward the names of the nodes that are in the place of replaced ones.
+
+    ``replaced``: by name of a node that the forward has no more, the name of the node in its place,
+    which may be replaced in turn.
+    """
+    for node in inputs:
+        now = name = saved_name(node)
+        while now in replaced:
+            now = replaced[now]
+        if now != name:
+            SAVES.set(node, now)
 
 
 def saved_input(backward: fx.Graph, of: fx.Node) -> fx.Node:

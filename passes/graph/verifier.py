@@ -29,9 +29,8 @@ from passes.graph.fx_utils import (
     positions,
     root_of,
 )
-from passes.graph.metadata import SAVES
 from passes.graph.op_traits import effective_users
-from passes.graph.step_module import graphs_of, saved_count
+from passes.graph.step_module import graphs_of, saved_inputs, saved_name
 from passes.ops.markers import REDUCE_GRAD, UNSHARD
 from passes.ops.p2p import EXCHANGE, GATHER_PARTS
 
@@ -64,13 +63,10 @@ def check(gm: fx.GraphModule, pass_name: str) -> None:
 def check_step(step: fx.GraphModule, pass_name: str) -> None:
     """Raise ``InvalidGraph`` if a backward does not get what its forward saves."""
     forward, backward = graphs_of(step)
-    count = saved_count(backward.graph)
+    inputs = saved_inputs(backward.graph)
     returned: Any = output_node(forward.graph).args[0]
-    saved = Counter(node.name for node in returned[len(returned) - count :])
-    inputs = backward.graph.find_nodes(op="placeholder")
-    named = Counter(
-        SAVES.get(node, node.name) for node in inputs if not node.name.startswith("tangents")
-    )
+    saved = Counter(node.name for node in returned[len(returned) - len(inputs) :])
+    named = Counter(map(saved_name, inputs))
     if saved != named:
         raise InvalidGraph(
             f"after pass {pass_name!r}: the forward saves {sorted(saved - named)}, which no input "

@@ -47,8 +47,8 @@ from typing import Any
 from torch import fx
 
 from passes.graph.fx_utils import WAIT, copy_module, output_node, positions
-from passes.graph.metadata import AFTER_WAIT, COLLECTIVE, NOT_MOVED, SAVES
-from passes.graph.step_module import graphs_of, saved_count, saved_input
+from passes.graph.metadata import AFTER_WAIT, COLLECTIVE, NOT_MOVED
+from passes.graph.step_module import graphs_of, rename_saved, saved_count, saved_input, saved_name
 from passes.move.move_rules import Mover
 from passes.move.placed import Placed, Refused
 from passes.move.token_collectives import KeptTokens
@@ -134,11 +134,10 @@ def rewrite(
     backward = graphs[1].graph
     inputs: dict[fx.Node, Placed] = {}
     for node in backward.find_nodes(op="placeholder"):
-        name = SAVES.get(node, node.name)
-        placed, now = saved.get(name), first.name_now(name)
-        if placed is None and now != name:
-            SAVES.set(node, now)
-        if placed is not None:
+        placed = saved.get(saved_name(node))
+        if placed is None:
+            rename_saved([node], first.replaced)
+        else:
             with backward.inserting_before(node):
                 own = saved_input(backward, placed.node)
             own.meta = {**node.meta, **own.meta}

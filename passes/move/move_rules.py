@@ -162,12 +162,6 @@ class Mover:
         node.replace_all_uses_with(by)
         self.replaced[node.name] = by.name
 
-    def name_now(self, name: str) -> str:
-        """The name of the node that is in the place of one of the original graph."""
-        while name in self.replaced:
-            name = self.replaced[name]
-        return name
-
     def _found(self, node: fx.Node, is_weight: bool) -> Placed | PartialSum | fx.Node:
         if is_weight:
             return self._weight(node)

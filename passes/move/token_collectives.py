@@ -24,8 +24,8 @@ from passes.graph.fx_utils import (
     call,
     compact,
 )
-from passes.graph.metadata import CHUNK, SAVES
-from passes.graph.step_module import saved_input
+from passes.graph.metadata import CHUNK
+from passes.graph.step_module import saved_input, saved_name
 from passes.move.placed import Refused
 from passes.ops.p2p import EXCHANGE
 from passes.ops.packing import SUM_RANKS
@@ -127,7 +127,7 @@ class KeptTokens:
         None: the forward did not gather them, so the backward does.
         """
         for one, steps in _identities(tokens):
-            key = SAVES.get(one, one.name), steps
+            key = saved_name(one), steps
             if one.op != "placeholder":
                 continue
             if key in self._gathered:

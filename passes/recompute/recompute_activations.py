@@ -47,11 +47,10 @@ from passes.graph.metadata import (
     NOT_RECOMPUTED,
     OPERATOR_KEY,
     RECOMPUTED,
-    SAVES,
     STATIC,
 )
 from passes.graph.module_path import module_path
-from passes.graph.step_module import graphs_of, saved_input
+from passes.graph.step_module import graphs_of, saved_input, saved_name
 from passes.ops.markers import REDUCE_GRAD, UNSHARD, unshard_of
 from passes.types.context import Context
 from passes.types.plan import Plan
@@ -94,7 +93,7 @@ class PartitionBoundary:
         self.saved: dict[fx.Node, fx.Node] = {}
         self.there: dict[fx.Node, fx.Node] = {}
         for node in backward.nodes:
-            origin = by_name.get(SAVES.get(node, node.name))
+            origin = by_name.get(saved_name(node))
             if origin is None:
                 continue
             if node.op == "placeholder":

@@ -18,8 +18,8 @@ from __future__ import annotations
 from torch import fx
 
 from passes.graph.fx_utils import bytes_of, output_node, root_of
-from passes.graph.metadata import LENT, SAVES, STORAGE
-from passes.graph.step_module import graphs_of, saved_count
+from passes.graph.metadata import LENT, STORAGE
+from passes.graph.step_module import graphs_of, saved_count, saved_name
 from passes.types.annotations import Storage
 from passes.types.context import Context
 
@@ -61,7 +61,7 @@ def mark_lent(forward: fx.Graph, backward: fx.Graph) -> None:
     views: dict[fx.Node, list[fx.Node]] = {}  # by the node that owns the memory
     for node in backward.find_nodes(op="placeholder"):
         STORAGE.pop(node)
-        origin = origins.get(SAVES.get(node, node.name))
+        origin = origins.get(saved_name(node))
         if origin is None or root_of(origin) in returned:
             LENT.set(node, True)
         if origin is not None and root_of(origin).op == "call_function":
