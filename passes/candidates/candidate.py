@@ -52,8 +52,8 @@ class Candidate:
 
     @functools.cached_property
     def _hash(self) -> int:
-        parts = self.decisions, self.bucket_bytes, self.recompute, self.also_save, self.splits
-        return hash((*parts, self.stays))
+        parts = self.bucket_bytes, self.recompute, self.also_save, self.splits, self.stays
+        return hash((bytes(self.numbers), *parts))
 
     @functools.cached_property
     def numbers(self) -> list[int]:

@@ -121,8 +121,9 @@ class Recomputation:
         self._together = _together(saved, self._alike)
         self._saved = _all_or_none(saved, self._together)
         self._search = _Growing(self._saved, _seconds_of(forward.graph, ctx))
+        self._stands_for = stands_for
         self._number = {key: number for number, one in enumerate(saved) for key in one.keys}
-        self._spared: dict[tuple[str, ...], tuple[np.ndarray, float]] = {}
+        self._spared: dict[tuple[tuple[str, ...], ...], tuple[np.ndarray, float]] = {}
 
     def sets(self, most: int) -> list[RecomputeSet]:
         """Up to ``most`` sets, each with less memory and more time than the one before it."""
@@ -149,22 +150,37 @@ class Recomputation:
         own = (key for index in chosen for key in self._saved[index].keys)
         return tuple(dict.fromkeys(one for key in own for one in self._alike.get(key, (key,))))
 
-    def spared(self, recompute: tuple[str, ...]) -> tuple[np.ndarray, float]:
+    def spared(
+        self, recompute: tuple[str, ...], also_save: tuple[str, ...]
+    ) -> tuple[np.ndarray, float]:
         """What the recomputation of some tensors spares, and its seconds.
 
-        ``recompute``: keys, as of a :class:`RecomputeSet`.
+        ``recompute``, ``also_save``: keys, as of a :class:`RecomputeSet`.
 
         Returns the bytes at each node of the forward and then of the backward, estimated without
         a schedule.
         """
-        if recompute not in self._spared:
-            chosen = {self._number[key] for key in recompute if key in self._number}
-            found = frozenset(chosen)
-            self._spared[recompute] = (
+        decided = recompute, also_save
+        if decided not in self._spared:
+            found = self._with_unsaved(decided)
+            self._spared[decided] = (
                 self._search.spared_at(found, self._nodes),
-                self._search.seconds(found),
+                self._search.seconds(found, *self._stands_for),
             )
-        return self._spared[recompute]
+        return self._spared[decided]
+
+    def _with_unsaved(self, decided: tuple[tuple[str, ...], ...]) -> frozenset[int]:
+        """The tensors to recompute, and those that their chains read and that nothing saves."""
+        recompute, also_save = (
+            {self._number[key] for key in keys if key in self._number} for keys in decided
+        )
+        chosen = set(recompute)
+        for index in range(len(self._saved) - 1, -1, -1):  # a reader has a higher number
+            for other in self._saved[index].reads if index in chosen else ():
+                one = self._saved[other]
+                if one.last < 0 and one.chain and other not in also_save:
+                    chosen.add(other)
+        return frozenset(chosen)
 
 
 def _all_or_none(saved: Sequence[_Saved], together: Sequence[Sequence[int]]) -> list[_Saved]:
@@ -336,9 +352,12 @@ class _Growing:
     def total_bytes(self, chosen: Iterable[int]) -> int:
         return sum(self.saved[index].size_bytes for index in chosen)
 
-    def seconds(self, chosen: Iterable[int]) -> float:
-        """Seconds to recompute the chosen tensors."""
-        return math.fsum(self.operator_seconds[node] for node in self.chain(chosen))
+    def seconds(self, chosen: Iterable[int], layer: int = 0, layers: int = 1) -> float:
+        """Seconds to recompute the chosen tensors; those of ``layer`` count ``layers`` times."""
+        return math.fsum(
+            self.operator_seconds[node] * (layers if layer and LAYER.get(node) == layer else 1)
+            for node in self.chain(chosen)
+        )
 
     def bounds(self) -> list[int]:
         """Bounds on a cluster's bytes: half of all bytes, a quarter, ... to the least tensor."""

@@ -55,12 +55,13 @@ from passes.graph.metadata import (
     LAYER,
     NOT_RECOMPUTED,
     OPERATOR_KEY,
+    PARAMETER,
     RECOMPUTED,
     SAVED,
     STATIC,
 )
 from passes.graph.step_module import step_module
-from passes.ops.markers import LEFT_OUT, UNSHARD
+from passes.ops.markers import LEFT_OUT, REDUCE_GRAD, UNSHARD, reduce_grad_of, set_args
 from passes.ops.slicing import TAKE_SLICE, parameter_of
 from passes.recompute.recompute_activations import keys_of, recompute, recomputed
 from passes.simulate.simulator import Simulation
@@ -306,11 +307,22 @@ def _cut(
             output_node(graph).meta = dict(node.meta)
         elif layer[node] in left_in:
             copies[node] = graph.node_copy(node, copy_of)
+            _name_by_shard(copies[node])
             LAYER.set(copies[node], layer[node])
             ANCHOR.set(copies[node], layer[node] in alike and place[node] == anchor)
             if node in keys:
                 OPERATOR_KEY.set(copies[node], keys[node])
     return module_of(gm, graph)
+
+
+def _name_by_shard(node: fx.Node) -> None:
+    """Give a ``reduce_grad`` the name of its shard, which may be of another layer than before.
+
+    The gradient of a layer's first parameter is with the operators of the layer ahead of it.
+    """
+    if node.target is REDUCE_GRAD:
+        mark = reduce_grad_of(node)
+        set_args(node, mark._replace(name=PARAMETER.get(mark.shard, mark.name)))
 
 
 def _anchor(nodes: Sequence[fx.Node]) -> int:
@@ -407,9 +419,10 @@ class Seconds:
 def seconds_of(folded: Folded, plan: Plan, lowered: fx.Graph, simulation: Simulation) -> Seconds:
     """The seconds of the layers left out in one of the two graphs, lowered and simulated.
 
-    A layer takes the time between the same operator of two neighbours with the same decisions. It
-    takes at least the time of its collectives on their network, because collectives that fall
-    behind must be waited for in the end.
+    A layer takes the time between the same operator of two neighbours with the same decisions, with
+    the compute overhead of its own collectives in place of that of the collectives that start
+    there: these may run ahead. It takes at least the time of its collectives on their network,
+    because collectives that fall behind must be waited for in the end.
     """
     like_before = sum(folded.is_like_before(layer, plan) for layer in folded.inner)
     like_behind = len(folded.inner) - like_before
@@ -422,8 +435,10 @@ def seconds_of(folded: Folded, plan: Plan, lowered: fx.Graph, simulation: Simula
     ):
         if count:
             passed = _between(lowered, simulation, anchors[one], anchors[other])
-            network = _network_seconds(lowered, folded.layers[layer - 1], layer)
-            each = Seconds(max(passed.step, network), passed.compute)
+            own = _collectives_of(lowered, folded.layers[layer - 1], layer)
+            compute = passed.compute + own.overhead_seconds
+            step = passed.step + own.overhead_seconds
+            each = Seconds(max(step, own.network_seconds), compute)
             total = total.plus(each.times(count))
     return total
 
@@ -472,8 +487,8 @@ def _anchors(graph: fx.Graph) -> dict[int, fx.Node]:
 
 
 def _between(graph: fx.Graph, simulation: Simulation, one: fx.Node, other: fx.Node) -> Seconds:
-    """The time between two nodes, and its compute part."""
-    compute, inside = 0.0, False
+    """The time between two nodes, and its compute part, without our collectives' overhead."""
+    compute, overhead, inside = 0.0, 0.0, False
     for node in graph.nodes:
         if node in (one, other):
             if inside:
@@ -481,28 +496,43 @@ def _between(graph: fx.Graph, simulation: Simulation, one: fx.Node, other: fx.No
             inside = True
         if inside:
             cost = cost_of(node)
-            waits = is_collective(node) or is_model_collective(node)
-            compute += cost.compute_overhead_seconds if waits else cost.seconds
-    return Seconds(abs(simulation.start[other] - simulation.start[one]), compute)
+            if is_collective(node):
+                overhead += cost.compute_overhead_seconds
+            else:
+                waits = is_model_collective(node)
+                compute += cost.compute_overhead_seconds if waits else cost.seconds
+    step = abs(simulation.start[other] - simulation.start[one])
+    return Seconds(step - overhead, compute)
 
 
-def _network_seconds(graph: fx.Graph, names: Sequence[str], layer: int) -> float:
-    """Seconds of a layer's collectives on the process group that they use longest.
+@dataclasses.dataclass(frozen=True)
+class _Collectives:
+    """The collectives of one layer: seconds on the process group that they use longest, and of
+    compute overhead (of ours only)."""
+
+    network_seconds: float
+    overhead_seconds: float
+
+
+def _collectives_of(graph: fx.Graph, names: Sequence[str], layer: int) -> _Collectives:
+    """The collectives of a layer; of a bucket, the share of the layer's parameters.
 
     The model's own collectives count for the groups whose links they use.
 
-    ``names``: the layer's parameters. Of a bucket, the layer has the share of its parameters.
-    ``layer``: its number, from 1.
+    ``names``: the layer's parameters. ``layer``: its number, from 1.
     """
     taken: dict[str, float] = {}
+    overhead_seconds = 0.0
     own = set(names)
     for node in graph.nodes:
+        cost = cost_of(node)
         if is_model_collective(node) and LAYER.get(node) == layer:
-            for group in cost_of(node).beside:
-                taken[group] = taken.get(group, 0.0) + cost_of(node).seconds
+            for group in cost.beside:
+                taken[group] = taken.get(group, 0.0) + cost.seconds
         elif is_collective(node):
             served = COLLECTIVE.of(node).names
             share = sum(parameter_of(name) in own for name in served) / len(served)
             group = group_of(node)
-            taken[group] = taken.get(group, 0.0) + share * cost_of(node).seconds
-    return max(taken.values(), default=0.0)
+            taken[group] = taken.get(group, 0.0) + share * cost.seconds
+            overhead_seconds += share * cost.compute_overhead_seconds
+    return _Collectives(max(taken.values(), default=0.0), overhead_seconds)

@@ -51,14 +51,17 @@ class Neighbourhood:
     def of(self, best: Candidate, within: bool = False) -> Iterator[tuple[Change, Candidate]]:
         """The neighbours of an evaluated candidate, with the changes that lead to them.
 
-        Kinds of changes take turns. ``within``: keep the sliced operators and the recomputed
-        tensors.
+        Kinds of changes take turns, in the order of what the next one of each promises; moves come
+        first, as the prices do not know them. ``within``: keep the sliced operators and the
+        recomputed tensors.
         """
         reference = self.prices.near(best)
         program = self._worth(reference, self._proposals(reference, best), exact=True)
-        kinds = [
+        moves = [
             self._moved(reference, best) if self.may_move else [],
             self._in_chunks(best) if self.may_move else [],
+        ]
+        kinds = [
             program[: CONSTANTS.proposed] if self.promising else program,
             self._buckets(reference, best),
             self._worth(reference, self._groups(best), exact=True),
@@ -68,8 +71,11 @@ class Neighbourhood:
             if not within:
                 kinds.append(self._worth(reference, self._recomputed(reference, best)))
             kinds.append(self._worth(reference, self._sliced(reference, best, within)))
-        for row in itertools.zip_longest(*kinds):
-            yield from (pair for pair in row if pair is not None)
+        rows = itertools.zip_longest(*kinds)
+        for first, row in itertools.zip_longest(itertools.zip_longest(*moves), rows, fillvalue=()):
+            yield from (pair for pair in first if pair is not None)
+            found = [pair for pair in row if pair is not None]
+            yield from sorted(found, key=lambda pair: reference.judge(pair[1]).rank)
         if not self.promising:
             yield from self._ordered(reference, self._pairs(best))
             yield from self._ordered(reference, self._all(best))
@@ -191,15 +197,15 @@ class Neighbourhood:
         ``exact``: the forecast of the memory is, as of changes of decisions only.
         """
         above, seconds = self.evaluator.rank(reference.key)
-        most_above = round((1 - CONSTANTS.least_gain) * above)
-        most_seconds = CONSTANTS.slower * seconds
-        found = []
-        for change, key in self._ordered(reference, moves):
-            promise = reference.judge(key)
-            fast_enough = above or not self.promising or promise.seconds < most_seconds
-            if fast_enough and (promise.above <= most_above or not exact):
-                found.append((change, key))
-        return found
+        most_above = round((1 - CONSTANTS.least_gain) * above) if exact else math.inf
+        is_open = above or not self.promising
+        most_seconds = math.inf if is_open else CONSTANTS.slower * seconds
+        worth = {
+            change: key
+            for change, key in moves.items()
+            if reference.judge_within(key, most_above, most_seconds) is not None
+        }
+        return self._ordered(reference, worth)
 
     def _groups(self, best: Candidate) -> Moves:
         """Other decisions for a group of alike parameters."""
@@ -286,7 +292,12 @@ class Neighbourhood:
         for pattern, group in groups.items():
             left = tuple(name for name in best.recompute if name not in group)
             also = best.also_save if left else ()
-            found["without", pattern] = best.replace(recompute=left, also_save=also)
+            structure = best.replace(recompute=left, also_save=also)
+            found["without", pattern] = structure
+            promise = reference.judge(structure)
+            if promise.above and promise.seconds < self.evaluator.seconds(best):
+                for key in self._proposal(reference, structure):
+                    found["without", pattern, "program"] = key
         return found
 
     def _sliced(self, reference: Reference, best: Candidate, within: bool) -> Moves:

@@ -157,7 +157,7 @@ class Search:
 
     def _lean(self) -> list[Candidate]:
         """Candidates with little memory: all weights regathered, with each recompute set."""
-        start = self.evaluator.uniform(2)
+        start = self.evaluator.uniform(len(DECISIONS) - 1)  # each parameter's last choice
         start = start.replace(bucket_bytes=start.bucket_bytes // 4)
         return [start.recomputing(one) for one in (None, *self.evaluator.sets)]
 

@@ -14,6 +14,7 @@ A candidate y is judged by an evaluated candidate x:
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -98,9 +99,19 @@ class Reference:
 
     def judge(self, key: Candidate) -> Forecast:
         """The peak without overlap, and the step's seconds, that this simulation promises."""
-        if key not in self._forecasts:
-            self._forecasts[key] = self._judged(key)
-        return self._forecasts[key]
+        found = self.judge_within(key)
+        assert found is not None
+        return found
+
+    def judge_within(
+        self, key: Candidate, most_above: float = math.inf, most_seconds: float = math.inf
+    ) -> Forecast | None:
+        """The same; None if it promises more bytes above the target, or as many seconds."""
+        found = self._forecasts.get(key) or self._judged(key, most_above, most_seconds)
+        if found is None or found.above > most_above or found.seconds >= most_seconds:
+            return None
+        self._forecasts[key] = found
+        return found
 
     def unchosen(self, structure: Candidate) -> np.ndarray:
         """Bytes at each place without the parameters'; only under a memory limit."""
@@ -108,29 +119,34 @@ class Reference:
         found: np.ndarray = self.fixed - self._recomputation(structure)[0]
         return found
 
-    def _judged(self, key: Candidate) -> Forecast:
+    def _judged(self, key: Candidate, most_above: float, most_seconds: float) -> Forecast | None:
         found, totals = self._found, self._footprints.totals(key) - self._totals
         _, recompute_seconds = self._recomputation(key)
         seconds = found.prediction.step_seconds + totals[2]
         seconds += recompute_seconds - self._recompute_seconds
+        for phase in (0, 1):
+            network = found.network_seconds[phase] + totals[phase]
+            seconds += max(0.0, network - self._hidden[phase]) - self._queued[phase]
+            seconds -= self._starved[phase]
         peak_bytes = above = 0
         starved = self._starved
         target_bytes = self._evaluator.target_bytes
         if self.fixed is not None and target_bytes is not None:
+            if seconds >= most_seconds:
+                return None
             bytes_at = self.unchosen(key) + self._footprints.bytes_of(key)
             peak_bytes, above = int(bytes_at.max()), above_target(bytes_at, target_bytes)
-            starved = self._starved_seconds(key, bytes_at)
-        for phase in (0, 1):
-            network = found.network_seconds[phase] + totals[phase]
-            seconds += max(0.0, network - self._hidden[phase]) - self._queued[phase]
-            seconds += starved[phase] - self._starved[phase]
-        return Forecast(peak_bytes, above, float(seconds))
+            if above > most_above:
+                return None
+            starved = self._starved_seconds(key, bytes_at)  # takes most of the time
+        return Forecast(peak_bytes, above, float(seconds + sum(starved)))
 
     def _recomputation(self, key: Candidate) -> tuple[np.ndarray, float]:
         """Bytes that a candidate's recomputation spares at each place, and its seconds."""
         found, seconds = np.zeros(self._footprints.places, dtype=np.int64), 0.0
         if key.recompute:
-            found[:-1], seconds = self._evaluator.recomputation.spared(key.recompute)
+            recomputation = self._evaluator.recomputation
+            found[:-1], seconds = recomputation.spared(key.recompute, key.also_save)
         return found, seconds
 
     def _starved_seconds(self, key: Candidate, bytes_at: np.ndarray) -> tuple[float, float]:

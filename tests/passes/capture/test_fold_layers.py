@@ -7,11 +7,12 @@ import re
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from passes.candidates.recompute_sets import RecomputeSet
 from passes.capture.fold_layers import Folded, fold, recomputes_regularly
 from passes.graph.captured import Captured
+from passes.ops.markers import REDUCE_GRAD, UNSHARD, reduce_grad_of, unshard_of
 from passes.overlap.bucket_collectives import bucket_bytes_for
 from passes.pipeline import default_passes
 from passes.plan.planner import Infeasible, make_plan
@@ -124,6 +125,29 @@ def test_a_folded_step_takes_as_long_as_the_whole(wires, mix):
     assert few.prediction.compute_seconds == pytest.approx(
         whole.prediction.compute_seconds, rel=0.01
     )
+
+
+@pytest.mark.parametrize("mix", MIXES, ids="-".join)
+def test_the_compute_overhead_of_collectives_counts_in_their_own_layer(mix):
+    """Gathers run ahead: the first layers start those of layers that are left out."""
+    _, ctx = captured()
+    rate = LinkRate(1e-6, NETWORKS["fast"], overhead_seconds_per_byte=NETWORKS["fast"])
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+    ctx = ctx.replace(hardware=hardware(collectives=dict.fromkeys(kinds, rate)))
+    whole, few = both(decided(mix, ctx), ctx)
+    assert few.prediction.step_seconds == pytest.approx(whole.prediction.step_seconds, rel=0.004)
+
+
+def test_a_marker_of_a_folded_step_has_the_name_of_its_shard():
+    """A layer's first gradient is among the operators of the layer ahead of it."""
+    step = folded().captured
+    names: dict[fx.Node, set[str]] = {}
+    for node in step.backward.graph.nodes:
+        if node.target in (UNSHARD, REDUCE_GRAD):
+            mark = unshard_of(node) if node.target is UNSHARD else reduce_grad_of(node)
+            names.setdefault(mark.shard, set()).add(mark.name)
+    assert len(names) > 20
+    assert all(len(own) == 1 for own in names.values())
 
 
 @pytest.mark.parametrize("mix", MIXES, ids="-".join)

@@ -22,6 +22,8 @@ from passes.overlap.hierarchical_collectives import hierarchical
 from passes.overlap.reorder_collectives import order_of
 from passes.pipeline import default_passes
 from passes.plan.planner import Infeasible, make_plan
+from passes.plan.search import Search
+from passes.pricing.evaluator import PlanEvaluator
 from passes.shard.lower_markers import shard
 from passes.types.context import Context, Parameter
 from passes.types.decision import DECISIONS, Decision
@@ -247,6 +249,14 @@ def step_on_a_slow_network_between_hosts() -> tuple[Captured, Context]:
 
 def planned(step: Captured, ctx: Context, limit_bytes: int | None) -> Plan:
     return make_plan(step, ctx.replace(limit_bytes=limit_bytes), default_passes())
+
+
+def test_a_search_for_little_memory_starts_from_what_takes_least():
+    step, ctx = step_on_a_slow_network_between_hosts()
+    evaluator = PlanEvaluator(step, ctx.replace(limit_bytes=0), default_passes())
+    Search(evaluator).least()
+    recomputing = [key for key in evaluator.seen if key.recompute]
+    assert recomputing and set(recomputing[0].decisions) == {AGAIN}
 
 
 @pytest.mark.thorough

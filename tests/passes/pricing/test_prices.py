@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from passes.pricing.evaluator import PlanEvaluator
 from passes.pricing.prices import Prices
+from tests.passes.captures import capture_step
 from tests.passes.plan.test_planner import MODELS, PASSES, captured, limits
 
 
@@ -52,3 +55,38 @@ def test_recomputation_is_forecast_within_a_few_percent():
         found = evaluator.evaluate(key).bytes_at
         assert found is not None
         assert near.judge(key).peak_bytes == pytest.approx(int(found.max()), rel=0.05)
+
+
+class Rotary(nn.Module):
+    """Saved tensors whose chain reads a product that nothing saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 512, bias=False), nn.Linear(512, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            h = self.first(x)
+            h = h * torch.arange(512).cos() + h.flip(-1) * torch.arange(512).sin()
+            x = x + self.last(h.sin())
+        return x.square().mean()
+
+
+def test_what_nothing_saves_is_recomputed_too():
+    step, ctx = capture_step(Rotary(), torch.randn(512, 64))
+    evaluator = PlanEvaluator(step, ctx.replace(limit_bytes=1 << 21), PASSES)
+    reference = evaluator.uniform(2).replace(bucket_bytes=1)
+    compared = 0
+    for one in evaluator.sets:
+        recomputing = reference.recomputing(one)
+        evaluator.evaluate(recomputing)
+        near = Prices(evaluator).near(recomputing)
+        for left_out in one.recompute:
+            key = recomputing.replace(recompute=tuple(n for n in one.recompute if n != left_out))
+            found = evaluator.evaluate(key)
+            assert found.bytes_at is not None
+            forecast = near.judge(key)
+            assert forecast.peak_bytes == pytest.approx(int(found.bytes_at.max()), rel=0.05)
+            assert forecast.seconds == pytest.approx(found.prediction.step_seconds, rel=0.01)
+            compared += 1
+    assert compared >= 3
