@@ -28,8 +28,10 @@ from tests.chosen import more
 from tests.end_to_end.test_hosts import QUICK
 from tests.end_to_end.test_parallelized import (
     adamw,
+    assert_within,
     by_sequence,
     distance,
+    kept_beside,
     local_parameters,
     loss_of,
     made,
@@ -75,11 +77,18 @@ def options_for(decisions, model, mesh):
     return {"mesh": mesh[NAMES[:2]], "hardware": hardware(), "plan": plan}
 
 
-def under_a_limit(model, mesh):
-    """The planner shards weights over all ranks or within hosts, as the network is slow."""
+def with_slow_links_between_hosts():
     slow = dict.fromkeys(SLOW.collectives, LinkRate(1e-5, 1e-6))
-    given = dataclasses.replace(hardware(between=slow), collectives=slow)
-    return {"mesh": mesh[NAMES[:2]], "hardware": given, "memory_limit": "160KiB"}
+    return dataclasses.replace(hardware(between=slow), collectives=slow)
+
+
+def under_a_limit(model, mesh):
+    """The planner shards weights over all ranks or within hosts."""
+    return {
+        "mesh": mesh[NAMES[:2]],
+        "hardware": with_slow_links_between_hosts(),
+        "memory_limit": "160KiB",
+    }
 
 
 def distributed(mesh):
@@ -134,6 +143,20 @@ def test_trains_like_one_process(eight_ranks, decisions):
     found = eight_ranks.run(train, decisions, timeout_seconds=800)
     assert max(one.apart for one in found) < 1e-11
     assert len({one.plan for one in found}) == 1
+
+
+def measured(rank, world_size):
+    mesh = three_dimensions()
+    given = {"mesh": mesh[NAMES[:2]], "hardware": with_slow_links_between_hosts()}
+    return kept_beside(mesh["tp"], rank // 2, **given)
+
+
+@pytest.mark.thorough
+@pytest.mark.inductor
+@pytest.mark.ranks
+@pytest.mark.timeout(900)
+def test_the_measured_peak_is_within_the_limit(eight_ranks):
+    assert_within(eight_ranks.run(measured, timeout_seconds=800))
 
 
 def checkpoints(rank, world_size, decisions, folder):
