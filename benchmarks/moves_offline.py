@@ -172,8 +172,9 @@ def draw(found: Sequence[Found], path: Path) -> None:
         for row, t in enumerate(tokens):
             for column, n in enumerate(gpus):
                 one = own[name, n, t]
-                said = f"{one.times:.2f}" if one.times else "fits" if one.moves else "-"
-                axes.text(column, row, said, ha="center", va="center", fontsize=7, color="white")
+                said = f"{one.times:.2f}" if one.times else "fits" if one.moves else "none fits"
+                color = "white" if one.times else "black"
+                axes.text(column, row, said, ha="center", va="center", fontsize=7, color=color)
         axes.set(title=name, xlabel="GPUs", ylabel="tokens a GPU" if not place else "")
         axes.set_xticks(range(len(gpus)), [str(n) for n in gpus], fontsize=7)
         axes.set_yticks(range(len(tokens)), [str(t) for t in tokens], fontsize=7)
