@@ -123,7 +123,7 @@ def _spread(value: Any, shape: torch.Size) -> Any:
 
     Additions to one row alone wait for each other: on a GPU ten times as long.
 
-    ``value``: an argument of an operator in ``_PUTS``. Any other argument is returned as it is.
+    ``value``: an argument of an operator in ``_PUTS``. Only a list holds indices. All else stays.
     """
     if not isinstance(value, list):
         return value

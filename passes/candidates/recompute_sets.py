@@ -170,7 +170,10 @@ class Recomputation:
         return self._spared[decided]
 
     def _with_unsaved(self, decided: tuple[tuple[str, ...], ...]) -> frozenset[int]:
-        """The tensors to recompute, and those that their chains read and that nothing saves."""
+        """The numbers of the tensors to recompute.
+
+        A tensor that one of their chains reads, and that nothing saves, is recomputed too.
+        """
         recompute, also_save = (
             {self._number[key] for key in keys if key in self._number} for keys in decided
         )

@@ -51,9 +51,10 @@ class Neighbourhood:
     def of(self, best: Candidate, within: bool = False) -> Iterator[tuple[Change, Candidate]]:
         """The neighbours of an evaluated candidate, with the changes that lead to them.
 
-        Kinds of changes take turns, in the order of what the next one of each promises; moves come
-        first, as the prices do not know them. ``within``: keep the sliced operators and the
-        recomputed tensors.
+        A turn has the next change of every kind. Moves come first, because no price covers them.
+        The others follow by their forecasts.
+
+        ``within``: keep the sliced operators and the recomputed tensors.
         """
         reference = self.prices.near(best)
         program = self._worth(reference, self._proposals(reference, best), exact=True)

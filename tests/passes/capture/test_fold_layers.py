@@ -65,9 +65,10 @@ class Deep(nn.Module):
         return self.last(x).logsumexp(-1).mean()
 
 
-def network(seconds_per_byte: float) -> Hardware:
+def network(seconds_per_byte: float, overhead_seconds_per_byte: float = 0.0) -> Hardware:
     kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-    return hardware(collectives=dict.fromkeys(kinds, LinkRate(1e-6, seconds_per_byte)))
+    rate = LinkRate(1e-6, seconds_per_byte, overhead_seconds_per_byte=overhead_seconds_per_byte)
+    return hardware(collectives=dict.fromkeys(kinds, rate))
 
 
 @functools.cache
@@ -131,9 +132,7 @@ def test_a_folded_step_takes_as_long_as_the_whole(wires, mix):
 def test_the_compute_overhead_of_collectives_counts_in_their_own_layer(mix):
     """Gathers run ahead: the first layers start those of layers that are left out."""
     _, ctx = captured()
-    rate = LinkRate(1e-6, NETWORKS["fast"], overhead_seconds_per_byte=NETWORKS["fast"])
-    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-    ctx = ctx.replace(hardware=hardware(collectives=dict.fromkeys(kinds, rate)))
+    ctx = ctx.replace(hardware=network(NETWORKS["fast"], NETWORKS["fast"]))
     whole, few = both(decided(mix, ctx), ctx)
     assert few.prediction.step_seconds == pytest.approx(whole.prediction.step_seconds, rel=0.004)
 
