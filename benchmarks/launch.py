@@ -25,6 +25,7 @@ def measure_on(
     options: dict[str, Any] | None = None,
     cache: Path | None = None,
     profiles: Path | None = None,
+    timeout_seconds: float = 900.0,
 ) -> dict[str, Any]:
     """Run ``benchmarks.train`` in fresh processes, one for each rank.
 
@@ -32,7 +33,7 @@ def measure_on(
     ``profiles``: as in :func:`environment`.
 
     Raises:
-        RanksError: if a rank fails.
+        RanksError: if a rank fails, or the time is over.
     """
     with tempfile.TemporaryDirectory(prefix="osdp-bench") as folder:
         out = Path(folder) / "result.json"
@@ -44,7 +45,8 @@ def measure_on(
             *("--options", json.dumps(options or {})),
             *("--started", str(time.time())),
         ]
-        hosts.run(command, environment(cache or Path(folder) / "cache", profiles))
+        variables = environment(cache or Path(folder) / "cache", profiles)
+        hosts.run(command, variables, timeout_seconds)
         result: dict[str, Any] = json.loads(out.read_text())
         return result
 

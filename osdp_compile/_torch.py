@@ -73,6 +73,9 @@ from torch._inductor.choices import InductorChoices
 # 2.13.0: compiles C++ as Inductor compiles its own, into Inductor's cache, and loads it.
 from torch._inductor.codecache import CppCodeCache
 
+# 2.11.0 to 2.15.0: tests, once in a process, which vector instructions the processor has.
+from torch._inductor.cpu_vec_isa import valid_vec_isa_list as vector_instructions
+
 # 2.11.0 to 2.15.0: the hook for the partitioner.
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
@@ -188,6 +191,7 @@ __all__ = [
     "traced_as",
     "tree_leaves",
     "tree_map_only",
+    "vector_instructions",
     "whole_stand_in",
     "with_choices",
     "with_cpu_autocast",

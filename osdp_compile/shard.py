@@ -32,8 +32,8 @@ from osdp_compile.model.shard_in_place import (
     check_shardable,
     model_parameters,
     shard_in_place,
-    synchronize,
 )
+from osdp_compile.model.synchronize import synchronize
 from osdp_compile.optim.rebind import OptimizerIndex
 from osdp_compile.options import CheckedOptions
 from osdp_compile.runtime.collectives import backend_of

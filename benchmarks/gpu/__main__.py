@@ -10,7 +10,7 @@
 * ``peers``: with two GPUs or more, ``benchmarks.compare`` over NCCL.
 
 With one GPU two ranks share it. Writes ``gpu.json`` and prints a table; the exit status is 1 if
-anything fails.
+anything fails, or is not done in ``--minutes``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import argparse
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,14 +32,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.gpu import against_ddp, predictions
+from benchmarks.gpu.deadline import Deadline
 from benchmarks.gpu.share import NCCL
-from benchmarks.launch import ROOT, environment, kept_code
-from benchmarks.processes import Processes, RanksError
+from benchmarks.launch import environment, kept_code
+from benchmarks.processes import Processes
 from benchmarks.train import Work
 from passes.types.units import format_bytes, format_seconds
 
 #: What a measured peak may be of the predicted one, and a step's error.
 BELOW, ABOVE, STEP_ERROR = 0.95, 1.02, 0.15
+#: What the kit may take.
+MINUTES = 8.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Setting:
     """``device``: ``cuda`` or ``cpu``. ``gpus``: on this machine. ``dry``: tiny models.
 
     ``workers``: number of tests that run at once. ``profiles``: folder of measured profiles for all
-    parts; None: each part measures.
+    parts; None: each part measures. ``deadline``: the end of all parts.
     """
 
     device: str
@@ -56,6 +58,7 @@ class Setting:
     dry: bool
     workers: int
     profiles: Path | None
+    deadline: Deadline
 
 
 @dataclasses.dataclass
@@ -70,7 +73,6 @@ class Check:
 
 def run_tests(setting: Setting, folder: Path) -> tuple[list[Check], Any]:
     """The tests marked ``gpu``, in several processes at once."""
-    variables = {**os.environ, "OSDP_TEST_DEVICE": setting.device}
     command = [
         *(sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/end_to_end/test_gpu.py"),
         *("-p", "no:cacheprovider", "--no-header", "--timeout", "400"),
@@ -79,9 +81,7 @@ def run_tests(setting: Setting, folder: Path) -> tuple[list[Check], Any]:
         command += ["-k", "one_rank or profile"]
     if setting.workers > 1:
         command += ["--numprocesses", str(setting.workers)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False
-    )
+    done = setting.deadline.run(command, {"OSDP_TEST_DEVICE": setting.device})
     (folder / "tests.txt").write_text(done.stdout + done.stderr)
     lines = [line for line in done.stdout.splitlines() if line]
     checks = [Check("tests", "tests marked gpu", lines[-1] if lines else "", not done.returncode)]
@@ -91,7 +91,8 @@ def run_tests(setting: Setting, folder: Path) -> tuple[list[Check], Any]:
 
 def run_against_ddp(setting: Setting, folder: Path) -> tuple[list[Check], Any]:
     """Losses beside DDP's."""
-    checks, outcomes = [], against_ddp.measure(setting.device, setting.dry, setting.profiles)
+    profiles, deadline = setting.profiles, setting.deadline
+    checks, outcomes = [], against_ddp.measure(setting.device, setting.dry, deadline, profiles)
     for one in outcomes:
         limit = "" if one.limit_bytes is None else f", limit {format_bytes(one.limit_bytes)}"
         found = one.failed[-300:] or (
@@ -112,7 +113,8 @@ def run_overlap(setting: Setting, folder: Path) -> tuple[list[Check], Any]:
         *("--work", json.dumps(dataclasses.asdict(work)), "--out", str(out)),
     ]
     with Processes(max(2, setting.gpus), backend) as ranks:
-        ranks.run(command, environment(kept_code(folder), setting.profiles))
+        variables = environment(kept_code(folder), setting.profiles)
+        ranks.run(command, variables, setting.deadline.left_seconds())
     found = json.loads(out.read_text())
     sending, both = found["nccl_seconds"], found["both_seconds"]
     told = f"{format_seconds(both)} of {format_seconds(sending)} of NCCL's kernels beside others"
@@ -122,7 +124,8 @@ def run_overlap(setting: Setting, folder: Path) -> tuple[list[Check], Any]:
 
 def run_predictions(setting: Setting, folder: Path) -> tuple[list[Check], Any]:
     """Predicted against measured peaks and steps of a Llama."""
-    checks, rows = [], predictions.measure(setting.device, setting.dry, folder)
+    checks = []
+    rows, late = predictions.measure(setting.device, setting.dry, setting.deadline, folder)
     for row in rows:
         share = row["measured_bytes"] / row["predicted_bytes"]
         error = row["predicted_seconds"] / row["measured_seconds"] - 1
@@ -146,6 +149,7 @@ def run_predictions(setting: Setting, folder: Path) -> tuple[list[Check], Any]:
                 f"{format_seconds(row['predicted_kernels_seconds'])} ({error:+.0%})"
             )
             checks.append(Check("predictions", row["plan"], kernels, holds))
+    checks += [Check("predictions", plan, why, False) for plan, why in late.items()]
     return checks, rows
 
 
@@ -163,7 +167,7 @@ def run_peers(setting: Setting, folder: Path) -> tuple[list[Check], Any]:
         command += ["--only", "osdp, no limit"]
     else:
         command += ["--layers", "12", "--width", "2048", "--batch", "8", "--context", "1024"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = setting.deadline.run(command)
     (folder / "compare.txt").write_text(done.stdout + done.stderr)
     if not out.exists():
         return [Check("peers", "benchmarks.compare", done.stderr[-300:], False)], None
@@ -206,7 +210,7 @@ def run_parts(
         with tempfile.TemporaryDirectory(prefix="osdp-gpu") as folder:
             try:
                 found, record[part] = PARTS[part](setting, Path(folder))
-            except (RuntimeError, RanksError) as error:
+            except RuntimeError as error:
                 found, record[part] = [Check(part, "", str(error)[-1500:], False)], None
             for text in Path(folder).glob("*.txt"):
                 record[text.stem + " output"] = text.read_text()[-20000:]
@@ -229,6 +233,9 @@ def main() -> None:
         type=int,
         help="tests that run at once; by default one for three cores, up to 5",
     )
+    parser.add_argument(
+        "--minutes", type=float, default=MINUTES, help=f"what is not done then fails ({MINUTES:g})"
+    )
     parser.add_argument("--out", type=Path, default=Path("gpu.json"))
     given = parser.parse_args()
     gpus = 0 if given.dry else torch.cuda.device_count()
@@ -243,7 +250,8 @@ def main() -> None:
         device = "cuda" if gpus else "cpu"
         cores = 1 if given.dry else os.cpu_count() or 1
         workers = given.workers or max(1, min(5, cores // 3))
-        setting = Setting(device, gpus, given.dry, workers, profiles)
+        deadline = Deadline(60 * given.minutes)
+        setting = Setting(device, gpus, given.dry, workers, profiles, deadline)
         checks = run_parts(setting, given.only, record, given.out, console)
     title = f"{record.get('gpu', 'no GPU: a dry run')}, torch {torch.__version__}"
     console.print(table(checks, title))

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.deadline import Deadline
 from benchmarks.gpu.share import NCCL
 from benchmarks.launch import kept_code, measure_on
 from benchmarks.processes import Processes, RanksError
@@ -44,31 +45,36 @@ class Outcome:
         return kept and self.difference is not None and self.difference <= LOSS_TOLERANCE
 
 
-def measure(device: str, dry: bool, profiles: Path | None = None) -> list[Outcome]:
+def measure(
+    device: str, dry: bool, deadline: Deadline, profiles: Path | None = None
+) -> list[Outcome]:
     """DDP and osdp over gloo, and osdp over NCCL if the device is a GPU.
 
-    ``dry``: a small model, only under a limit. ``profiles``: as for :func:`measure_on`.
+    ``dry``: a small model, only under a limit. ``profiles``: as for :func:`measure_on`. What is not
+    done at the deadline has failed.
     """
     work = Work(device=device, warmup_steps=0)
     if dry:
         work = dataclasses.replace(work, layers=1, width=256, context=64)
-    outcomes = [_measured(work, "gloo", "DDP", {}, None)]
+    outcomes = [_measured(work, deadline, "gloo", "DDP", {}, None)]
     reference, ddp_bytes = outcomes[0].losses, outcomes[0].peak_bytes
     if dry:
         options = {"memory_limit": int(_DRY_SHARE * ddp_bytes)}
-        return [*outcomes, _measured(work, "gloo", "osdp", options, reference, profiles)]
+        return [*outcomes, _measured(work, deadline, "gloo", "osdp", options, reference, profiles)]
     for backend in ("gloo", NCCL) if device == "cuda" else ("gloo",):
-        free = _measured(work, backend, "osdp", {}, reference, profiles)
+        free = _measured(work, deadline, backend, "osdp", {}, reference, profiles)
         outcomes.append(free)
         if not free.failed:
             limit_bytes = int(_LIMIT_SHARE * free.peak_bytes)
             options = {"memory_limit": limit_bytes}
-            outcomes.append(_measured(work, backend, "osdp", options, reference, profiles))
+            under = _measured(work, deadline, backend, "osdp", options, reference, profiles)
+            outcomes.append(under)
     return outcomes
 
 
 def _measured(
     work: Work,
+    deadline: Deadline,
     backend: str,
     way: str,
     options: dict[str, Any],
@@ -79,7 +85,9 @@ def _measured(
     with tempfile.TemporaryDirectory(prefix="osdp-bench") as folder, Processes(2, backend) as ranks:
         try:
             cache = kept_code(Path(folder))
-            found = measure_on(ranks, work, way, "memory", options, cache, profiles)
+            found = measure_on(
+                ranks, work, way, "memory", options, cache, profiles, deadline.left_seconds()
+            )
         except RanksError as error:
             outcome.failed = str(error)
             return outcome

@@ -20,7 +20,6 @@ import fcntl
 import json
 import logging
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,8 +32,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import osdp_compile
+from benchmarks.gpu.deadline import Deadline, TimeUpError
 from benchmarks.gpu.llama import Llama, LlamaConfig, shared_dims
-from benchmarks.launch import ROOT
 from osdp_compile import Decision, Hardware, Plan
 from osdp_compile.calibration.calibrate import calibrate
 from osdp_compile.calibration.collective_times import synchronize
@@ -183,27 +182,44 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def measure(device: str, dry: bool, folder: Path) -> list[dict[str, Any]]:
+def measure(
+    device: str, dry: bool, deadline: Deadline, folder: Path
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """All plans, each in fresh processes; several compile at once if the GPU has room for them.
 
-    ``dry``: a tiny model, and some of the plans.
+    ``dry``: a tiny model, and some of the plans. Second: why there are no figures of a plan, if it
+    was not done at the deadline.
 
     Raises:
+        TimeUpError: if the plans were not made at the deadline.
         RuntimeError: if a process fails, with the end of its output.
     """
     common = ["--device", device, "--folder", str(folder), *(["--dry"] if dry else [])]
-    _run(["prepare", *common])
+    _run(["prepare", *common], deadline)
     plans, jobs = FEW_PLANS if dry else PLANS, 1
     if device == "cuda":
         jobs = torch.cuda.get_device_properties(0).total_memory // _ROOM_BYTES
+
+    def measured(name: str) -> dict[str, Any] | str:
+        try:
+            _run(["train", "--plan", name, *common], deadline)
+        except TimeUpError as error:
+            return str(error)
+        found: dict[str, Any] = json.loads((folder / f"{name}-measured.json").read_text())
+        return found
+
     with ThreadPoolExecutor(max(1, min(len(plans), jobs))) as pool:
-        list(pool.map(lambda name: _run(["train", "--plan", name, *common]), plans))
-    return [json.loads((folder / f"{name}-measured.json").read_text()) for name in plans]
+        try:
+            found = dict(zip(plans, pool.map(measured, plans), strict=True))
+        except BaseException:
+            deadline.interrupt()
+            raise
+    late = {name: one for name, one in found.items() if isinstance(one, str)}
+    return [one for one in found.values() if not isinstance(one, str)], late
 
 
-def _run(arguments: list[str]) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu.predictions", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+def _run(arguments: list[str], deadline: Deadline) -> None:
+    done = deadline.run([sys.executable, "-m", "benchmarks.gpu.predictions", *arguments])
     if done.returncode:
         raise RuntimeError("\n".join((done.stdout + done.stderr).splitlines()[-40:]))
 

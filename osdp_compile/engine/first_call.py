@@ -18,6 +18,7 @@ from osdp_compile.calibration.shared_links import model_groups
 from osdp_compile.engine.deferred_init import write_as_into_whole_ones
 from osdp_compile.engine.no_sync import begin_if_waiting, check_if_waiting
 from osdp_compile.engine.plan_decision import Groups, PlanDecision, Step
+from osdp_compile.engine.processor_test import start_processor_test
 from osdp_compile.engine.strip_markers import only_reads, unmarked
 from osdp_compile.errors import OsdpError
 from osdp_compile.log_lines import NAMES, OF_ALL_RANKS
@@ -32,8 +33,8 @@ from osdp_compile.model.shard_in_place import (
     held_elsewhere,
     keep_in_place,
     shard_in_place,
-    synchronize,
 )
+from osdp_compile.model.synchronize import Synchronization, synchronize
 from osdp_compile.optim.checks import check_works_on_rows
 from osdp_compile.optim.muon import share_matrices
 from osdp_compile.optim.rebind import OptimizerIndex
@@ -78,7 +79,8 @@ log = logging.getLogger("osdp_compile")
 def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: CheckedOptions) -> Session:
     """Plan the model that owns the graph's parameters, and shard it in place.
 
-    The model stays unchanged until a plan fits.
+    The model gets rank 0's values while rank 0 plans, and stays unchanged otherwise until a plan
+    fits.
 
     Raises:
         InfeasibleLimit, PlanMismatch, RanksDiffer, OsdpError.
@@ -103,13 +105,14 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: CheckedOption
                 return found
         return captured_step(gm, inputs, entries, context, passes)
 
+    def synchronized() -> Synchronization:
+        values = (entry.parameter for entry in entries)
+        return Synchronization(itertools.chain(values, buffers_of(roots)), group)
+
     def lay_out(context: Context, optimizers: OptimizerIndex) -> Sequence[nn.Parameter]:
         end_casting([module for _, root in roots for module in root.modules()])
         end_local()
         _warn_of_whole(context, options)
-        # A generator, not a list: ``shard_in_place`` frees each whole tensor.
-        values = (entry.parameter.detach() for entry in entries)
-        synchronize(itertools.chain(values, buffers_of(roots)), group)
         if mesh is not None and others is not None:
             assert options.mesh is not None
             beside = mesh_beside(mesh, options.mesh, others.mesh, context.plan)
@@ -130,6 +133,7 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: CheckedOption
         captured,
         lay_out,
         reading,
+        synchronized,
         frames=call is not None,
         others=others,
         everyone=everyone,
@@ -193,6 +197,7 @@ def first_call_of_sharded(
         captured,
         lay_out,
         reading,
+        lambda: Synchronization((), None),  # what is whole depends on the plan
         everyone=mesh.get_group(),
     )
     session = _session(step, given, to_train=trains)
@@ -232,7 +237,10 @@ def _session(step: Step, options: CheckedOptions, to_train: bool = True) -> Sess
     plan = decision.found()
     if plan is None:
         decision.measure_operators(spare_bytes, to_train)
-        plan = from_rank_zero(decision.plan, groups.everyone)
+    with step.synchronized():
+        if plan is None:  # the network and the other ranks are idle while rank 0 plans
+            start_processor_test(device)
+            plan = from_rank_zero(decision.plan, groups.everyone)
 
     for one in (ranks, *groups.along.values(), *groups.beside.values()):
         if one is not None:

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -41,7 +40,6 @@ from osdp_compile.model.other_dims import OtherDims, keep_other_dims, local_befo
 from osdp_compile.optim.checks import replaced
 from osdp_compile.optim.rebind import OptimizerIndex
 from osdp_compile.runtime import eager_markers
-from osdp_compile.runtime.collectives import Group
 from osdp_compile.runtime.inside_forward import is_inside_forward
 from osdp_compile.runtime.meshes import local_part, placed_like
 from passes.types.context import Context
@@ -207,21 +205,6 @@ def check_fits(
         raise PlanMismatch(f"the {what} does not fit: {difference}")
 
 
-def synchronize(tensors: Iterable[Tensor], group: Group) -> None:
-    """Broadcast rank 0's values of some tensors to the group, in place, as DDP does."""
-    if group is None:
-        return
-    source = dist.get_global_rank(group, 0)
-    with torch.no_grad():
-        for tensor in tensors:
-            if tensor.is_contiguous():
-                dist.broadcast(tensor, src=source, group=group)
-            else:
-                whole = tensor.contiguous()
-                dist.broadcast(whole, src=source, group=group)
-                tensor.copy_(whole)
-
-
 def _local_rows(full: Tensor, cut: ShardLayout) -> Tensor:
     """This rank's rows of a tensor; a copy, so that the whole can be freed."""
     start, stop = cut.rows(full.shape[cut.dim])
@@ -378,8 +361,8 @@ def shard_in_place(
     hosts; its groups must be registered in eager_markers. ``ctx``: with the plan.
 
     Optimizers that hold the old parameters get the new ones, and their state gets the same layout.
-    Every rank must hold the same values (see :func:`synchronize`). Meta tensors stay on the meta
-    device. The old objects of sharded parameters lose their values.
+    Every rank must hold the same values (:mod:`osdp_compile.model.synchronize`). Meta tensors stay
+    on the meta device. The old objects of sharded parameters lose their values.
 
     Returns the new parameters, in the order of ``parameters``.
     """

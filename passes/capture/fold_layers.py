@@ -422,25 +422,28 @@ def seconds_of(folded: Folded, plan: Plan, lowered: fx.Graph, simulation: Simula
     A layer takes the time between the same operator of two neighbours with the same decisions, with
     the compute overhead of its own collectives in place of that of the collectives that start
     there: these may run ahead. It takes at least the time of its collectives on their network,
-    because collectives that fall behind must be waited for in the end.
+    because collectives that fall behind must be waited for in the end. If all four neighbours have
+    the same decisions, the shorter of both times counts: the longer one holds a wait for what lies
+    outside the layers, such as the gradient of the words.
     """
     like_before = sum(folded.is_like_before(layer, plan) for layer in folded.inner)
-    like_behind = len(folded.inner) - like_before
     anchors = _anchors(lowered)
     before, behind = folded.at_the_cut
-    total = Seconds(0.0, 0.0)
-    for count, one, other, layer in (
-        (like_before, before - 1, before, before),
-        (like_behind, behind, behind + 1, behind),
-    ):
-        if count:
-            passed = _between(lowered, simulation, anchors[one], anchors[other])
-            own = _collectives_of(lowered, folded.layers[layer - 1], layer)
-            compute = passed.compute + own.overhead_seconds
-            step = passed.step + own.overhead_seconds
-            each = Seconds(max(step, own.network_seconds), compute)
-            total = total.plus(each.times(count))
-    return total
+
+    def of_layer(one: int, other: int, layer: int) -> Seconds:
+        passed = _between(lowered, simulation, anchors[one], anchors[other])
+        own = _collectives_of(lowered, folded.layers[layer - 1], layer)
+        step = passed.step + own.overhead_seconds
+        compute = passed.compute + own.overhead_seconds
+        return Seconds(max(step, own.network_seconds), compute)
+
+    at_before = of_layer(before - 1, before, before)
+    at_behind = of_layer(behind, behind + 1, behind)
+    around = (before - 1, before, behind, behind + 1)
+    if len({folded.decisions(layer - 1, plan) for layer in around}) == 1:
+        at_before = at_behind = min(at_before, at_behind, key=lambda one: one.step)
+    like_behind = len(folded.inner) - like_before
+    return at_before.times(like_before).plus(at_behind.times(like_behind))
 
 
 def recomputes_regularly(folded: Folded, one: Plan, ctx: Context) -> bool:
