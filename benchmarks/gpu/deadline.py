@@ -41,7 +41,7 @@ class Deadline:
             TimeUpError: if the time was up first.
         """
         if not self.left_seconds():
-            raise TimeUpError("not started: the time was up")
+            raise TimeUpError("not started: the time was up (--minutes)")
         with subprocess.Popen(
             command,
             cwd=ROOT,
@@ -56,7 +56,7 @@ class Deadline:
                 output, errors = process.communicate(timeout=self.left_seconds())
             except subprocess.TimeoutExpired:
                 _end(process)
-                raise TimeUpError("not done when the time was up") from None
+                raise TimeUpError("not done when the time was up (--minutes)") from None
             except BaseException:
                 _end(process)
                 raise

@@ -6,9 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from benchmarks.gpu.__main__ import Setting, run_parts
+from benchmarks.gpu.deadline import Deadline, TimeUpError
 from benchmarks.gpu.overlap import common, united
 from benchmarks.launch import ROOT
 
@@ -46,6 +51,39 @@ def test_a_machine_without_gpus_is_told_of_the_dry_run():
     )
     assert done.returncode == 2
     assert "--dry runs the kit on CPUs" in done.stderr
+
+
+_WAITS = "import time; time.sleep(60)"
+_STARTS_ANOTHER = f"""
+import pathlib, subprocess, sys
+other = subprocess.Popen([sys.executable, "-c", {_WAITS!r}])
+pathlib.Path(sys.argv[1]).write_text(str(other.pid))
+{_WAITS}
+"""
+
+
+def _runs(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_command_ends_with_its_children_when_the_time_is_up(tmp_path):
+    other = tmp_path / "pid"
+    deadline, begin = Deadline(5.0), time.monotonic()
+    with pytest.raises(TimeUpError, match="not done"):
+        deadline.run([sys.executable, "-c", _STARTS_ANOTHER, str(other)])
+    assert time.monotonic() - begin < 30
+    assert not _runs(other.read_text())
+    with pytest.raises(TimeUpError, match="not started"):
+        deadline.run([sys.executable, "-c", "print(1)"])
+
+
+def test_what_was_not_done_in_time_fails(tmp_path):
+    out, record = tmp_path / "gpu.json", {"seconds": {}}
+    setting = Setting("cpu", 0, True, 1, None, Deadline(0.0))
+    (check,) = run_parts(setting, ["tests"], record, out, Console(quiet=True))
+    assert (check.holds, check.found) == (False, "not started: the time was up (--minutes)")
+    assert json.loads(out.read_text())["checks"][0]["holds"] is False
 
 
 def test_overlap_of_spans():

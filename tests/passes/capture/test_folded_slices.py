@@ -152,8 +152,7 @@ def test_slices_lower_the_least_memory_of_a_folded_step(monkeypatch):
     assert plan["words.weight"].slices > 1 and plan.prediction.peak_bytes <= least
     there = complete(plan, step, limited, PASSES)
     assert there.prediction.peak_bytes <= 1.02 * least
-    # The few layers are timed beside the gradient of the words, where memory is shortest.
-    assert 0.93 < there.prediction.step_seconds / plan.prediction.step_seconds < 1.02
+    assert there.prediction.step_seconds == pytest.approx(plan.prediction.step_seconds, rel=0.03)
     monkeypatch.setattr(PlanEvaluator, "is_at_peak", lambda self, group, key: False)
     assert least < 0.9 * least_limit(folded, ctx, PASSES).peak_bytes
 
