@@ -25,7 +25,7 @@ def test_a_dry_run(tmp_path, inductor_cache):
     out = tmp_path / "gpu.json"
     variables = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(inductor_cache)}
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", "--dry", "--out", str(out)],
+        [sys.executable, "-m", "benchmarks.gpu", "--dry", "--minutes", "30", "--out", str(out)],
         cwd=ROOT,
         env=variables,
         capture_output=True,
