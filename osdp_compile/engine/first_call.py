@@ -234,14 +234,7 @@ def _session(step: Step, options: CheckedOptions, to_train: bool = True) -> Sess
     decision = PlanDecision(step, options, passes, groups, others, context)
     if step.frames:
         decision.trace_frames()
-    plan = decision.found()
-    if plan is None:
-        decision.measure_operators(spare_bytes, to_train)
-    with step.synchronized():
-        if plan is None:  # the network and the other ranks are idle while rank 0 plans
-            start_processor_test(device)
-            plan = from_rank_zero(decision.plan, groups.everyone)
-
+    plan = _planned_and_synchronized(decision, step, groups, spare_bytes, to_train)
     for one in (ranks, *groups.along.values(), *groups.beside.values()):
         if one is not None:
             register_group(one)
@@ -273,6 +266,20 @@ def _session(step: Step, options: CheckedOptions, to_train: bool = True) -> Sess
     _trace_steps(session, decision.step_key, groups)
     begin_if_waiting(session)
     return session
+
+
+def _planned_and_synchronized(
+    decision: PlanDecision, step: Step, groups: Groups, spare_bytes: int, to_train: bool
+) -> Plan:
+    """The kept plan, or rank 0's; then all ranks have rank 0's values, too. Collective."""
+    plan = decision.found()
+    if plan is None:
+        decision.measure_operators(spare_bytes, to_train)
+    with step.synchronized():
+        if plan is None:  # the network and the other ranks are idle while rank 0 plans
+            start_processor_test(groups.device)
+            plan = from_rank_zero(decision.plan, groups.everyone)
+    return plan
 
 
 def _context_before_plan(

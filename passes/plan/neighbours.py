@@ -68,9 +68,9 @@ class Neighbourhood:
             self._worth(reference, self._groups(best), exact=True),
             self._worth(reference, self._singles(best), exact=True),
         ]
-        if self.evaluator.is_short:
-            if not within:
-                kinds.append(self._worth(reference, self._recomputed(reference, best)))
+        if self.evaluator.is_short and not within:
+            kinds.append(self._worth(reference, self._recomputed(reference, best)))
+        if self.evaluator.is_short or self.promising:
             kinds.append(self._worth(reference, self._sliced(reference, best, within)))
         rows = itertools.zip_longest(*kinds)
         for first, row in itertools.zip_longest(itertools.zip_longest(*moves), rows, fillvalue=()):
@@ -312,7 +312,8 @@ class Neighbourhood:
             if within and now == 1:
                 continue
             start = self._without_rivals(best, group)
-            for slices in (*reversed(SLICES), *(() if within else (1,))):
+            numbers = SLICES if now > 1 or self.evaluator.is_short else SLICES[-1:]
+            for slices in (*reversed(numbers), *(() if within else (1,))):
                 for kept in self._numbers_kept(best, group, slices):
                     key = start.slicing(group, slices, kept, ctx)
                     found["slice", place, slices, kept] = key
@@ -359,7 +360,8 @@ class Neighbourhood:
         self, best: Candidate, group: SliceGroup, slices: int
     ) -> Iterable[int | None]:
         """Numbers of slices to keep gathered; None: the decisions on the weights stay."""
-        if slices == 1 or group.of_input or self.evaluator.ctx.world_size == 1:
+        is_open = self.evaluator.is_short and self.evaluator.ctx.world_size > 1
+        if slices == 1 or group.of_input or not is_open:
             return [None]
         fits = self.evaluator.rank(best)[0] == 0
         return [None, *range(group.most_kept(slices) + 1 if fits else 1)]

@@ -45,29 +45,35 @@ class Search:
         evaluator.is_short = limited and evaluator.is_limited(min(keys, key=evaluator.seconds))
         if all(evaluator.rank(key)[0] for key in keys):
             keys += self._lean_enough(min(keys, key=evaluator.rank))
-        start = self._in_larger_buckets(min(keys, key=evaluator.rank))
+        start = self._in_other_buckets(min(keys, key=evaluator.rank))
         best = self._onwards(start)
         return self._moving(best) if decides_moves else best
 
-    def _in_larger_buckets(self, best: Candidate) -> Candidate:
+    def _in_other_buckets(self, best: Candidate) -> Candidate:
         """For a folded step: the candidate with larger buckets, as long as these are faster.
 
-        Of a thousand ranks, latency is most of a small collective. They do not count for the
+        If they are not, with smaller ones. Of a thousand ranks, latency is most of a small
+        collective; of a few ranks, smaller buckets overlap more. They do not count for the
         evaluation budget, which would not reach far enough.
         """
         evaluator = self.evaluator
-        while evaluator.folded is not None:
-            sizes = (size for size in evaluator.other_sizes(best) if size > best.bucket_bytes)
-            size = next(sizes, None)
-            if size is None:
+        if evaluator.folded is None:
+            return best
+        left = evaluator.left
+        for sign in (1, -1):
+            start = best
+            while True:
+                sizes = (size for size in evaluator.other_sizes(best))
+                size = next((one for one in sizes if sign * one > sign * best.bucket_bytes), None)
+                if size is None:
+                    break
+                key = best.replace(bucket_bytes=size)
+                if evaluator.evaluated_rank(key) >= evaluator.rank(best):
+                    break
+                best = key
+            if best != start:
                 break
-            larger = best.replace(bucket_bytes=size)
-            left = evaluator.left
-            is_better = evaluator.evaluated_rank(larger) < evaluator.rank(best)
-            evaluator.left = left
-            if not is_better:
-                break
-            best = larger
+        evaluator.left = left
         return best
 
     def _moving(self, best: Candidate) -> Candidate:

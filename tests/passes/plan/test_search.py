@@ -15,6 +15,7 @@ from passes.pricing.evaluator import PlanEvaluator
 from passes.pricing.predict import predict
 from passes.types.context import Context
 from passes.types.decision import Decision
+from passes.types.hardware_presets import PRESETS
 from passes.types.plan import OF_INPUT, Plan
 from tests.hashes import printed_with_another_hash_seed
 from tests.passes.captures import capture_step
@@ -120,6 +121,16 @@ def test_memory_is_filled_slice_by_slice():
     seconds = [plan.prediction.step_seconds for plan in found]
     assert kept == sorted(kept) and len(set(kept)) > 2
     assert seconds == sorted(seconds, reverse=True) and seconds[-1] < seconds[0]
+
+
+def test_slices_that_are_faster_are_found_without_need_of_memory():
+    model = nn.Sequential(nn.Linear(512, 2048, False), nn.ReLU(), nn.Linear(2048, 512, False))
+    hardware = PRESETS["cpu-gloo"]
+    step, ctx = capture_step(model, torch.randn(128, 512), world_size=4, hardware=hardware)
+    unlimited, roomy = planned(step, ctx, None), planned(step, ctx, 1 << 32)
+    assert sliced(unlimited) == sliced(roomy) == {"0.weight": 0, "2.weight": 1}
+    whole = complete(unlimited.split("0.weight", 1).split("2.weight", 1), step, ctx, PASSES)
+    assert unlimited.prediction.step_seconds < 0.97 * whole.prediction.step_seconds
 
 
 @EACH_MODEL
