@@ -309,7 +309,8 @@ class Neighbourhood:
         ctx = self.evaluator.ctx
         for place, group in enumerate(self.evaluator.slice_groups):
             now, _ = best.slices_of(group, ctx)
-            if within and now == 1:
+            saves_only = group.of_input and not self.evaluator.is_short
+            if now == 1 and (within or saves_only):
                 continue
             start = self._without_rivals(best, group)
             numbers = SLICES if now > 1 or self.evaluator.is_short else SLICES[-1:]
