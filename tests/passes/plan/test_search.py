@@ -123,14 +123,13 @@ def test_memory_is_filled_slice_by_slice():
     assert seconds == sorted(seconds, reverse=True) and seconds[-1] < seconds[0]
 
 
-def test_slices_that_are_faster_are_found_without_need_of_memory():
+def test_slices_that_are_faster_are_found_under_a_limit_that_nothing_reaches():
     model = nn.Sequential(nn.Linear(512, 2048, False), nn.ReLU(), nn.Linear(2048, 512, False))
     hardware = PRESETS["cpu-gloo"]
     step, ctx = capture_step(model, torch.randn(128, 512), world_size=4, hardware=hardware)
     unlimited, roomy = planned(step, ctx, None), planned(step, ctx, 1 << 32)
-    assert sliced(unlimited) == sliced(roomy) == {"0.weight": 0, "2.weight": 1}
-    whole = complete(unlimited.split("0.weight", 1).split("2.weight", 1), step, ctx, PASSES)
-    assert unlimited.prediction.step_seconds < 0.97 * whole.prediction.step_seconds
+    assert not sliced(unlimited) and sliced(roomy) == {"0.weight": 0, "2.weight": 1}
+    assert roomy.prediction.step_seconds < 0.97 * unlimited.prediction.step_seconds
 
 
 @EACH_MODEL
