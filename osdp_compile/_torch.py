@@ -73,7 +73,7 @@ from torch._inductor.choices import InductorChoices
 # 2.13.0: compiles C++ as Inductor compiles its own, into Inductor's cache, and loads it.
 from torch._inductor.codecache import CppCodeCache
 
-# 2.11.0 to 2.15.0: tests, once in a process, which vector instructions the processor has.
+# 2.13.0, 2.15.0: tests, once in a process, which vector instructions the processor has.
 from torch._inductor.cpu_vec_isa import valid_vec_isa_list as vector_instructions
 
 # 2.11.0 to 2.15.0: the hook for the partitioner.
