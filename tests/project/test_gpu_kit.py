@@ -8,10 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
 from rich.console import Console
 
+from benchmarks.gpu import predictions
 from benchmarks.gpu.__main__ import Setting, run_parts
 from benchmarks.gpu.deadline import Deadline, TimeUpError
 from benchmarks.gpu.overlap import common, united
@@ -90,3 +94,28 @@ def test_overlap_of_spans():
     spans = united([(3.0, 4.0), (0.0, 1.0), (0.5, 2.0)])
     assert spans == [(0.0, 2.0), (3.0, 4.0)]
     assert common(spans, [(1.0, 3.5)]) == 1.5
+
+
+def _row(key, device, own_us, all_us, is_user_annotation=False):
+    return SimpleNamespace(
+        key=key,
+        device_type=SimpleNamespace(name=device),
+        self_device_time_total=own_us,
+        device_time_total=all_us,
+        is_user_annotation=is_user_annotation,
+    )
+
+
+def test_kernels_that_collectives_start_do_not_count():
+    rows = [
+        _row("gemm", "CUDA", 30.0, 30.0),
+        _row("copy", "CUDA", 12.0, 12.0),
+        _row("osdp: gather", "CUDA", 50.0, 50.0, is_user_annotation=True),
+        _row("_c10d_functional::all_gather_into_tensor", "CPU", 0.0, 12.0),
+        _row("aten::mm", "CPU", 0.0, 30.0),
+    ]
+    with mock.patch("torch.profiler.profile") as profile, mock.patch("torch.cuda.synchronize"):
+        profile.return_value.__enter__.return_value.key_averages.return_value = rows
+        assert predictions._kernels_seconds(lambda: None) == pytest.approx(30e-6)
+    with mock.patch("torch.cuda.synchronize"):  # the names that it reads are the profiler's
+        assert predictions._kernels_seconds(lambda: torch.ones(2).sum()) == 0.0
