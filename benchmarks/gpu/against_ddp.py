@@ -50,8 +50,8 @@ def measure(
 ) -> list[Outcome]:
     """DDP and osdp over gloo, and osdp over NCCL if the device is a GPU.
 
-    ``dry``: a small model, only under a limit. ``profiles``: as for :func:`measure_on`. What is not
-    done at the deadline has failed.
+    ``dry``: a small model, only under a limit. ``profiles``: as for :func:`measure_on`. A
+    training that the deadline ends has failed.
     """
     work = Work(device=device, warmup_steps=0)
     if dry:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -34,7 +36,7 @@ from osdp_compile.model.shard_in_place import (
     keep_in_place,
     shard_in_place,
 )
-from osdp_compile.model.synchronize import Synchronization, synchronize
+from osdp_compile.model.synchronize import synchronize, synchronized
 from osdp_compile.optim.checks import check_works_on_rows
 from osdp_compile.optim.muon import share_matrices
 from osdp_compile.optim.rebind import OptimizerIndex
@@ -105,9 +107,9 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: CheckedOption
                 return found
         return captured_step(gm, inputs, entries, context, passes)
 
-    def synchronized() -> Synchronization:
+    def with_values() -> AbstractContextManager[None]:
         values = (entry.parameter for entry in entries)
-        return Synchronization(itertools.chain(values, buffers_of(roots)), group)
+        return synchronized(itertools.chain(values, buffers_of(roots)), group)
 
     def lay_out(context: Context, optimizers: OptimizerIndex) -> Sequence[nn.Parameter]:
         end_casting([module for _, root in roots for module in root.modules()])
@@ -133,7 +135,7 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: CheckedOption
         captured,
         lay_out,
         reading,
-        synchronized,
+        with_values,
         frames=call is not None,
         others=others,
         everyone=everyone,
@@ -197,7 +199,7 @@ def first_call_of_sharded(
         captured,
         lay_out,
         reading,
-        lambda: Synchronization((), None),  # what is whole depends on the plan
+        contextlib.nullcontext,  # the plan decides which values travel
         everyone=mesh.get_group(),
     )
     session = _session(step, given, to_train=trains)
@@ -275,7 +277,7 @@ def _planned_and_synchronized(
     plan = decision.found()
     if plan is None:
         decision.measure_operators(spare_bytes, to_train)
-    with step.synchronized():
+    with step.with_values():
         if plan is None:  # the network and the other ranks are idle while rank 0 plans
             start_processor_test(groups.device)
             plan = from_rank_zero(decision.plan, groups.everyone)

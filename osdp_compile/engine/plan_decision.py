@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from osdp_compile.model.agreement import fingerprint, from_rank_zero
 from osdp_compile.model.alike_frames import alike_frames
 from osdp_compile.model.other_dims import OtherDims
 from osdp_compile.model.shard_in_place import ModelParameter, Reading, check_fits
-from osdp_compile.model.synchronize import Synchronization
 from osdp_compile.optim.rebind import OptimizerIndex
 from osdp_compile.options import CheckedOptions
 from osdp_compile.planning.alternatives import SearchedStep
@@ -57,7 +57,7 @@ class Step:
     ``frames``: the step may be several graphs, separated by graph breaks.
     ``lay_out``: shards the model by the context's plan; returns the new parameters.
     ``reading``: how modules then read the parameters.
-    ``synchronized``: starts to send rank 0's values to the other ranks.
+    ``with_values``: a context in which rank 0's values go to the other ranks.
     ``everyone``: the ranks that must agree: those of ``mesh``, and of the parameters' other mesh
     dimensions. ``others``: their placement there; None: they have no other dimensions.
     """
@@ -70,7 +70,7 @@ class Step:
     captured: Callable[[Context, Sequence[Pass]], Captured]
     lay_out: Callable[[Context, OptimizerIndex], Sequence[nn.Parameter]]
     reading: Reading
-    synchronized: Callable[[], Synchronization]
+    with_values: Callable[[], AbstractContextManager[None]]
     frames: bool = False
     everyone: Group = None
     others: OtherDims | None = None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from types import TracebackType
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,55 +13,46 @@ from osdp_compile.errors import OsdpError
 from osdp_compile.runtime.collectives import Group
 
 
-class Synchronization:
-    """Broadcasts that have started; the end of the ``with`` block waits for them. Collective.
+@contextlib.contextmanager
+def synchronized(tensors: Iterable[Tensor], group: Group) -> Iterator[None]:
+    """A context in which rank 0's values travel; its end waits for them. Collective.
 
-    ``group``: None: there is one rank.
+    A tensor that is not contiguous goes at the end, by a copy. ``group``: None: there is one rank.
     """
+    if group is None:
+        yield
+        return
+    source = dist.get_global_rank(group, 0)
+    works: list[dist.Work] = []
+    strided: list[Tensor] = []
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            strided.append(tensor)
+            continue
+        work = dist.broadcast(tensor.detach(), src=source, group=group, async_op=True)
+        assert work is not None  # this rank is in the group
+        works.append(work)
+    try:
+        yield
+    except OsdpError:  # which all ranks raise
+        _wait(works, strided, source, group)
+        raise
+    _wait(works, strided, source, group)
 
-    def __init__(self, tensors: Iterable[Tensor], group: Group) -> None:
-        self._group = group
-        self._works: list[dist.Work] = []
-        self._strided: list[Tensor] = []
-        if group is None:
-            return
-        source = dist.get_global_rank(group, 0)
-        for tensor in tensors:
-            if not tensor.is_contiguous():
-                self._strided.append(tensor)
-                continue
-            work = dist.broadcast(tensor.detach(), src=source, group=group, async_op=True)
-            assert work is not None  # this rank is in the group
-            self._works.append(work)
 
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None or isinstance(error, OsdpError):  # which all ranks raise
-            self.wait()
-
-    def wait(self) -> None:
-        """Wait for all values. A tensor that is not contiguous goes now, by a copy."""
-        for work in self._works:
-            work.wait()
-        self._works.clear()
-        if self._group is None:
-            return
-        source = dist.get_global_rank(self._group, 0)
-        with torch.no_grad():
-            for tensor in self._strided:
-                whole = tensor.contiguous()
-                dist.broadcast(whole, src=source, group=self._group)
-                tensor.copy_(whole)
-        self._strided.clear()
+def _wait(
+    works: Sequence[dist.Work], strided: Sequence[Tensor], source: int, group: dist.ProcessGroup
+) -> None:
+    for work in works:
+        work.wait()
+    with torch.no_grad():
+        for tensor in strided:
+            whole = tensor.contiguous()
+            dist.broadcast(whole, src=source, group=group)
+            tensor.copy_(whole)
 
 
 def synchronize(tensors: Iterable[Tensor], group: Group) -> None:
     """Broadcast rank 0's values of some tensors to the group, in place."""
-    Synchronization(tensors, group).wait()
+    with synchronized(tensors, group):
+        pass

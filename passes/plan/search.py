@@ -56,25 +56,27 @@ class Search:
         collective; of a few ranks, smaller buckets overlap more. They do not count for the
         evaluation budget, which would not reach far enough.
         """
-        evaluator = self.evaluator
-        if evaluator.folded is None:
+        if self.evaluator.folded is None:
             return best
-        left = evaluator.left
-        for sign in (1, -1):
-            start = best
-            while True:
-                sizes = (size for size in evaluator.other_sizes(best))
-                size = next((one for one in sizes if sign * one > sign * best.bucket_bytes), None)
-                if size is None:
-                    break
-                key = best.replace(bucket_bytes=size)
-                if evaluator.evaluated_rank(key) >= evaluator.rank(best):
-                    break
-                best = key
-            if best != start:
-                break
-        evaluator.left = left
-        return best
+        left = self.evaluator.left
+        found = self._in_buckets_along(best, 1)
+        if found == best:
+            found = self._in_buckets_along(best, -1)
+        self.evaluator.left = left
+        return found
+
+    def _in_buckets_along(self, best: Candidate, sign: int) -> Candidate:
+        """The candidate with larger (1) or smaller (-1) buckets, as long as these are faster."""
+        evaluator = self.evaluator
+        while True:
+            sizes = evaluator.other_sizes(best)
+            size = next((one for one in sizes if sign * one > sign * best.bucket_bytes), None)
+            if size is None:
+                return best
+            key = best.replace(bucket_bytes=size)
+            if evaluator.evaluated_rank(key) >= evaluator.rank(best):
+                return best
+            best = key
 
     def _moving(self, best: Candidate) -> Candidate:
         """The best candidate that climbs with moves lead to, from one without; with a new budget.

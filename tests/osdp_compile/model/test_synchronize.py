@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from osdp_compile.errors import OsdpError, PlanMismatch
 from osdp_compile.model.agreement import from_rank_zero
-from osdp_compile.model.synchronize import Synchronization
+from osdp_compile.model.synchronize import synchronized
 
 pytestmark = pytest.mark.ranks
 
@@ -22,7 +22,7 @@ def sums_after(rank, world_size, fails):
     group = dist.group.WORLD
     made, refused = None, ""
     try:
-        with Synchronization([rows, columns], group):
+        with synchronized([rows, columns], group):
             made = from_rank_zero(refuse if fails else lambda: "a plan", group)
     except OsdpError as error:
         refused = str(error)
