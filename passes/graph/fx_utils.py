@@ -250,7 +250,7 @@ def set_value(node: fx.Node) -> None:
         with fake_mode_of(node.graph), torch.no_grad():
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
-    key = None if _shared.get() is None else _value_key(node)
+    key = None if _shared.get() is None else value_key(node)
     node.meta["val"] = once(key, computed)
 
 
@@ -317,7 +317,7 @@ def shared_values(known: dict[Hashable, Any]) -> Iterator[None]:
         _shared.reset(token)
 
 
-def _value_key(node: fx.Node) -> Hashable | None:
+def value_key(node: fx.Node) -> Hashable | None:
     """A cache key of a value: operator, arguments, tensors by shape, strides, dtype and device.
 
     None if an argument is not hashable: symbolic sizes.

@@ -13,8 +13,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -28,15 +28,15 @@ from passes.graph.fx_utils import (
     output_node,
     positions,
     root_of,
+    value_key,
 )
 from passes.graph.op_traits import effective_users
 from passes.graph.step_module import graphs_of, saved_inputs, saved_name
 from passes.ops.markers import REDUCE_GRAD, UNSHARD
 from passes.ops.p2p import EXCHANGE, GATHER_PARTS
 
-#: Verified nodes: a pass leaves most nodes unchanged, and these need no second check.
-#: (Arguments as text: a reference to a node would keep its whole graph alive.)
-_right: WeakKeyDictionary[fx.Node, tuple[Any, str, list[Any]]] = WeakKeyDictionary()
+#: Dtype, shape and strides of an operator's result, by the operator and what its arguments are.
+_results: dict[Hashable, tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]] = {}
 
 
 class InvalidGraph(AssertionError):
@@ -118,35 +118,32 @@ def _check_value(node: fx.Node, pass_name: str) -> None:
     tags = node.target.tags
     if torch.Tag.nondeterministic_seeded in tags or torch.Tag.data_dependent_output in tags:
         return
-    values = [said, *(source.meta["val"] for source in node.all_input_nodes)]
-    text = repr((node.args, node.kwargs))
-    if _is_as(_right.get(node), node.target, text, values):
-        return
-    args = fx.node.map_arg(node.args, lambda source: source.meta["val"])
-    kwargs = fx.node.map_arg(node.kwargs, lambda source: source.meta["val"])
-    with fake_mode_of(node.graph), torch.no_grad():
-        found = node.target(*args, **kwargs)
+    dtype, shape, strides = _result_of(node)
     for what, a, b in (
-        ("dtype", said.dtype, found.dtype),
-        ("shape", tuple(said.shape), tuple(found.shape)),
-        ("strides", said.stride(), found.stride()),
+        ("dtype", said.dtype, dtype),
+        ("shape", tuple(said.shape), shape),
+        ("strides", said.stride(), strides),
     ):
         if a != b and not (what == "strides" and said.numel() <= 1):
             raise InvalidGraph(
                 f"after pass {pass_name!r}: node {node} ({node.target}) says {what} {a} in "
                 f"meta['val'], running it gives {b}"
             )
-    _right[node] = (node.target, text, values)
 
 
-def _is_as(
-    seen: tuple[Any, str, list[Any]] | None, target: Any, text: str, values: list[Any]
-) -> bool:
-    """Whether a node is unchanged, with identical values of it and of its inputs."""
-    return (
-        seen is not None
-        and seen[0] is target
-        and seen[1] == text
-        and len(seen[2]) == len(values)
-        and all(one is other for one, other in zip(seen[2], values, strict=True))
-    )
+def _result_of(node: fx.Node) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]:
+    """Dtype, shape and strides of a node's result, computed from the values of its inputs.
+
+    Computed once for equal arguments, except with symbolic sizes.
+    """
+    key = value_key(node)
+    if key is not None and key in _results:
+        return _results[key]
+    args = fx.node.map_arg(node.args, lambda source: source.meta["val"])
+    kwargs = fx.node.map_arg(node.kwargs, lambda source: source.meta["val"])
+    with fake_mode_of(node.graph), torch.no_grad():
+        value = node.target(*args, **kwargs)  # type: ignore[operator]
+    found = value.dtype, tuple(value.shape), value.stride()
+    if key is not None:
+        _results[key] = found
+    return found

@@ -17,12 +17,14 @@ from osdp_compile.optim import owner_ranks
 from passes.annotate.owner_ranks import orthogonal_bytes
 from passes.types.context import Parameter
 from passes.types.decision import Decision
+from tests.chosen import more
 from tests.training import SLOW, Recipe, normal_batch, plan_options, whole
 
 #: Matrices of uneven sizes under every decision; the last one costs most.
 SIZES = ((8, 9), (9, 7), (7, 12), (12, 30))
 PLAN = {"0.weight": "shard_regather", "1.weight": "shard_keep", "2.weight": "replicate"}
 PLAN |= {"3.weight": "shard_regather"}
+OTHER_MUON = {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"}
 
 
 #: Computing takes longer than sending, for replicas too.
@@ -83,9 +85,16 @@ def under_a_plan(rank, world_size, plan, round_bytes, muon, hardware=SLOW_COMPUT
         return stepped(model, reference, **muon)
 
 
-@pytest.mark.parametrize("round_bytes", [1, 1 << 20], ids=["matrix by matrix", "all at once"])
-@pytest.mark.parametrize("plan", [PLAN, "replicate"], ids=["mixed", "replicate"])
-@pytest.mark.parametrize("muon", [{}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"}])
+@pytest.mark.parametrize(
+    ("round_bytes", "plan", "muon"),
+    [  # matrix by matrix, and all at once
+        (1, PLAN, {}),
+        (1, "replicate", OTHER_MUON),
+        (1 << 20, PLAN, OTHER_MUON),
+        (1 << 20, "replicate", {}),
+        *more((1, PLAN, OTHER_MUON), (1 << 20, PLAN, {})),
+    ],
+)
 def test_muon_steps_as_on_whole_tensors_and_each_matrix_has_one_owner(
     two_ranks, plan, round_bytes, muon
 ):

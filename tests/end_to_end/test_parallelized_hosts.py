@@ -138,7 +138,7 @@ OVER_ALL = [Decision.SHARD_REGATHER, Decision.SHARD_KEEP]
 @pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("decisions", [EVERY_KIND, None, *more(HYBRID, OVER_ALL)])
+@pytest.mark.parametrize("decisions", [EVERY_KIND, *more(None, HYBRID, OVER_ALL)])
 def test_trains_like_one_process(eight_ranks, decisions):
     found = eight_ranks.run(train, decisions, timeout_seconds=800)
     assert max(one.apart for one in found) < 1e-11

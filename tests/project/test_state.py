@@ -19,7 +19,7 @@ REASONS = {
     "passes/annotate/annotate_costs.py": {"_cost": CACHE},
     "passes/annotate/flops.py": {"_say": ONCE},
     "passes/graph/fx_utils.py": {"_shared": CACHE},
-    "passes/graph/verifier.py": {"_right": CACHE},
+    "passes/graph/verifier.py": {"_results": CACHE},
     "passes/graph/module_path.py": {"_path": CACHE},
     "osdp_compile/calibration/profile_cache.py": {
         "_in_process": "measurements: all models of a process get the same profile",

@@ -14,6 +14,7 @@ from passes.pricing.evaluator import PlanEvaluator
 from passes.pricing.predict import predict
 from passes.types.decision import Moves
 from passes.types.hardware import LinkRate
+from tests.chosen import more
 from tests.passes.capture.test_fold_layers import (
     LAYERS,
     NETWORKS,
@@ -54,8 +55,15 @@ def test_the_groups_of_a_folded_step_have_every_layer() -> None:
 
 
 @pytest.mark.parametrize("wires", NETWORKS)
-@pytest.mark.parametrize("within_hosts", [False, True], ids=["all ranks", "hosts"])
-@pytest.mark.parametrize("what", ["saving", "recomputing", "keeping tokens"])
+@pytest.mark.parametrize(
+    ("within_hosts", "what"),
+    [
+        (False, "saving"),
+        (True, "recomputing"),
+        (True, "keeping tokens"),
+        *more((True, "saving"), (False, "recomputing"), (False, "keeping tokens")),
+    ],
+)
 def test_moves_cost_what_they_do_in_the_whole_step(wires, within_hosts, what) -> None:
     found = evaluator(wires, within_hosts)
     ctx = found.ctx

@@ -107,6 +107,7 @@ def decisions(plan: Plan) -> list[Decision]:
     return [row.decision for row in plan.parameters]
 
 
+@pytest.mark.usefixtures("medium_search")
 @pytest.mark.parametrize("wires", ["slow", *more("even", "fast")])
 @pytest.mark.parametrize(
     "model",
@@ -131,6 +132,7 @@ def test_a_plan_is_never_above_the_limit_and_more_memory_hardly_ever_makes_it_sl
     assert fastest < float("inf")
 
 
+@pytest.mark.usefixtures("medium_search")
 @pytest.mark.parametrize(
     ("model", "wires", "rows"),
     [

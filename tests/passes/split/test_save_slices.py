@@ -16,6 +16,7 @@ from passes.pricing.predict import predict
 from passes.types.context import Phase
 from passes.types.decision import Decision
 from passes.types.plan import OF_INPUT
+from tests.chosen import more
 from tests.passes.capture.test_captured_step import decided
 from tests.passes.captures import capture_step
 from tests.passes.split.test_split_operators import (
@@ -33,9 +34,16 @@ from tests.passes.split.test_split_operators import (
 )
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize(
-    ("slices", "hidden", "kept_slices"), [(2, 48, 1), (4, 48, 3), (3, 23, 1), (8, 23, 5), (2, 9, 2)]
+    ("world_size", "slices", "hidden", "kept_slices"),
+    [
+        (2, 2, 48, 1),
+        (4, 4, 48, 3),
+        (2, 3, 23, 1),
+        (4, 8, 23, 5),
+        (2, 2, 9, 2),
+        *more((4, 2, 48, 1), (2, 4, 48, 3), (4, 3, 23, 1), (2, 8, 23, 5), (4, 2, 9, 2)),
+    ],
 )
 def test_some_slices_of_an_mlp_kept(world_size: int, slices: int, hidden: int, kept_slices: int):
     torch.manual_seed(0)
