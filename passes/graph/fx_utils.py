@@ -320,7 +320,7 @@ def shared_values(known: dict[Hashable, Any]) -> Iterator[None]:
 def value_key(node: fx.Node) -> Hashable | None:
     """A cache key of a value: operator, arguments, tensors by shape, strides, dtype and device.
 
-    None if an argument is not hashable: symbolic sizes.
+    None if an argument is not hashable.
     """
 
     kwargs = node.kwargs and tuple((k, _described(v)) for k, v in node.kwargs.items())
@@ -343,10 +343,17 @@ def _described(argument: Any) -> Hashable:
             found = known["kind", id(value)] = value, _described(value)
         return found[1]
     if isinstance(argument, torch.Tensor):
-        return tuple(argument.shape), argument.stride(), argument.dtype, argument.device
+        shape, strides = _sizes(argument.shape), _sizes(argument.stride())
+        return shape, strides, argument.dtype, argument.device
+    if isinstance(argument, torch.SymInt):
+        return argument.node.expr, argument.node.shape_env
     if isinstance(argument, list | tuple):
         return type(argument).__name__, *map(_described, argument)
     return type(argument), argument
+
+
+def _sizes(sizes: Sequence[int | torch.SymInt]) -> tuple[Hashable, ...]:
+    return tuple(one if isinstance(one, int) else _described(one) for one in sizes)
 
 
 def compact(graph: fx.Graph, node: fx.Node) -> fx.Node:

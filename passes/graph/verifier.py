@@ -15,10 +15,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
 
+from passes._torch import FakeTensorMode
 from passes.graph.fx_utils import (
     ALL_REDUCE,
     COLLECTIVES,
@@ -35,8 +37,10 @@ from passes.graph.step_module import graphs_of, saved_inputs, saved_name
 from passes.ops.markers import REDUCE_GRAD, UNSHARD
 from passes.ops.p2p import EXCHANGE, GATHER_PARTS
 
-#: Dtype, shape and strides of an operator's result, by the operator and what its arguments are.
-_results: dict[Hashable, tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]] = {}
+#: Dtype, shape and strides.
+_Result = tuple[torch.dtype, tuple[Any, ...], tuple[Any, ...]]
+#: Of a trace, the results of operators by what their arguments are.
+_results: WeakKeyDictionary[FakeTensorMode, dict[Hashable, _Result]] = WeakKeyDictionary()
 
 
 class InvalidGraph(AssertionError):
@@ -131,19 +135,17 @@ def _check_value(node: fx.Node, pass_name: str) -> None:
             )
 
 
-def _result_of(node: fx.Node) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]:
-    """Dtype, shape and strides of a node's result, computed from the values of its inputs.
-
-    Computed once for equal arguments, except with symbolic sizes.
-    """
-    key = value_key(node)
-    if key is not None and key in _results:
-        return _results[key]
+def _result_of(node: fx.Node) -> _Result:
+    """Dtype, shape and strides of a node's result, computed once for equal arguments."""
+    mode, key = fake_mode_of(node.graph), value_key(node)
+    known = _results.setdefault(mode, {})
+    if key is not None and key in known:
+        return known[key]
     args = fx.node.map_arg(node.args, lambda source: source.meta["val"])
     kwargs = fx.node.map_arg(node.kwargs, lambda source: source.meta["val"])
-    with fake_mode_of(node.graph), torch.no_grad():
+    with mode, torch.no_grad():
         value = node.target(*args, **kwargs)  # type: ignore[operator]
     found = value.dtype, tuple(value.shape), value.stride()
     if key is not None:
-        _results[key] = found
+        known[key] = found
     return found
