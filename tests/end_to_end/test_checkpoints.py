@@ -233,6 +233,7 @@ def with_full_parameters(rank, world_size):
     return found, [whole(parameter) for parameter in model.parameters()]
 
 
+@pytest.mark.thorough
 def test_full_parameters_for_a_while(two_ranks):
     (found, ours), (other, theirs) = two_ranks.run(with_full_parameters)
     assert all(found.values()) and all(other.values()), (found, other)

@@ -206,7 +206,8 @@ def _planned(rank, world_size, latency):
 
 
 @pytest.mark.parametrize(
-    "latency, scope", [(1.0, "host"), pytest.param(1e-6, "all", marks=pytest.mark.thorough)]
+    "latency, scope",
+    [pytest.param(*one, marks=pytest.mark.thorough) for one in ((1.0, "host"), (1e-6, "all"))],
 )
 def test_the_planner_decides_at_the_first_call(four_ranks, latency, scope):
     for scopes, apart in four_ranks.run(_planned, latency):

@@ -19,6 +19,7 @@ from examples.gpt import GPT, GPTConfig
 from osdp_compile import PeakMemory, Plan, report
 from osdp_compile.errors import RanksDiffer
 from passes.types.decision import FLAT_DECISIONS
+from tests.chosen import more
 from tests.end_to_end.moving import Gated, Words, train_dynamic
 from tests.osdp_compile.runtime.test_p2p import order_in_code
 from tests.ranks import Ranks
@@ -49,7 +50,7 @@ def uneven():
 
 @pytest.mark.inductor
 @pytest.mark.parametrize(
-    "plan", ["shard_regather", "shard_keep", pytest.param(0.3, marks=pytest.mark.thorough)]
+    "plan", ["shard_regather", pytest.param(0.3, marks=pytest.mark.thorough), *more("shard_keep")]
 )
 def test_trains_like_one_process(native_ranks, plan):
     trains_like_reference(native_ranks, uneven, plan, Recipe(max_norm=1.0))

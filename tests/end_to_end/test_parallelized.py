@@ -504,6 +504,7 @@ def new_world(world_size, rank=0):
         yield
 
 
+@pytest.mark.thorough
 def test_a_model_compiles_after_a_refused_graph_break():
     with new_world(4), without_inductor():
         after_a_refused_graph_break(0, 4)
@@ -537,6 +538,7 @@ def rates_and_links(rank, world_size, folder):
     return dataclasses.asdict(context.hardware)["dimensions"]
 
 
+@pytest.mark.thorough
 def test_the_first_call_measures_the_dimension_of_the_models_own_collectives(four_ranks, tmp_path):
     """All ranks at once; they share the links of this machine with ours."""
     found = four_ranks.run(rates_and_links, str(tmp_path))

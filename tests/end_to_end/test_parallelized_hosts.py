@@ -246,9 +246,10 @@ def traced(rank, options_of):
 
 GROUPS = [
     (HYBRID, {("all_gather", SHARD), ("reduce_scatter", SHARD), ("all_reduce", REPLICATE)}),
-    (
+    pytest.param(
         OVER_ALL,
         {(kind, of) for kind in ("all_gather", "reduce_scatter") for of in (SHARD, REPLICATE)},
+        marks=pytest.mark.thorough,
     ),
 ]
 
@@ -260,6 +261,7 @@ def test_collectives_go_to_the_groups_of_their_dimensions(decisions, groups):
     assert own == {TENSOR}
 
 
+@pytest.mark.thorough
 def test_flat_collectives_go_to_both_data_parallel_dimensions():
     def options_of(model, mesh):
         """Without rates along the dimensions no collective is hierarchical."""

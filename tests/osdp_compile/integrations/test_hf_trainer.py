@@ -353,6 +353,7 @@ def a_plain_trainer(rank: int, world_size: int, folder: Path) -> str:
         return str(refused.value)
 
 
+@pytest.mark.thorough
 def test_a_plain_trainer_is_told_of_ours(two_ranks, tmp_path):
     for said in two_ranks.run(a_plain_trainer, tmp_path):
         assert "OsdpTrainer" in said

@@ -97,6 +97,7 @@ def test_the_measured_peak_is_the_predicted_one_and_under_the_limit(outcomes):
         assert measured_bytes == pytest.approx(predicted_bytes - UNSEEN_BYTES, rel=0.002), said
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_what_two_ranks_train_is_reported(outcomes, folder):
     for first, last, plan in outcomes:

@@ -81,7 +81,9 @@ def test_moves_cost_what_they_do_in_the_whole_step(wires, within_hosts, what) ->
 
 
 @pytest.mark.parametrize(
-    ("rows", "moves"), [(4, Moves.ACTIVATIONS), (256, Moves.WEIGHT)], ids=["few", "many"]
+    ("rows", "moves"),
+    [(4, Moves.ACTIVATIONS), pytest.param(256, Moves.WEIGHT, marks=pytest.mark.thorough)],
+    ids=["few", "many"],
 )
 def test_the_planner_moves_the_smaller_thing_in_every_layer(rows: int, moves: Moves) -> None:
     model = Deep([4 * WIDTH] * LAYERS)

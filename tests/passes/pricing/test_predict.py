@@ -52,6 +52,7 @@ def test_shared_values_change_no_prediction_and_no_graph(decision, monkeypatch):
     assert found[1:] == found[:1] * 3
 
 
+@pytest.mark.usefixtures("short_search")
 def test_the_prediction_is_what_the_simulator_says_of_the_plan():
     step, ctx = captured("biased")
     limited = ctx.replace(limit_bytes=limits(step, ctx, 3)[1])
@@ -59,6 +60,7 @@ def test_the_prediction_is_what_the_simulator_says_of_the_plan():
     assert predict(step, plan, limited, PASSES).prediction == plan.prediction
 
 
+@pytest.mark.usefixtures("short_search")
 def test_planning_leaves_the_captured_graphs_alone():
     step, ctx = captured("biased")
     before = str(step.forward.graph), str(step.backward.graph)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -30,6 +31,7 @@ def uniform_decided(step: Captured, ctx: Context) -> tuple[int, int]:
     return min(peaks), max(peaks)
 
 
+@pytest.mark.usefixtures("short_search")
 def test_every_row_says_what_its_decision_saves_and_why():
     step, ctx = captured("even")
     plan = make_plan(step, ctx.replace(limit_bytes=limits(step, ctx, 9)[1]), PASSES)
