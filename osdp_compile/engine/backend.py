@@ -8,6 +8,7 @@ through markers from the start: its first graph is lowered.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -132,7 +133,9 @@ def _first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: CheckedOptio
         cast_while_traced(modules, options.precision)
         _torch.restart_tracing()
     try:
-        first_call(gm, inputs, options)
+        # The trace to come has no readers of this one: the restart below clears Dynamo's log.
+        with contextlib.suppress(_torch.RestartTracing):
+            first_call(gm, inputs, options)
     finally:  # also after an error
         end_casting(modules)
         give_back()

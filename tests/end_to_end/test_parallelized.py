@@ -510,6 +510,28 @@ def test_a_model_compiles_after_a_refused_graph_break():
         after_a_refused_graph_break(0, 4)
 
 
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, x):
+        return self.down(self.up(x)) * self.scale
+
+
+def test_a_trace_that_starts_again_for_a_number_has_no_local_parameters():
+    """AOTAutograd makes the number in a buffer a constant after the first trace."""
+    with new_world(4), without_inductor():
+        mesh = two_by_two()
+        ways = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        model = parallelize_module(Scaled().double(), mesh["tp"], ways)
+        options = options_for("shard_regather", model, mesh)
+        called = torch.compile(model, backend="osdp", options=options)
+        called(torch.ones(2, 8, dtype=torch.float64)).sum().backward()
+        assert all(isinstance(one.grad, DTensor) for one in model.parameters())
+
+
 @pytest.mark.thorough
 def test_what_is_refused_says_what_to_give(four_ranks):
     for said in four_ranks.run(refusals):
