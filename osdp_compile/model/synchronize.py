@@ -11,6 +11,7 @@ from torch import Tensor
 
 from osdp_compile.errors import OsdpError
 from osdp_compile.runtime.collectives import Group
+from osdp_compile.runtime.meshes import local_part
 
 
 @contextlib.contextmanager
@@ -26,10 +27,11 @@ def synchronized(tensors: Iterable[Tensor], group: Group) -> Iterator[None]:
     works: list[dist.Work] = []
     strided: list[Tensor] = []
     for tensor in tensors:
-        if not tensor.is_contiguous():
-            strided.append(tensor)
+        local = local_part(tensor.detach())  # a buffer may be a DTensor on other mesh dimensions
+        if not local.is_contiguous():
+            strided.append(local)
             continue
-        work = dist.broadcast(tensor.detach(), src=source, group=group, async_op=True)
+        work = dist.broadcast(local, src=source, group=group, async_op=True)
         assert work is not None  # this rank is in the group
         works.append(work)
     try:

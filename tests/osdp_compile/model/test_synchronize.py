@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from osdp_compile.errors import OsdpError, PlanMismatch
 from osdp_compile.model.agreement import from_rank_zero
@@ -20,9 +22,11 @@ def refuse():
 def sums_after(rank, world_size, fails):
     rows, columns = torch.full((3, 4), 1.0 + rank), torch.full((4, 3), 5.0 + rank).t()
     group = dist.group.WORLD
+    beside = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("dp", "tp"))["tp"]
+    placed = DTensor.from_local(rows, beside, [Replicate()], run_check=False)  # as a buffer may be
     made, refused = None, ""
     try:
-        with synchronized([rows, columns], group):
+        with synchronized([placed, columns], group):
             made = from_rank_zero(refuse if fails else lambda: "a plan", group)
     except OsdpError as error:
         refused = str(error)
