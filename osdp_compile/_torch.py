@@ -170,6 +170,7 @@ __all__ = [
     "inductor_modes",
     "inductor_settings",
     "is_marked_by_fsdp",
+    "is_process_group",
     "is_traced",
     "leave_mode",
     "plain_decomposition",
@@ -761,6 +762,15 @@ def tensor_inside(tensor: DTensor) -> Tensor:
 def strided_shard(dim: int, parts: int) -> Placement:
     """FSDP2's placement of rows that other mesh dimensions cut into ``parts`` before."""
     return _StridedShard(dim, split_factor=parts)
+
+
+def is_process_group(name: Any) -> bool:
+    """Whether functional collectives know a group of this name."""
+    try:
+        process_group(name)
+    except RuntimeError:
+        return False
+    return True
 
 
 def without_autograd_cache() -> Any:

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from osdp_compile.calibration.collective_times import synchronize
+from osdp_compile.runtime.model_collectives import groups_named
 from passes.annotate.annotate_costs import annotate, cost_of, stands_alone
 from passes.annotate.kernel_key import kernel_key
 from passes.graph.captured import Captured
@@ -74,14 +75,16 @@ def with_kernel_seconds(
 
 
 def large_operators(captured: Captured, most_bytes: int) -> dict[str, fx.Node]:
-    """The distinct operators of a step that are kernels of torch's own, by ``kernel_key``.
+    """The distinct operators of a step that run on one rank, by ``kernel_key``.
+
+    These are kernels of torch's own, and custom ones that name no process group.
 
     ``most_bytes``: limit of one operator's inputs and outputs; larger operators are left out.
     """
     found: dict[str, fx.Node] = {}
     for gm in (captured.forward, captured.backward):
         for node in gm.graph.nodes:
-            if not stands_alone(node):
+            if not stands_alone(node) or groups_named(node):  # one rank alone would wait for ever
                 continue
             held = (node, *node.all_input_nodes)
             if sum(bytes_of(one.meta.get("val")) for one in held) <= most_bytes:

@@ -14,7 +14,6 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-import osdp_compile.runtime.model_collectives
 import osdp_compile.runtime.p2p  # noqa: F401
 from osdp_compile import _torch, progress
 from osdp_compile.engine.agreeing import Sent, agreeing
@@ -26,6 +25,7 @@ from osdp_compile.model.find_modules import marked_name, placeholders, static_in
 from osdp_compile.planning.capture import partitioned
 from osdp_compile.runtime.collectives import backend_of
 from osdp_compile.runtime.eager_markers import group_of
+from osdp_compile.runtime.model_collectives import groups_named
 from osdp_compile.tracking.larger_inputs import GrowingPeak, of_symbolic_size, symbols_of
 from osdp_compile.tracking.memory_watch import GraphInput, watched
 from osdp_compile.tracking.profiler_ranges import ranges_of
@@ -47,7 +47,6 @@ from passes.graph.printer import graph_text
 from passes.graph.step_module import graphs_of, step_module
 from passes.graph.verifier import check
 from passes.ops.markers import unshard_of, unshards
-from passes.ops.model_collectives import groups_of_model
 from passes.ops.slicing import parameter_of
 from passes.pipeline import Observer, Pass, Stage, graph_name, run
 from passes.pricing.predict import in_flight_bytes, kept_bytes_of
@@ -232,7 +231,7 @@ class _Lowering:
         session, step = self._session, self.step
         _mark(joint, self._static, self._parameters, Phase.FORWARD)
         joint = run(self.log.passes, Stage.JOINT, joint, self._context, self._watch)
-        for name in groups_of_model(joint.graph):
+        for name in (name for node in joint.graph.nodes for name in groups_named(node)):
             if name not in session.model_groups:
                 session.model_groups.append(name)
         forward, backward = partitioned(joint, joint_inputs, **kwargs)

@@ -10,13 +10,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx
 
 import passes.ops.model_collectives  # noqa: F401  (defines the operators)
 from osdp_compile import _torch
 from osdp_compile.runtime.p2p import group_uses_p2p, start_exchange, start_gather
 
 _c10d = torch.ops._c10d_functional
+
+
+def groups_named(node: fx.Node) -> list[str]:
+    """The process groups that an operator names: a collective, or a custom one with some inside."""
+    given = (*node.args, *node.kwargs.values())
+    return [one for one in given if isinstance(one, str) and _torch.is_process_group(one)]
 
 
 def _group_of(name: Any) -> dist.ProcessGroup:

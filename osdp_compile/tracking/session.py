@@ -36,7 +36,7 @@ class Session:
     ``frames``: the step is several graphs, separated by graph breaks.
     ``observed``: the compiled graphs and the step times.
     ``watch``: memory during the graphs that the plan does not count.
-    ``model_groups``: names of the process groups of the model's own collectives, in their order.
+    ``model_groups``: names of the process groups in the model's graphs, in their order.
     ``searched``: the step, on the rank that searched the plan; None: another rank did, or the plan
     was given or kept.
     """

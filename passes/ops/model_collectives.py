@@ -68,9 +68,3 @@ def kind_and_group(node: fx.Node) -> tuple[str, str]:
     kind = kind_of(node.target)
     assert kind is not None
     return kind, str(node.args[-1])
-
-
-def groups_of_model(graph: fx.Graph) -> list[str]:
-    """The process groups of a graph's collectives of the model itself, by name, in graph order."""
-    found = (kind_and_group(node)[1] for node in graph.nodes if kind_of(node.target) is not None)
-    return list(dict.fromkeys(found))

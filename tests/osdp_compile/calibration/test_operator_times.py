@@ -13,9 +13,10 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from osdp_compile import PeakMemory, Plan
-from osdp_compile.calibration.operator_times import with_kernel_seconds
+from osdp_compile.calibration.operator_times import large_operators, with_kernel_seconds
 from osdp_compile.calibration.optimizer_times import with_update_seconds
 from osdp_compile.calibration.step_times import with_step_seconds
+from osdp_compile.trace import fake_world
 from passes.annotate.annotate_costs import cost_of, stands_alone
 from passes.annotate.kernel_key import kernel_key
 from passes.pipeline import default_passes
@@ -50,6 +51,34 @@ def kernels(captured):
         for node in gm.graph.nodes
         if stands_alone(node)
     }
+
+
+@torch.library.custom_op("osdp_tests::exchanged", mutates_args=())
+def exchanged(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    return x.clone()
+
+
+@exchanged.register_fake
+def _(x, group_name):
+    return torch.empty_like(x)
+
+
+class Exchanging(nn.Module):
+    def __init__(self, group_name):
+        super().__init__()
+        self.linear, self.group_name = nn.Linear(8, 8), group_name
+
+    def forward(self, batch):
+        return self.linear(exchanged(batch, self.group_name)).square().mean()
+
+
+@pytest.mark.parametrize(("is_group", "run"), [(True, 0), (False, 1)])
+def test_an_operator_that_names_a_process_group_does_not_run_on_one_rank(is_group, run):
+    with fake_world(2):
+        name = dist.group.WORLD.group_name if is_group else "no group"
+        captured, _ = capture_step(Exchanging(name), torch.randn(4, 8))
+        found = large_operators(captured, 1 << 30)
+    assert sum("exchanged" in key for key in found) == run
 
 
 def test_every_large_operator_is_run_once_and_its_time_is_the_nodes_price(step):
