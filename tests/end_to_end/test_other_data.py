@@ -5,59 +5,111 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.experimental._attention import _ContextParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from osdp_compile import OsdpError, Plan
 from tests.end_to_end.test_parallelized import adamw, distance, local_parameters
 from tests.training import SLOW
 
-WORDS, WIDTH, HEADS, LENGTH = 24, 16, 2, 8
+WORDS, WIDTH, HEADS, KV_HEADS, LENGTH = 24, 16, 4, 2, 8
+HEAD_WIDTH = WIDTH // HEADS
 
 
-def whole_sequence(x, mesh):
-    """The keys or values of all ranks; the gradient of a rank's part comes from all of them."""
-    placed = DTensor.from_local(x, mesh, [Shard(2)], run_check=False)
-    return placed.full_tensor(grad_placements=[Partial()])
+class Attended(nn.Module):
+    """Causal attention of queries at ``places``; the keys are those of the whole sequence."""
+
+    def forward(self, query, key, value, places):
+        """Tensors of (batch, heads, places, width)."""
+        key, value = (one.repeat_interleave(HEADS // KV_HEADS, 1) for one in (key, value))
+        seen = places[:, None] >= torch.arange(key.shape[2])
+        return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen)
 
 
-class Attention(nn.Module):
-    """Causal attention of a sequence that is sharded over ``mesh``; None: it is whole."""
+def gathering(attended, mesh, gather):
+    """Gather keys and values before ``attended`` is called with a rank's part of the sequence."""
 
-    def __init__(self, mesh=None):
+    def before(module, args):
+        query, key, value, places = args
+        return query, gather(key, mesh), gather(value, mesh), places
+
+    attended.register_forward_pre_hook(before)
+
+
+def by_dtensors(attended, mesh):
+    def gather(x, mesh):
+        placed = DTensor.from_local(x, mesh, [Shard(2)], run_check=False)
+        return placed.full_tensor(grad_placements=[Partial()])
+
+    gathering(attended, mesh, gather)
+
+
+def by_functions(attended, mesh):
+    def gather(x, mesh):
+        return all_gather_tensor_autograd(x.contiguous(), 2, (mesh, 0))
+
+    gathering(attended, mesh, gather)
+
+
+def by_torch(attended, mesh):
+    """Torch's context parallelism, as for its FlexAttention, which has no backward on CPUs."""
+    parallelize_module(attended, mesh, _ContextParallel(2, _ContextParallel.AttentionType.FLEX))
+
+
+def rotated(x, places):
+    """RoPE of (batch, heads, places, width)."""
+    first, second = x.chunk(2, -1)
+    at = places[:, None] * 10.0 ** -torch.arange(first.shape[-1], dtype=x.dtype)
+    cos, sin = at.cos(), at.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+class Block(nn.Module):
+    """Llama's, with grouped queries."""
+
+    def __init__(self):
         super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.mesh = mesh
+        self.norm, self.second = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.q = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.k, self.v = (nn.Linear(WIDTH, KV_HEADS * HEAD_WIDTH, bias=False) for _ in range(2))
+        self.attended = Attended()
+        self.o = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.gate, self.up = (nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x, places):
-        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).transpose(1, 3).unbind(2)
-        keys = torch.arange(k.shape[2])
-        if self.mesh is not None:
-            k, v = (whole_sequence(one, self.mesh) for one in (k, v))
-            keys = torch.arange(k.shape[2])
-        seen = places[:, None] >= keys
-        x = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-        return self.out(x.transpose(1, 2).flatten(2))
+        y = self.norm(x)
+        q, k, v = (
+            one(y).unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2)
+            for one in (self.q, self.k, self.v)
+        )
+        y = self.attended(rotated(q, places), rotated(k, places), v, places)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        y = self.second(x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
 
 
 class Language(nn.Module):
-    def __init__(self, mesh=None):
+    def __init__(self):
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Attention(mesh) for _ in range(2))
-        self.head = nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
 
     def forward(self, tokens, places):
+        """``places``: in the sequence, of a rank's tokens."""
         x = self.words(tokens)
         for block in self.blocks:
-            x = x + block(x, places)
-        return self.head(x)
+            x = block(x, places)
+        return self.head(self.norm(x))
 
 
-def made(mesh=None):
+def made():
     torch.manual_seed(0)
-    return Language(mesh).double()
+    return Language().double()
 
 
 def batch_of(step, place):
@@ -72,14 +124,23 @@ def loss_of(called, batch, part=slice(None)):
     return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:][:, part].flatten())
 
 
-def cut_sequences(rank, world_size, dims, kind):
-    """``dims``: of the option ``mesh``. The distance to one process, or the error."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    model, reference = made(mesh["cp"]), made()
-    ranks = mesh[dims].size()
-    plan = Plan.uniform(local_parameters(model), kind, world_size=ranks)
-    options = {"mesh": mesh[dims], "hardware": SLOW, "plan": plan}
-    compiled = torch.compile(model, backend="osdp", options=options)
+def cut_sequences(rank, world_size, dims, kind, way):
+    """``dims``: of the option ``mesh``; ``way``: to gather keys. The distance to one process, or
+    the error."""
+    tp = world_size // 4
+    mesh = init_device_mesh("cpu", (2, 2, tp), mesh_dim_names=("dp", "cp", "tp"))
+    model, reference = made(), made()
+    for block in model.blocks:
+        way(block.attended, mesh["cp"])
+        if tp > 1:
+            ways = {one: ColwiseParallel() for one in ("q", "k", "v", "gate", "up")}
+            parallelize_module(
+                block, mesh["tp"], ways | dict.fromkeys(("o", "down"), RowwiseParallel())
+            )
+    ours = mesh["dp", "cp"]._flatten("dp_cp") if dims == "dp_cp" else mesh[dims]
+    plan = Plan.uniform(local_parameters(model), kind, world_size=ours.size())
+    options = {"mesh": ours, "hardware": SLOW, "plan": plan}
+    compiled = torch.compile(model, backend="osdp", options=options, fullgraph=True)
     optimizers = adamw(model), adamw(reference)
     place, part = mesh["dp"].get_local_rank(), mesh["cp"].get_local_rank()
     half = LENGTH // 2
@@ -98,21 +159,24 @@ def cut_sequences(rank, world_size, dims, kind):
 
 
 @pytest.mark.parametrize(
-    ("dims", "kind"),
+    ("dims", "kind", "way"),
     [
-        (("dp", "cp"), "shard_regather"),
-        pytest.param(("dp", "cp"), "replicate", marks=pytest.mark.thorough),
+        ("dp_cp", "shard_regather", by_functions),
+        pytest.param(("dp", "cp"), "replicate", by_dtensors, marks=pytest.mark.thorough),
+        pytest.param(("dp", "cp"), "shard_keep", by_torch, marks=pytest.mark.thorough),
     ],
 )
-def test_sequences_that_ranks_share_train_like_one_process(four_ranks, dims, kind):
-    assert max(four_ranks.run(cut_sequences, dims, kind)) < 1e-11
+def test_sequences_that_ranks_share_train_like_one_process(four_ranks, dims, kind, way):
+    assert max(four_ranks.run(cut_sequences, dims, kind, way)) < 1e-11
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["shard_regather", "replicate"])
-def test_a_mesh_without_the_ranks_of_a_sequence_is_refused_on_every_rank(four_ranks, kind):
-    for said in four_ranks.run(cut_sequences, "dp", kind):
-        assert "'blocks.0.qkv.weight'" in said or "'words.weight'" in said
+@pytest.mark.parametrize(
+    ("kind", "way"), [("shard_regather", by_functions), ("replicate", by_torch)]
+)
+def test_a_mesh_without_the_ranks_of_a_sequence_is_refused_on_every_rank(four_ranks, kind, way):
+    for said in four_ranks.run(cut_sequences, "dp", kind, way):
+        assert "'words.weight' is equal on the ranks" in said
         assert "options={'mesh': mesh['dp', 'cp']}" in said
 
 
