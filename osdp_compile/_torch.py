@@ -186,6 +186,7 @@ __all__ = [
     "settings",
     "shown_by_torch",
     "skip_code",
+    "split_factor",
     "strided_shard",
     "tensor_inside",
     "trace_artifact",
@@ -764,6 +765,11 @@ def strided_shard(dim: int, parts: int) -> Placement:
     return _StridedShard(dim, split_factor=parts)
 
 
+def split_factor(placement: Placement) -> int | None:
+    """The parts before, of a placement of :func:`strided_shard`; None: it is another placement."""
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else None
+
+
 def is_process_group(name: Any) -> bool:
     """Whether functional collectives know a group of this name."""
     try:
@@ -890,12 +896,12 @@ def without_dtensor_handler(operator: Any, args: Sequence[Any], kwargs: dict[str
         _dtensor_handlers[operator] = handler
 
 
-def whole_stand_in(parameter: nn.Parameter) -> nn.Parameter:
+def whole_stand_in(parameter: nn.Parameter, shape: Sequence[int]) -> nn.Parameter:
     """A whole fake parameter in place of a DTensor parameter of the graph being compiled."""
     mode = TracingContext.get().fake_mode
     assert mode is not None  # a backend is called with one
     with mode:
-        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        empty = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
     return nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 

@@ -49,7 +49,8 @@ def full_parameters(model: nn.Module, *, write_back: bool = False) -> Iterator[N
         return
     if reading.in_place:
         raise OsdpError("the model's parameters are full already: leave full_parameters first")
-    if any(other_dims_of(parameter) is not None for parameter in root.parameters()):
+    beside = any(other_dims_of(parameter) is not None for parameter in root.parameters())
+    if beside or any(one.others for _, one in waiting(root.parameters())):
         raise OsdpError(
             "full_parameters: the model is distributed over other mesh dimensions too "
             "(parallelize_module), and its code reads DTensors: evaluate the model as it is, and "

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import osdp_compile
 from osdp_compile import Decision, Hardware, Plan
 from osdp_compile.runtime.collectives import backend_of
+from osdp_compile.runtime.meshes import local_part
 from osdp_compile.tracking.other_models import OtherModels
 from passes.types.decision import FLAT_DECISIONS
 from passes.types.hardware import LinkRate
@@ -392,8 +393,9 @@ def plan_options(model, plan, recipe: Recipe, world_size: int) -> dict[str, Any]
 def mixed_plan(
     model: nn.Module, decisions: Sequence[Decision], *, bucket_bytes: int, world_size: int
 ) -> Plan:
-    """A plan that assigns these decisions to the parameters in turn."""
-    plan = Plan.uniform(model.named_parameters(), decisions[0], world_size=world_size)
+    """A plan that assigns these decisions to the parameters, or their local tensors, in turn."""
+    local = [(name, local_part(one.detach())) for name, one in model.named_parameters()]
+    plan = Plan.uniform(local, decisions[0], world_size=world_size)
     rows = [
         dataclasses.replace(row, decision=decisions[index % len(decisions)])
         for index, row in enumerate(plan.parameters)

@@ -147,6 +147,8 @@ def _first_call_of_sharded(
 ) -> None:
     """Start the sessions of models that ``osdp_compile.shard`` sharded and that the graph reads."""
     for root, laid_out in waiting(inputs):
+        if laid_out.others:
+            _check_is_one_graph(gm, inputs)
         parts = compiled_models(osdp)
         if laid_out.read_in(root, options.precision, inputs, parts):
             _torch.restart_tracing()
@@ -164,13 +166,7 @@ def _take_local(
     ``ours``: the mesh to shard over. ``has_own_data``: the ranks of the other dimensions have
     batches of their own.
     """
-    if interrupted_call(gm, inputs) is not None:
-        _torch.forget_placements()  # this graph may end with an embedding's partial sum
-        raise OsdpError(
-            "the model's parameters are on other mesh dimensions too (parallelize_module), and its "
-            "step is several graphs: that is not supported. torch.compile(..., fullgraph=True) "
-            "says where the graph breaks: make it one graph"
-        )
+    _check_is_one_graph(gm, inputs)
     modules = distributed_modules(gm, inputs)
     if has_own_data:
         theirs = mesh_of(one for one in inputs if isinstance(one, nn.Parameter))
@@ -178,6 +174,17 @@ def _take_local(
         check_batches(inputs, ours, theirs)
     take_local(modules, has_own_data)
     _torch.restart_tracing()
+
+
+def _check_is_one_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Refuse a part of the step of a model on other mesh dimensions too."""
+    if interrupted_call(gm, inputs) is not None:
+        _torch.forget_placements()  # this graph may end with an embedding's partial sum
+        raise OsdpError(
+            "the model's parameters are on other mesh dimensions too (parallelize_module), and its "
+            "step is several graphs: that is not supported. torch.compile(..., fullgraph=True) "
+            "says where the graph breaks: make it one graph"
+        )
 
 
 def _is_on_other_dims(inputs: Sequence[Any], options: CheckedOptions) -> bool:

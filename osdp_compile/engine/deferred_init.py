@@ -10,19 +10,24 @@ hold for pending models:
   hold the same values as one process, and their generators stay in step. It takes the memory of
   one whole parameter for a moment.
 * A plain tensor can be copied into a parameter. It is the whole value.
-* One row, ``weight[padding_idx]``, is replicated to all ranks. Writes into it reach the parameter.
+* One row, ``weight[padding_idx]``, is replicated to the ranks that share rows. Writes into it reach
+  the parameter.
 * Other parts of the rows are refused.
+
+"Rows" are along any dimension that ranks share: ours, or columns of ``parallelize_module``.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
@@ -32,35 +37,40 @@ from passes.types.shard_layout import ShardLayout
 _aten = torch.ops.aten
 
 
-def _cut_of(tensor: DTensor) -> tuple[int, ShardLayout] | None:
-    """A tensor's sharded dimension and its :class:`ShardLayout`; None: it is replicated.
+def _cuts_of(tensor: DTensor) -> list[tuple[int, int]] | None:
+    """A tensor's cuts in their order: pairs of a mesh dimension and the dimension that it cuts.
 
-    On a mesh of two dimensions it is sharded over all ranks (over hosts first), or within each
-    host.
+    Those of ``parallelize_module`` come before ours, which are strided placements along the same
+    dimension. None: rows are strided otherwise, in a view of a parameter.
     """
-    mesh = tensor.device_mesh
-    parts = [
-        (placement.dim, mesh.size(along), mesh.get_local_rank(along))
-        for along, placement in enumerate(tensor.placements)
-        if isinstance(placement, Shard)
-    ]
-    if not parts:
-        return None
-    dim, ranks, place = parts[-1]
-    if len(parts) == 1:
-        return dim, ShardLayout(ranks, place, "")
-    _, hosts, host = parts[0]
-    return dim, ShardLayout(hosts * ranks, host * ranks + place, "", hosts)
+    mesh: DeviceMesh = tensor.device_mesh
+    placements: Sequence[Any] = tensor.placements
+    cuts = [(at, one.dim) for at, one in enumerate(placements) if not one.is_replicate()]
+    strided = {at: _torch.split_factor(placements[at]) for at, _ in cuts}
+    first = [cut for cut in cuts if strided[cut[0]] is None]
+    then = [cut for cut in cuts if strided[cut[0]] is not None]
+    for at, dim in then:
+        before = math.prod(mesh.size(one) for one, cut in first if one > at and cut == dim)
+        if strided[at] != before:
+            return None
+    return [*first, *then]
+
+
+def _span(tensor: DTensor, mesh_dim: int, place: int, total: int) -> tuple[int, int]:
+    """First and last (exclusive) of ``total`` rows that a place along a mesh dimension has."""
+    return ShardLayout(tensor.device_mesh.size(mesh_dim), place, "").rows(total)
 
 
 def _local_part(full: Tensor, tensor: DTensor) -> Tensor:
-    """The view of ``full`` with this rank's rows, sharded as ``tensor`` is."""
-    found = _cut_of(tensor)
-    if found is None:
-        return full
-    dim, cut = found
-    start, stop = cut.rows(full.shape[dim])
-    return full.narrow(dim, start, stop - start)
+    """This rank's part of ``full``, cut as ``tensor`` is: a view, where its rows are adjacent."""
+    mesh, cuts = tensor.device_mesh, _cuts_of(tensor)
+    if cuts is None:
+        everywhere = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return everywhere.redistribute(placements=tensor.placements).to_local()
+    for mesh_dim, dim in cuts:
+        start, stop = _span(tensor, mesh_dim, mesh.get_local_rank(mesh_dim), full.shape[dim])
+        full = full.narrow(dim, start, stop - start)
+    return full
 
 
 def _fill(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -68,7 +78,7 @@ def _fill(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _ours(tensor):
         return _torch.without_dtensor_handler(operator, args, kwargs)
     local = tensor.to_local()
-    if _cut_of(tensor) is None:
+    if all(one.is_replicate() for one in tensor.placements):
         operator(local, *args[1:], **kwargs)
     elif not local.is_meta:
         whole = torch.empty_strided(
@@ -96,25 +106,49 @@ def _copy(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _row(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dim, index = args
-    if not _is_rows(tensor, dim) or tensor.is_meta:
+    if not _is_cut(tensor, dim) or tensor.is_meta:
         return _torch.without_dtensor_handler(operator, args, kwargs)
-    if not -tensor.shape[0] <= index < tensor.shape[0]:
-        raise IndexError(f"row {index} of a tensor of {tensor.shape[0]}")
+    cuts = _cuts_of(tensor)
+    if cuts is None:
+        raise _lost(tensor)
+    dim, total = dim % tensor.dim(), tensor.shape[dim]
+    if not -total <= index < total:
+        raise IndexError(f"row {index} of a tensor of {total}")
+    index %= total
     mesh, local = tensor.device_mesh, tensor.to_local()
-    found = _cut_of(tensor)
-    assert found is not None
-    _, cut = found
-    index %= tensor.shape[0]
-    spans = [dataclasses.replace(cut, place=p).rows(tensor.shape[0]) for p in range(cut.ranks)]
-    owner = next(p for p, (start, stop) in enumerate(spans) if start <= index < stop)
-    here = cut.place == owner
-    row = local[index - spans[owner][0]] if here else local.new_empty(local.shape[1:])
-    for along in reversed(range(mesh.ndim)):  # within each host, then from the owner's host
-        if isinstance(tensor.placements[along], Shard):
-            owner, source = divmod(owner, mesh.size(along))
-            group = mesh.get_group(along)
-            dist.broadcast(row, src=dist.get_global_rank(group, source), group=group)
-    return DTensor.from_local(row, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    owner: dict[int, int] = {}  # place by mesh dimension
+    for mesh_dim in (one for one, cut in cuts if cut == dim):
+        spans = [_span(tensor, mesh_dim, place, total) for place in range(mesh.size(mesh_dim))]
+        place = next(p for p, (start, stop) in enumerate(spans) if start <= index < stop)
+        start, stop = spans[place]
+        owner[mesh_dim], index, total = place, index - start, stop - start
+    here = all(mesh.get_local_rank(one) == place for one, place in owner.items())
+    row = local.select(dim, index) if here else local.new_empty(_less(dim, local.shape))
+    sent = row.contiguous()
+    for mesh_dim, place in owner.items():
+        group = mesh.get_group(mesh_dim)
+        dist.broadcast(sent, src=dist.get_global_rank(group, place), group=group)
+    return DTensor.from_local(
+        row if here else sent,
+        mesh,
+        [_row_placement(one, dim) for one in tensor.placements],
+        run_check=False,
+        shape=torch.Size(_less(dim, tensor.shape)),
+        stride=tuple(_less(dim, tensor.stride())),
+    )
+
+
+def _less(dim: int, sizes: Sequence[int]) -> list[int]:
+    """Sizes or strides without those of one dimension."""
+    return [*sizes[:dim], *sizes[dim + 1 :]]
+
+
+def _row_placement(placement: Any, dim: int) -> Placement:
+    """A row's placement on a mesh dimension, from its tensor's; ``dim`` counts the rows."""
+    if placement.is_replicate() or placement.dim == dim:
+        return Replicate()
+    own, factor = placement.dim - (placement.dim > dim), _torch.split_factor(placement)
+    return Shard(own) if factor is None else _torch.strided_shard(own, factor)
 
 
 def _constant(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -143,9 +177,13 @@ def _scalar(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def _part(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     dim = dict(zip(_names(operator), args, strict=False)).get("dim", 0)
-    if not _is_rows(tensor, dim) or _is_all(operator, args):
+    if not _is_cut(tensor, dim) or _is_all(operator, args):
         return _torch.without_dtensor_handler(operator, args, kwargs)
-    raise OsdpError(
+    raise _lost(tensor)
+
+
+def _lost(tensor: Tensor) -> OsdpError:
+    return OsdpError(
         f"rows of a parameter of shape {tuple(tensor.shape)} lie on other ranks: a write into "
         "a part of them would be lost. Copy a whole tensor into the parameter, or write this "
         "rank's rows into parameter.to_local()"
@@ -157,12 +195,12 @@ def _names(operator: Any) -> list[str]:
 
 
 def _is_all(operator: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a slice is ``tensor[:]``."""
+    """Whether a slice is ``tensor[:]``, along any dimension."""
     if operator is not _aten.slice.Tensor:
         return False
     given = dict(zip(_names(operator), args, strict=False))
     end = given.get("end")
-    to_the_end = end is None or end >= args[0].shape[0]
+    to_the_end = end is None or end >= args[0].shape[given.get("dim", 0)]
     return not given.get("start") and to_the_end and given.get("step", 1) == 1
 
 
@@ -175,12 +213,12 @@ def _ours(tensor: Any) -> bool:
     )
 
 
-def _is_rows(tensor: Any, dim: int) -> bool:
-    """Whether ``dim`` is the first dimension, and the tensor is sharded along it."""
-    if dim % tensor.dim() != 0 or not _ours(tensor):
+def _is_cut(tensor: Any, dim: int) -> bool:
+    """Whether other ranks have some of the rows that ``dim`` counts."""
+    if not _ours(tensor):
         return False
-    found = _cut_of(tensor)
-    return found is not None and found[0] == 0
+    cuts = _cuts_of(tensor)
+    return cuts is None or any(one == dim % tensor.dim() for _, one in cuts)
 
 
 def _without_grad(handler: Any) -> Any:

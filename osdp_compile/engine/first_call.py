@@ -27,7 +27,14 @@ from osdp_compile.log_lines import NAMES, OF_ALL_RANKS
 from osdp_compile.model.agreement import agree, fingerprint, from_rank_zero, on_every_rank
 from osdp_compile.model.find_modules import plain_parameters
 from osdp_compile.model.mixed_precision import end_casting
-from osdp_compile.model.other_dims import end_local, mesh_beside, others_of, whole_mesh
+from osdp_compile.model.other_dims import (
+    end_local,
+    group_of_everyone,
+    keep_other_dims,
+    mesh_beside,
+    others_of,
+)
+from osdp_compile.model.own_data import check_batches
 from osdp_compile.model.shard_in_place import (
     ModelParameter,
     Reading,
@@ -94,7 +101,7 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: CheckedOption
     everyone = group
     if others is not None and options.mesh is not None:
         check_with_other_dims(options)
-        everyone = _torch.flattened(whole_mesh(options.mesh, others.mesh)).get_group()
+        everyone = group_of_everyone(options.mesh, others.mesh)
     call = interrupted_call(gm, inputs)
     roots, owned = on_every_rank(lambda: owned_parameters(gm, inputs, call), everyone)
     entries = held_elsewhere(owned)
@@ -168,8 +175,12 @@ def first_call_of_sharded(
         return
     mesh = laid_out.mesh
     given, entries = on_every_rank(
-        lambda: (laid_out.options(options), laid_out.parameters(root)), mesh.get_group()
+        lambda: (laid_out.options(options), laid_out.parameters(root)), laid_out.everyone
     )
+    others = laid_out.any_others
+    if trains and others is not None and others.own_data:
+        assert given.mesh is not None
+        check_batches(inputs, given.mesh, others.mesh)
 
     def captured(context: Context, passes: Sequence[Pass]) -> Captured:
         return captured_step(*unmarked(gm, inputs, entries), context, passes)
@@ -186,7 +197,7 @@ def first_call_of_sharded(
                 whole.append(local)
         synchronize([*whole, *buffers_of([("", root)])], mesh.get_group())
         if of_hosts:
-            synchronize(of_hosts, next(iter(groups_along(laid_out.given_mesh).values())))
+            synchronize(of_hosts, next(iter(groups_along(given.mesh).values())))
         return [entry.parameter for entry in entries]
 
     reading = laid_out.reading
@@ -200,7 +211,8 @@ def first_call_of_sharded(
         lay_out,
         reading,
         contextlib.nullcontext,  # the plan decides which values travel
-        everyone=mesh.get_group(),
+        everyone=laid_out.everyone,
+        others=others,
     )
     session = _session(step, given, to_train=trains)
     if trains:
@@ -249,6 +261,9 @@ def _session(step: Step, options: CheckedOptions, to_train: bool = True) -> Sess
             check_works_on_rows(optimizer)
     progress.stage("sharding")
     renewed = step.lay_out(context, optimizers)
+    for entry, new in zip(entries, renewed, strict=True):
+        if entry.others is not None:
+            keep_other_dims(new, entry.others)
     held = held_between_steps(context, plan)
     context = context.replace(base_bytes=context.base_bytes + sum(held.values()))
     session = Session(
@@ -443,7 +458,7 @@ def _spare_bytes(
     Without a limit that peak is not known yet: the estimate is the size of the model, as gradients
     and optimizer state rarely take less.
     """
-    whole_bytes = sum(e.parameter.numel() * e.parameter.element_size() for e in entries)
+    whole_bytes = sum(e.shape.numel() * e.parameter.element_size() for e in entries)
     if options.memory_limit_bytes is None:
         return whole_bytes
     return options.memory_limit_bytes - whole_bytes - held_bytes

@@ -42,7 +42,7 @@ def unmarked(
 
     ``entries``: the parameters of the sharded model. Other inputs of the graph stay unchanged.
     """
-    whole = {id(entry.parameter): _torch.whole_stand_in(entry.parameter) for entry in entries}
+    whole = {id(e.parameter): _torch.whole_stand_in(e.parameter, e.shape) for e in entries}
     given = [whole.get(id(value), value) for value in inputs]
     copied = _copied(gm, given)
     for node, copy in zip(placeholders(gm), placeholders(copied), strict=True):

@@ -38,9 +38,10 @@ def fingerprint(gm: fx.GraphModule | None, entries: Sequence[ModelParameter]) ->
     Batch sizes may differ. ``gm``: None before the model's first call.
     """
     lines = [
-        f"parameter {e.name}: {tuple(e.parameter.shape)} {e.parameter.dtype} "
+        f"parameter {e.name}: {tuple(e.shape)} {e.parameter.dtype} "
         f"requires_grad={e.parameter.requires_grad} has_grad={e.parameter.grad is not None} "
         f"device={e.parameter.device.type}"
+        + ("" if e.others is None else f" beside {e.others.placements}")
         for e in entries
     ]
     if gm is None:

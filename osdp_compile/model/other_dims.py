@@ -13,17 +13,20 @@ number of ranks. That of a plain parameter is averaged over these ranks, by an a
 model itself.
 
 From the first trace of such a model until it is sharded, its parameters are plain local tensors.
+``osdp_compile.shard`` shards such a model without a trace.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -47,6 +50,7 @@ class OtherDims:
         mesh: of these dimensions.
         placements: on each of them.
         shape, stride: of the whole parameter.
+        local_shape: of its part on each rank of ``mesh``, about which the plan decides.
         is_plain: the model's code reads a plain tensor, equal on the ranks of ``mesh``.
         own_data: the ranks of ``mesh`` have batches of their own.
     """
@@ -55,6 +59,7 @@ class OtherDims:
     placements: tuple[Placement, ...]
     shape: torch.Size
     stride: tuple[int, ...]
+    local_shape: torch.Size
     is_plain: bool
     own_data: bool = False
 
@@ -137,11 +142,12 @@ def other_dims_of(parameter: Tensor) -> OtherDims | None:
     return found
 
 
-def keep_other_dims(old: Tensor, new: Tensor) -> None:
-    """Record that a new parameter object takes the place of an old one."""
-    found = other_dims_of(old)
-    if found is not None:
-        _known[new] = found
+def keep_other_dims(parameter: Tensor, others: OtherDims) -> None:
+    """Record the placement of a parameter that is sharded now.
+
+    ``to_empty`` refuses a recorded parameter: record none before the model's first call.
+    """
+    _known[parameter] = others
 
 
 def local_before(local: Tensor) -> Tensor | None:
@@ -212,6 +218,11 @@ def whole_mesh(mesh: DeviceMesh, others: DeviceMesh) -> DeviceMesh:
     return _torch.root_mesh(mesh)[(*mesh.mesh_dim_names, *others.mesh_dim_names)]
 
 
+def group_of_everyone(mesh: DeviceMesh, others: DeviceMesh) -> dist.ProcessGroup:
+    """The ranks of our dimensions and the others. Collective."""
+    return _torch.flattened(whole_mesh(mesh, others)).get_group()
+
+
 def mesh_beside(flat: DeviceMesh, given: DeviceMesh, others: DeviceMesh, plan: Plan) -> DeviceMesh:
     """The mesh of a model's DTensors, on our dimensions and the others.
 
@@ -234,16 +245,16 @@ def mesh_beside(flat: DeviceMesh, given: DeviceMesh, others: DeviceMesh, plan: P
     )
 
 
-def distributed_modules(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[nn.Module]:
-    """All modules of the models that own the graph's distributed parameters."""
+def distributed_modules(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[str, nn.Module]]:
+    """All modules, with their names, of the models that own the graph's distributed parameters."""
     roots: dict[int, nn.Module] = {}
     for node, value in zip(placeholders(gm), inputs, strict=True):
         for _, owner in _torch.evaluate_prefixes(node) if _is_distributed(value) else ():
             if isinstance(owner, nn.Module) and any(one is value for one in owner.parameters()):
                 roots.setdefault(id(owner), owner)
                 break
-    found = {id(one): one for root in roots.values() for one in root.modules()}
-    return list(found.values())
+    named = (one for root in roots.values() for one in root.named_modules())
+    return list({id(module): (name, module) for name, module in named}.values())
 
 
 def _is_distributed(value: Any) -> TypeGuard[DTensor]:
@@ -254,90 +265,110 @@ def _is_distributed(value: Any) -> TypeGuard[DTensor]:
     )
 
 
-def take_local(modules: Sequence[nn.Module], own_data: bool) -> None:
+def take_local(modules: Sequence[tuple[str, nn.Module]], own_data: bool) -> None:
     """Make all parameters of some modules plain local tensors, read as before while traced.
 
     Optimizers get the new parameters. :func:`give_back` undoes it.
 
-    ``own_data``: as in :class:`OtherDims`.
+    ``modules``: with their names. ``own_data``: as in :class:`OtherDims`.
 
     Raises:
         OsdpError: for parameters that cannot be taken, with what to do.
     """
-    distributed = [p for m in modules for p in m._parameters.values() if _is_distributed(p)]
-    mesh = distributed[0].device_mesh
-    if any(one.device_mesh != mesh for one in distributed):
-        raise OsdpError(
-            "the model's parameters are DTensors on several meshes: distribute all of them over "
-            f"the same dimensions, such as {mesh}"
-        )
-    held = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
-    optimizers = OptimizerIndex(held.values())
-    renewed: dict[int, nn.Parameter] = {}
-    inside = {id(module) for module in modules}
-    tied = [m for m in living(nn.Module) if id(m) not in inside and _holds(m, held)]
-    for module in [*modules, *tied]:
+    named = {
+        id(p): (f"{name}.{attribute}".removeprefix("."), p)
+        for name, module in modules
+        for attribute, p in module._parameters.items()
+        if p is not None
+    }
+    mesh = next(p.device_mesh for _, p in named.values() if _is_distributed(p))
+    renewed = {key: local_form(name, p, mesh, own_data) for key, (name, p) in named.items()}
+    optimizers = OptimizerIndex(p for _, p in named.values())
+    for key, (new, others) in renewed.items():
+        _known[new] = others
+        optimizers.rebind(named[key][1], new, local_part)
+    inside = {id(module) for _, module in modules}
+    tied = [m for m in living(nn.Module) if id(m) not in inside and _holds(m, named)]
+    for module in [*(one for _, one in modules), *tied]:
         own = module._parameters.items()
-        before = {name: p for name, p in own if p is not None and id(p) in held}
+        before = {name: p for name, p in own if p is not None and id(p) in named}
         if not before:
             continue
         _local[module] = type(module), before
         readers = {}
         for attribute, parameter in before.items():
-            if id(parameter) not in renewed:
-                renewed[id(parameter)] = _taken(attribute, parameter, mesh, own_data, optimizers)
-            new = renewed[id(parameter)]
+            new, others = renewed[id(parameter)]
             module._parameters[attribute] = new
-            readers[attribute] = _reader(attribute, parameter, _known[new])
+            readers[attribute] = _reader(attribute, parameter, others)
         subclass(module, readers)
 
 
-def _holds(module: nn.Module, parameters: Mapping[int, nn.Parameter]) -> bool:
+def _holds(module: nn.Module, parameters: Mapping[int, Any]) -> bool:
     own = module.__dict__.get("_parameters", {})
     return any(one is not None and id(one) in parameters for one in own.values())
 
 
-def _taken(
-    attribute: str,
-    parameter: nn.Parameter,
-    mesh: DeviceMesh,
-    own_data: bool,
-    optimizers: OptimizerIndex,
-) -> nn.Parameter:
-    """The plain local parameter in place of one of a module; itself if it is plain already."""
+def local_form(
+    name: str, parameter: nn.Parameter, mesh: DeviceMesh, own_data: bool
+) -> tuple[nn.Parameter, OtherDims]:
+    """The plain local parameter in place of a model's, and its placement; a plain one itself.
+
+    ``mesh``: of the distributed parameters. ``own_data``: as in :class:`OtherDims`.
+
+    Raises:
+        OsdpError: naming the parameter, with what to do.
+    """
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise OsdpError(
-            f"parameter {attribute!r} has a gradient hook, which would be lost: register it on the "
+            f"parameter {name!r} has a gradient hook, which would be lost: register it on the "
             "model's parameter after the first call"
         )
+    shape, stride = parameter.shape, parameter.stride()
     if not isinstance(parameter, DTensor):
-        placements = (Replicate(),) * mesh.ndim
-        _known[parameter] = OtherDims(
-            mesh, placements, parameter.shape, parameter.stride(), is_plain=True, own_data=own_data
+        everywhere = (Replicate(),) * mesh.ndim
+        return parameter, OtherDims(
+            mesh, everywhere, shape, stride, local_shape=shape, is_plain=True, own_data=own_data
         )
-        return parameter
-    if own_data and not all(isinstance(one, Shard) for one in parameter.placements):
-        raise OsdpError(
-            f"parameter {attribute!r} is {parameter.placements} on {mesh}, of which the ranks have "
-            "batches of their own: shard it there, or leave it a plain parameter"
-        )
+    _check_placements(name, parameter, mesh, own_data)
     local = local_part(parameter.detach())
     new = nn.Parameter(local, requires_grad=parameter.requires_grad)
     own = ("_local_tensor", "_spec")
     new.__dict__.update({key: one for key, one in parameter.__dict__.items() if key not in own})
     if parameter.grad is not None:
         new.grad = local_part(parameter.grad)
-    optimizers.rebind(parameter, new, local_part)
     _before[new] = parameter
-    _known[new] = OtherDims(
-        mesh,
-        tuple(parameter.placements),
-        parameter.shape,
-        parameter.stride(),
-        is_plain=False,
-        own_data=own_data,
+    placements = parameter.placements
+    return new, OtherDims(
+        mesh, placements, shape, stride, local_shape=new.shape, is_plain=False, own_data=own_data
     )
-    return new
+
+
+def _check_placements(name: str, parameter: DTensor, mesh: DeviceMesh, own_data: bool) -> None:
+    """Refuse a distributed parameter that is not in equal parts on ``mesh``."""
+    if parameter.device_mesh != mesh:
+        raise OsdpError(
+            f"the model's parameters are DTensors on several meshes, {name!r} on "
+            f"{parameter.device_mesh}: distribute all of them over the same dimensions, such as "
+            f"{mesh}"
+        )
+    if own_data and not all(isinstance(one, Shard) for one in parameter.placements):
+        raise OsdpError(
+            f"parameter {name!r} is {parameter.placements} on {mesh}, of which the ranks have "
+            "batches of their own: shard it there, or leave it a plain parameter. Beside tensor "
+            "parallelism leave its dimension out of the mesh, such as mesh['dp']"
+        )
+    parts = [1] * parameter.dim()
+    for dim, one in enumerate(parameter.placements):
+        if isinstance(one, Shard):
+            parts[one.dim] *= mesh.size(dim)
+    usual = [p for p in parameter.placements if isinstance(p, Shard | Replicate)]
+    strided = any(_torch.split_factor(one) is not None for one in parameter.placements)
+    if len(usual) < mesh.ndim or strided or any(map(operator.mod, parameter.shape, parts)):
+        raise OsdpError(
+            f"parameter {name!r} of shape {tuple(parameter.shape)} is {parameter.placements} on "
+            f"{mesh}: the ranks there must hold equal parts of it, by Shard or Replicate. Pad it "
+            "to a multiple of these ranks, or leave it a plain parameter"
+        )
 
 
 class OtherDimsRead(property):

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
 from osdp_compile.model.agreement import on_every_rank
-from osdp_compile.model.other_dims import mesh_of, whole_mesh
+from osdp_compile.model.other_dims import group_of_everyone, mesh_of
 from osdp_compile.runtime.collectives import backend_of
 
 
@@ -61,7 +61,7 @@ def check_batches(inputs: Sequence[Any], ours: DeviceMesh, theirs: DeviceMesh) -
                 "it out, such as mesh['dp'] beside tensor parallelism"
             )
 
-    on_every_rank(check, _torch.flattened(whole_mesh(ours, theirs)).get_group())
+    on_every_rank(check, group_of_everyone(ours, theirs))
 
 
 def _is_equal(own: Tensor, group: dist.ProcessGroup) -> bool:

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from osdp_compile import _torch
 from osdp_compile.errors import OsdpError, PlanMismatch
@@ -36,7 +36,7 @@ from osdp_compile.model.mixed_precision import (
     cast_what_it_is_called_with,
     subclass,
 )
-from osdp_compile.model.other_dims import OtherDims, keep_other_dims, local_before, other_dims_of
+from osdp_compile.model.other_dims import OtherDims, local_before, other_dims_of
 from osdp_compile.optim.checks import replaced
 from osdp_compile.optim.rebind import OptimizerIndex
 from osdp_compile.runtime import eager_markers
@@ -54,11 +54,20 @@ _NAMES, _LEAVES = "_osdp_names", "_osdp_leaves"
 
 @dataclasses.dataclass(frozen=True)
 class ModelParameter:
-    """A parameter and all (module, attribute) places that hold it; tied weights have several."""
+    """A parameter and all (module, attribute) places that hold it; tied weights have several.
+
+    ``others``: its placement on other mesh dimensions; None: the mesh has none.
+    """
 
     name: str
     parameter: nn.Parameter
     places: tuple[tuple[nn.Module, str], ...]
+    others: OtherDims | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape about which the plan decides: of the part on other mesh dimensions."""
+        return self.parameter.shape if self.others is None else self.others.local_shape
 
 
 class Reading:
@@ -138,7 +147,10 @@ def model_parameters(roots: Sequence[tuple[str, nn.Module]]) -> list[ModelParame
                     )
                 entry = found.setdefault(id(parameter), (name, parameter, []))
                 entry[2].append((module, attribute))
-    return [ModelParameter(name, p, tuple(places)) for name, p, places in found.values()]
+    return [
+        ModelParameter(name, p, tuple(places), other_dims_of(p))
+        for name, p, places in found.values()
+    ]
 
 
 def held_elsewhere(parameters: Sequence[ModelParameter]) -> list[ModelParameter]:
@@ -174,7 +186,7 @@ def check_shardable(parameters: Sequence[ModelParameter]) -> None:
                 f"parameter {entry.name!r} is a DTensor already: backend='osdp' shards plain "
                 "parameters itself. Do not wrap the model in FSDP or shard it first. Of a model "
                 "that parallelize_module distributed over mesh['tp'], give the other dimension: "
-                "options={'mesh': mesh['dp']}"
+                "options={'mesh': mesh['dp']}, or osdp_compile.shard(..., mesh=mesh['dp'])"
             )
         hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
         if parameter._backward_hooks or hooks:
@@ -197,11 +209,12 @@ def check_fits(
         PlanMismatch: naming the first difference.
     """
     rows = [
-        (e.name, tuple(e.parameter.shape), str(e.parameter.dtype).removeprefix("torch."))
-        for e in parameters
+        (e.name, tuple(e.shape), str(e.parameter.dtype).removeprefix("torch.")) for e in parameters
     ]
     difference = plan.mismatch(rows, world_size, ranks_of_a_host)
     if difference is not None:
+        if any(e.others is not None for e in parameters):
+            difference += " (beside parallelize_module a plan has the shapes of local tensors)"
         raise PlanMismatch(f"the {what} does not fit: {difference}")
 
 
@@ -212,11 +225,15 @@ def _local_rows(full: Tensor, cut: ShardLayout) -> Tensor:
     return rows.clone(memory_format=torch.contiguous_format)
 
 
-def placements_of(decision: Decision, ndim: int, dim: int = 0) -> list[Shard | Replicate]:
-    """A parameter's placement on each of our mesh dimensions.
+def placements_of(
+    decision: Decision, ndim: int, dim: int = 0, others: OtherDims | None = None
+) -> list[Placement]:
+    """A parameter's placement on each mesh dimension: on ours, and then on others.
 
-    ``ndim``: the number of these dimensions. ``dim``: the parameter's sharded dimension.
+    ``ndim``: the number of dimensions. ``dim``: the parameter's sharded dimension.
     """
+    if others is not None:
+        return others.with_ours(placements_of(decision, ndim - others.mesh.ndim, dim))
     if decision.within_host:
         return [Replicate(), Shard(dim)]
     return [Shard(dim) if decision.sharded else Replicate()] * ndim
@@ -234,17 +251,16 @@ def lay_out(
     Without communication: every rank must hold the same ``full``. With ``others``, it is the part
     of this rank in their mesh, and ``mesh`` has our dimensions and theirs.
     """
+    placements = placements_of(decision, mesh.ndim, cut.dim, others)
     if others is not None:
-        ours = placements_of(decision, mesh.ndim - others.mesh.ndim, cut.dim)
         return DTensor.from_local(
             _local_rows(full, cut) if decision.sharded else full,
             mesh,
-            others.with_ours(ours),
+            placements,
             run_check=False,
             shape=others.shape,
             stride=others.stride,
         )
-    placements = placements_of(decision, mesh.ndim, cut.dim)
     if not decision.sharded:
         return DTensor.from_local(full, mesh, placements, run_check=False)
     stride = torch.empty(full.shape, device="meta").stride()
@@ -371,11 +387,9 @@ def shard_in_place(
         old = entry.parameter
         decision = ctx.plan.decision(entry.name)
         cut = ctx.layout_of(entry.name)
-        others = other_dims_of(old)
-        laid_out = lay_out(old.detach(), mesh, decision, cut, others)
+        laid_out = lay_out(old.detach(), mesh, decision, cut, entry.others)
         new = nn.Parameter(laid_out, requires_grad=old.requires_grad)
         new.__dict__.update(old.__dict__)  # user attributes
-        keep_other_dims(old, new)
         if old.grad is not None:
             local = laid_out.to_local().detach()
             new.grad = placed_like(laid_out, _mean_gradient(entry, local, decision, cut))
@@ -383,7 +397,7 @@ def shard_in_place(
         for module, attribute in entry.places:
             module._parameters[attribute] = new
         optimizers.rebind(
-            old, new, partial(lay_out, mesh=mesh, decision=decision, cut=cut, others=others)
+            old, new, partial(lay_out, mesh=mesh, decision=decision, cut=cut, others=entry.others)
         )
         _hand_on_gradients(entry, new, decision, cut)
         replaced(old, entry.name)
@@ -549,7 +563,7 @@ def _kind(
     first_of = reading.alike.first_of
     if not all(one.name in first_of for one in parameters.values()):
         return None
-    if any(other_dims_of(one.parameter) is not None for one in parameters.values()):
+    if any(one.others is not None for one in parameters.values()):
         return None
     read = (
         (
@@ -577,21 +591,20 @@ def _read_through_markers(
     parts: dict[str, Callable[[Tensor], DTensor]] = {}
     for attribute, entry in parameters.items():
         decision, cut = ctx.plan.decision(entry.name), ctx.layout_of(entry.name)
-        others = other_dims_of(entry.parameter)
         readers[attribute] = _reader(
             reading.alike.first_of[entry.name] if is_shared else entry.name,
             attribute,
-            tuple(entry.parameter.shape),
+            tuple(entry.shape),
             decision.sharded,
             cut.marks,
             reading,
             mesh is None,
             reading.precision.marks(entry.parameter),
-            others,
+            entry.others,
             is_shared,
         )
         if mesh is not None:
-            parts[attribute] = _part_of_whole(mesh, decision, cut, others)
+            parts[attribute] = _part_of_whole(mesh, decision, cut, entry.others)
     _swap_class(module, readers, parts)
     if reading.precision.param_dtype is not None:
         cast_what_it_is_called_with(module, reading.precision.param_dtype, reading.is_cast)

@@ -85,12 +85,12 @@ def described(
     parameter = entry.parameter
     return Parameter(
         name=entry.name,
-        shape=tuple(parameter.shape),
+        shape=tuple(entry.shape),
         dtype=str(parameter.dtype).removeprefix("torch."),
-        numel=parameter.numel(),
+        numel=entry.shape.numel(),
         element_bytes=parameter.element_size(),
         requires_grad=parameter.requires_grad,
-        optimizer_bytes=_optimizer_bytes(parameter, optimizers, optimizer),
+        optimizer_bytes=_optimizer_bytes(entry, optimizers, optimizer),
         orthogonalized=_orthogonalized(parameter, optimizers, optimizer),
         step_tensors=_step_tensors(parameter, optimizers, optimizer),
     )
@@ -120,18 +120,20 @@ def _orthogonalized(
 
 
 def _optimizer_bytes(
-    parameter: nn.Parameter, optimizers: OptimizerIndex | None, optimizer: int | str | None
+    entry: ModelParameter, optimizers: OptimizerIndex | None, optimizer: int | str | None
 ) -> int:
-    """Bytes of optimizer state of the whole parameter, present or future."""
+    """Bytes of optimizer state of the parameter about which the plan decides, present or future."""
+    parameter, numel = entry.parameter, entry.shape.numel()
     if not parameter.requires_grad:
         return 0
     if isinstance(optimizer, int):
-        return optimizer * parameter.numel()
+        return optimizer * numel
     holding = optimizers.holding(parameter) if optimizers is not None and optimizer is None else []
     if optimizers is not None and holding:
-        return sum(optimizers.state_bytes(parameter, one) for one in holding)
+        whole_bytes = sum(optimizers.state_bytes(parameter, one) for one in holding)
+        return whole_bytes * numel // max(1, parameter.numel())
     per_element = state_bytes_per_element(optimizer or "adamw", parameter.element_size())
-    return per_element * parameter.numel()
+    return per_element * numel
 
 
 def slices_of(
@@ -182,8 +184,10 @@ def accumulated_bytes_of(entries: Sequence[ModelParameter], precision: Precision
 
     The accumulated gradients, and those of a backward, which all exist before the first is added.
     """
-    trained = (entry.parameter for entry in entries if entry.parameter.requires_grad)
-    return 2 * sum(one.numel() * precision.gradient_dtype(one).itemsize for one in trained)
+    trained = (entry for entry in entries if entry.parameter.requires_grad)
+    return 2 * sum(
+        one.shape.numel() * precision.gradient_dtype(one.parameter).itemsize for one in trained
+    )
 
 
 def held_bytes_of(

@@ -7,7 +7,7 @@ parameters, and torch refuses this for a parameter that has a weak reference.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from osdp_compile.errors import OsdpError
 from osdp_compile.model.alike_frames import AlikeFrames, alike_parts
 from osdp_compile.model.mixed_precision import Precision
+from osdp_compile.model.other_dims import OtherDims
 from osdp_compile.model.shard_in_place import (
     ModelParameter,
     Reading,
@@ -29,6 +30,7 @@ from osdp_compile.model.shard_in_place import (
     read_through_markers,
 )
 from osdp_compile.options import CheckedOptions
+from osdp_compile.runtime.collectives import Group
 from passes.types.context import Context
 from passes.types.plan import Plan
 
@@ -39,15 +41,25 @@ T = TypeVar("T")
 class PendingModel:
     """How ``osdp_compile.shard`` placed a model.
 
-    ``mesh``: the flat mesh. ``given_mesh``: the user's mesh, of one or two dimensions; None: all
-    ranks. ``own_mesh``: the mesh of the DTensors. ``context``: the context of the call.
+    ``mesh``: the flat mesh. ``given_mesh``: the user's mesh; None: all ranks. ``ours``: its
+    dimensions to shard over, one or two. ``own_mesh``: the mesh of the DTensors. ``context``: the
+    context of the call. ``everyone``: the ranks that must agree. ``others``: by name, the
+    parameters' placements on other mesh dimensions; empty: the mesh has none.
     """
 
     context: Context
     mesh: DeviceMesh
     given_mesh: DeviceMesh | None
+    ours: DeviceMesh | None
     own_mesh: DeviceMesh
     reading: Reading
+    everyone: Group
+    others: Mapping[str, OtherDims]
+
+    @property
+    def any_others(self) -> OtherDims | None:
+        """The placement of one of the parameters on other mesh dimensions; None: there are none."""
+        return next(iter(self.others.values()), None)
 
     @property
     def plan(self) -> Plan:
@@ -59,7 +71,7 @@ class PendingModel:
         Raises:
             OsdpError: if an option contradicts these arguments.
         """
-        if options.mesh is not None and options.mesh != (self.given_mesh or self.mesh):
+        if options.mesh not in (None, self.given_mesh or self.mesh, self.ours):
             raise OsdpError(
                 f"the model was sharded over {self.given_mesh or self.mesh} and options={{'mesh'}} "
                 f"is {options.mesh}: leave the option out"
@@ -84,7 +96,7 @@ class PendingModel:
                 "the model was sharded by a plan already, none is searched for: leave out "
                 "options={'search'}, or give it to osdp_compile.plan"
             )
-        return dataclasses.replace(options, mesh=self.given_mesh).with_plan(self.plan)
+        return dataclasses.replace(options, mesh=self.ours).with_plan(self.plan)
 
     def read_in(
         self,
@@ -98,7 +110,7 @@ class PendingModel:
         ``inputs``: of the graph that reads them. ``parts``: the compiled modules. Those in ``root``
         share code, unless one graph reads several of them.
         """
-        entries = model_parameters([("", root)])
+        entries = self._entries(root)
         if {entry.name for entry in entries} != {row.name for row in self.plan.parameters}:
             return False  # another model: it is refused next, on every rank
         inside = {id(module) for module in root.modules()}
@@ -120,7 +132,7 @@ class PendingModel:
             OsdpError: naming a parameter that is not ready, or that has another placement.
             PlanMismatch: if the model has other parameters now.
         """
-        found = model_parameters([("", root)])
+        found = self._entries(root)
         check_fits(
             self.plan,
             found,
@@ -134,6 +146,10 @@ class PendingModel:
             if buffer.is_meta:
                 raise_on_meta(f"buffer {name!r}")
         return found
+
+    def _entries(self, root: nn.Module) -> list[ModelParameter]:
+        entries = model_parameters([("", root)])
+        return [dataclasses.replace(one, others=self.others.get(one.name)) for one in entries]
 
 
 def _meet(root: nn.Module, inputs: Sequence[Any], alike: AlikeFrames) -> bool:
@@ -151,7 +167,7 @@ def _check(entry: ModelParameter, laid_out: PendingModel) -> None:
         raise_on_meta(f"parameter {name!r}")
     mesh = laid_out.own_mesh
     decision, dim = laid_out.plan.decision(name), laid_out.plan[name].dim
-    placements = tuple(placements_of(decision, mesh.ndim, dim))
+    placements = tuple(placements_of(decision, mesh.ndim, dim, entry.others))
     if parameter.device_mesh != mesh or parameter.placements != placements:
         raise OsdpError(
             f"parameter {name!r} was distributed after the model was sharded: as "

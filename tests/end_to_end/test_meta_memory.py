@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import osdp_compile
-from osdp_compile import PeakMemory, Plan
-from tests.training import whole
+from osdp_compile import Decision, PeakMemory
+from tests.training import mixed_plan, whole
 
 WIDTH, LAYERS = 256, 8
 PARAMETER_BYTES = 4 * WIDTH * WIDTH
@@ -20,13 +23,22 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
 
 
-def built_and_loaded(rank, world_size, path):
-    """Peaks of building on the meta device, and of loading a whole checkpoint into it."""
+def built_and_loaded(rank, world_size, path, tp=1):
+    """Peaks of building on the meta device, and of loading a whole checkpoint into it.
+
+    ``tp``: ranks along another dimension, over which the model is distributed before.
+    """
+    mesh = init_device_mesh("cpu", (world_size // tp, tp), mesh_dim_names=("dp", "tp"))
     with PeakMemory() as building:
         with torch.device("meta"):
             model = layers()
-        plan = Plan.uniform(model.named_parameters(), "shard_regather", world_size=world_size)
-        osdp_compile.shard(model, plan)
+        if tp > 1:
+            ways = [ColwiseParallel(), RowwiseParallel()] * (LAYERS // 2)
+            parallelize_module(model, mesh["tp"], {str(at): way for at, way in enumerate(ways)})
+        decisions = [Decision.SHARD_REGATHER]
+        ranks = world_size // tp
+        plan = mixed_plan(model, decisions, bucket_bytes=1 << 20, world_size=ranks)
+        osdp_compile.shard(model, plan, mesh=mesh["dp"])
         model.to_empty(device="cpu")
         torch.manual_seed(0)
         for module in model:
@@ -48,11 +60,14 @@ def drawn() -> list[torch.Tensor]:
     return [*model.parameters()]
 
 
-def test_building_takes_the_rows_and_one_parameter_and_loading_one_parameter(four_ranks, tmp_path):
+@pytest.mark.parametrize("tp", [1, 2])
+def test_building_takes_the_rows_and_one_parameter_and_loading_one_parameter(
+    four_ranks, tmp_path, tp
+):
     path = str(tmp_path / "whole.pt")
     torch.manual_seed(1)
     torch.save(layers().state_dict(), path)
-    for building_bytes, loading_bytes, same in four_ranks.run(built_and_loaded, path):
+    for building_bytes, loading_bytes, same in four_ranks.run(built_and_loaded, path, tp):
         assert same
         rows_bytes = WHOLE_BYTES // 4
         assert rows_bytes < building_bytes <= rows_bytes + PARAMETER_BYTES + _SLACK_BYTES

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+import osdp_compile
 from osdp_compile import Decision, Plan, _torch, plan_of
 from osdp_compile.engine.backend import compile_graph
 from osdp_compile.errors import OsdpError
@@ -26,6 +27,7 @@ from passes.types.decision import DECISIONS
 from passes.types.hardware import LinkRate
 from tests.chosen import more
 from tests.end_to_end.test_hosts import QUICK
+from tests.end_to_end.test_other_data import by_functions, cut_sequences
 from tests.end_to_end.test_parallelized import (
     adamw,
     assert_within,
@@ -41,6 +43,7 @@ from tests.end_to_end.test_parallelized import (
     step_of,
     tokens,
 )
+from tests.osdp_compile.test_shard import write_both
 from tests.ranks import Ranks
 from tests.training import SLOW
 
@@ -109,15 +112,19 @@ class Found:
     plan: str
 
 
-def train(rank, world_size, decisions):
+def train(rank, world_size, decisions, from_meta=False):
     """``decisions``: None: the planner's, under a limit."""
     mesh = three_dimensions()
-    model, reference = distributed(mesh), made(WIDTH)
-    place = rank // 2
+    reference, place = made(WIDTH), rank // 2
+    with torch.device("meta" if from_meta else "cpu"):
+        model = distributed(mesh)
     if decisions is None:
         options = under_a_limit(model, mesh)
     else:
         options = options_for(decisions, model, mesh)
+    if from_meta:
+        osdp_compile.shard(model, options["plan"], mesh=options["mesh"]).to_empty(device="cpu")
+        model.load_state_dict(reference.state_dict())
     compiled = torch.compile(model, backend="osdp", options=options)
     optimizers = adamw(model), adamw(reference)
     apart = 0.0
@@ -143,6 +150,25 @@ def test_trains_like_one_process(eight_ranks, decisions):
     found = eight_ranks.run(train, decisions, timeout_seconds=800)
     assert max(one.apart for one in found) < 1e-11
     assert len({one.plan for one in found}) == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.ranks
+@pytest.mark.timeout(900)
+def test_from_the_meta_device(eight_ranks):
+    found = eight_ranks.run(train, EVERY_KIND, from_meta=True, timeout_seconds=800)
+    assert max(one.apart for one in found) < 1e-11
+    for differ, _ in eight_ranks.run(write_both, hosts=2, tp=2):
+        assert not differ
+
+
+@pytest.mark.thorough
+@pytest.mark.ranks
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("dims", ["dp_cp", *more(("dp", "cp"))])
+def test_sequences_that_ranks_share(eight_ranks, dims):
+    found = eight_ranks.run(cut_sequences, dims, "shard_regather", by_functions)
+    assert max(found) < 1e-11
 
 
 def measured(rank, world_size):

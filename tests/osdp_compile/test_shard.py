@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
 
 import osdp_compile
@@ -146,10 +146,10 @@ def test_a_model_sharded_on_the_meta_device_trains_like_one_process(two_ranks):
 
 
 class Kinds(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, rows: int = 7) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(7, 6))
-        self.bias = nn.Parameter(torch.zeros(7))
+        self.weight = nn.Parameter(torch.zeros(rows, 6))
+        self.bias = nn.Parameter(torch.zeros(rows))
         self.square = nn.Parameter(torch.zeros(6, 6))
         self.word = nn.Embedding(7, 6, padding_idx=5)
         self.image = nn.Conv2d(4, 6, 3)
@@ -173,8 +173,14 @@ def set_rows(model):
 
 
 @no_grad
+def set_columns(model):
+    model.weight[:, 3].normal_()
+    model.square.t()[:, 4].uniform_()
+
+
+@no_grad
 def copy_whole_tensors(model):
-    model.weight.copy_(torch.randn(7, 6))
+    model.weight.copy_(torch.randn(model.weight.shape))
     model.bias.copy_(torch.tensor(4.0))
     model.square.t().copy_(torch.randn(6, 6))
 
@@ -198,26 +204,54 @@ WRITES = {
     "norm": no_grad(lambda model: model.weight.normal_().div_(model.weight.norm())),
     "columns": no_grad(lambda model: [part.uniform_() for part in model.square.chunk(3, dim=1)]),
     "rows": set_rows,
+    "row by columns": set_columns,
     "copy": copy_whole_tensors,
     "state": lambda model: model.load_state_dict(
-        {name: torch.randn_like(value) for name, value in Kinds().state_dict().items()}
+        {name: torch.randn(value.shape) for name, value in model.state_dict().items()}
     ),
 }
 
 
-def write_both(rank, world_size, hosts=1):
-    """The writes that leave a sharded model, or the generator, other than a plain one."""
-    differ = []
-    mesh, kinds = None, [Decision.SHARD_REGATHER]
+def distribute(model, mesh):
+    """As parallelize_module: rows of some parameters, columns of others, the rest stays plain."""
+    cut = {
+        (model, "bias"): 0,
+        (model, "square"): 0,
+        (model, "weight"): 1,
+        (model.word, "weight"): 1,
+    }
+    for (module, name), dim in cut.items():
+        placed = distribute_tensor(getattr(module, name).detach(), mesh, [Shard(dim)])
+        setattr(module, name, nn.Parameter(placed))
+
+
+def sharded_kinds(mesh, rows):
+    """On the meta device; distributed over ``mesh["tp"]`` before, if that has several ranks."""
+    model, given = on_meta(lambda: Kinds(rows)), None
+    hosts, ranks_of_a_host, tp = mesh.shape
+    kinds = [Decision.SHARD_REGATHER]
     if hosts > 1:
-        shape = hosts, world_size // hosts
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("host", "gpu"))
+        given = mesh["host", "gpu"]
         kinds += [Decision.SHARD_HOST_REGATHER, Decision.SHARD_HOST_KEEP]
-    for name, write in WRITES.items():
-        sharded, plain = on_meta(Kinds), Kinds()
-        plan = mixed_plan(sharded, kinds, bucket_bytes=1 << 10, world_size=world_size)
-        plan = plan.replace(ranks_of_a_host=world_size // hosts)
-        osdp_compile.shard(sharded, plan, mesh=mesh)
+    elif tp > 1:
+        given = mesh["gpu"]
+    if tp > 1:
+        distribute(model, mesh["tp"])
+    plan = mixed_plan(model, kinds, bucket_bytes=1 << 10, world_size=hosts * ranks_of_a_host)
+    return osdp_compile.shard(model, plan.replace(ranks_of_a_host=ranks_of_a_host), mesh=given)
+
+
+def write_both(rank, world_size, hosts=1, tp=1):
+    """The writes that leave a sharded model, or the generator, other than a plain one."""
+    differ, writes, rows = [], dict(WRITES), 7
+    shape = hosts, world_size // hosts // tp, tp
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("host", "gpu", "tp"))
+    if tp > 1:
+        rows = 6  # which two ranks of ``tp`` divide, and two others do not divide again
+    if hosts == 1 and tp > 1:  # the ranks' parts of such a view are no adjacent rows
+        writes["flat"] = no_grad(lambda model: model.weight.view(-1).normal_())
+    for name, write in writes.items():
+        sharded, plain = sharded_kinds(mesh, rows), Kinds(rows)
         sharded.to_empty(device="cpu")
         next_numbers = []
         for model in (sharded, plain):
@@ -232,7 +266,11 @@ def write_both(rank, world_size, hosts=1):
         if not (all(alike) and changed and torch.equal(*next_numbers)):
             differ.append((name, alike, changed))
     refused = []
-    for write in (lambda p: p[1:3].fill_(1.0), lambda p: [one.normal_() for one in p.chunk(3)]):
+    for write in (
+        lambda p: p[1:3].fill_(1.0),
+        lambda p: [one.normal_() for one in p.chunk(3)],
+        lambda p: p.t()[:, 1:3].fill_(1.0),
+    ):
         try:
             no_grad(write)(sharded.square)
         except OsdpError as error:
@@ -243,13 +281,19 @@ def write_both(rank, world_size, hosts=1):
 def test_what_initialises_a_whole_model_initialises_a_sharded_one(two_ranks):
     for differ, refused in two_ranks.run(write_both):
         assert not differ
-        assert refused == [True, True]
+        assert refused == [True] * 3
 
 
 def test_what_initialises_a_whole_model_initialises_one_that_is_sharded_within_hosts(four_ranks):
     for differ, refused in four_ranks.run(write_both, hosts=2):
         assert not differ
-        assert refused == [True, True]
+        assert refused == [True] * 3
+
+
+def test_what_initialises_a_whole_model_initialises_one_that_was_distributed_before(four_ranks):
+    for differ, refused in four_ranks.run(write_both, tp=2):
+        assert not differ
+        assert refused == [True] * 3
 
 
 def evaluate_then_train(rank, world_size):
