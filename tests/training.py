@@ -66,6 +66,14 @@ def normal_batch(step: int, micro: int, rank: int) -> Tensor:
     return torch.randn(4, 8, generator=generator)
 
 
+def reset(model: nn.Module) -> None:
+    """The modules initialise their parameters; the random numbers are those of one seed."""
+    torch.manual_seed(7)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """The training loop without the model, the same for osdp and for the reference.

@@ -235,18 +235,15 @@ def rows_of(step, place):
     return torch.randn(8, WIDTH, generator=generator, dtype=torch.float64)
 
 
-def with_experts(rank, world_size, dims, same=False):
-    """``same``: the ranks of ``ep`` have one batch. The distance to one process, or the error."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
-    model, reference = mixture(mesh["ep"]), mixture()
-    options = {"mesh": mesh[dims], "hardware": SLOW}
-    options["plan"] = Plan.uniform(local_parameters(model), "shard_regather", world_size=2)
-    compiled = torch.compile(model, backend="osdp", options=options)
-    optimizers = adamw(model), adamw(reference)
+def trained_experts(called, model, reference, place, optimizer=adamw):
+    """Three steps; the batches of ``reference`` are those of four places.
+
+    The distance of ``model`` to it, or the error.
+    """
+    optimizers = optimizer(model), optimizer(reference)
     for step in range(3):
-        place = mesh["dp"].get_local_rank() if same else rank
         try:
-            compiled(rows_of(step, place)).square().mean().backward()
+            called(rows_of(step, place)).square().mean().backward()
             optimizers[0].step()
         except OsdpError as error:
             return str(error)
@@ -255,6 +252,17 @@ def with_experts(rank, world_size, dims, same=False):
         optimizers[1].step()
         optimizers[1].zero_grad()
     return distance(model, reference)
+
+
+def with_experts(rank, world_size, dims, same=False):
+    """``same``: the ranks of ``ep`` have one batch. The distance to one process, or the error."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    model, reference = mixture(mesh["ep"]), mixture()
+    options = {"mesh": mesh[dims], "hardware": SLOW}
+    options["plan"] = Plan.uniform(local_parameters(model), "shard_regather", world_size=2)
+    compiled = torch.compile(model, backend="osdp", options=options)
+    place = mesh["dp"].get_local_rank() if same else rank
+    return trained_experts(compiled, model, reference, place)
 
 
 @pytest.mark.thorough

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import osdp_compile
 from osdp_compile import OsdpError, Plan, PlanMismatch, RanksDiffer, plan_of
 from passes.types.decision import FLAT_DECISIONS
-from tests.end_to_end.test_other_data import mixture, rows_of
+from tests.end_to_end.test_other_data import mixture, rows_of, trained_experts
 from tests.end_to_end.test_parallelized import (
     WIDTH,
     Broken,
@@ -32,7 +32,7 @@ from tests.end_to_end.test_parallelized import (
     two_by_two,
     with_fsdp2,
 )
-from tests.training import SLOW, mixed_plan
+from tests.training import SLOW, mixed_plan, reset
 
 
 class Tied(Language):
@@ -76,11 +76,8 @@ def distributed(make, distribute, mesh, device="meta"):
 
 
 def initialise(model):
-    """What scripts do after to_empty; the random numbers are those of one seed."""
-    torch.manual_seed(7)
-    for module in model.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+    """What scripts do after to_empty."""
+    reset(model)
     nn.init.trunc_normal_(model.words.weight, std=0.5)
     with torch.no_grad():
         model.words.weight[13].zero_()
@@ -250,19 +247,8 @@ def with_experts(rank, world_size, same=False):
     called = compiled(model, mesh=mesh["dp", "ep"])
     with torch.no_grad():
         called(rows_of(0, rank))
-    optimizers = adamw(model), adamw(reference)
-    for step in range(2):
-        place = mesh["dp"].get_local_rank() if same else rank
-        try:
-            called(rows_of(step, place)).square().mean().backward()
-        except OsdpError as error:
-            return str(error)
-        optimizers[0].step()
-        optimizers[0].zero_grad()
-        (sum(reference(rows_of(step, one)).square().mean() for one in range(4)) / 4).backward()
-        optimizers[1].step()
-        optimizers[1].zero_grad()
-    return distance(model, reference)
+    place = mesh["dp"].get_local_rank() if same else rank
+    return trained_experts(called, model, reference, place, adamw)
 
 
 @pytest.mark.thorough

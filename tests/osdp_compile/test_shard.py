@@ -23,6 +23,7 @@ from tests.training import (
     adamw,
     mixed_plan,
     placements,
+    reset,
     train_osdp,
     whole,
 )
@@ -58,11 +59,8 @@ RECIPE = Recipe(step=next_word, batch=words, optimizer=adamw)
 
 
 def initialise(model: nn.Module) -> None:
-    """What scripts do after to_empty; the random numbers are those of one seed."""
-    torch.manual_seed(7)
-    for module in model.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+    """What scripts do after to_empty."""
+    reset(model)
     nn.init.trunc_normal_(model.token.weight, std=0.5)
     with torch.no_grad():
         model.inner.weight.mul_(2.0)
