@@ -18,8 +18,9 @@ def grouped(rows: Sequence[ParameterPlan]) -> Iterable[list[ParameterPlan]]:
 
     def kind(name: str) -> Hashable:
         row = by_name[name]
-        decision = row.decision, row.moves, row.dim, row.chunks, row.slices, row.kept_slices
-        return row.shape, decision, kind_of(row.reason)
+        decision = row.decision, row.slices, row.kept_slices
+        moves = row.moves, row.dim, row.alone, row.chunks
+        return row.shape, decision, moves, kind_of(row.reason)
 
     for names in grouped_names(by_name, kind):
         yield [by_name[name] for name in names]

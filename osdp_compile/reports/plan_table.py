@@ -62,7 +62,8 @@ def decided(row: ParameterPlan) -> str:
         within = " within host" if row.decision.within_host else ""
         kept = ", keep tokens" if row.decision.keep else ""
         chunks = f", in {row.chunks} chunks" if row.chunks > 1 else ""
-        return f"tensor parallel{within}, along {row.dim}{kept}{chunks}"
+        alone = ", alone" if row.alone else ""
+        return f"tensor parallel{within}, along {row.dim}{alone}{kept}{chunks}"
     text = row.decision.text
     if row.slices == 1:
         return text

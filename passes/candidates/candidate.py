@@ -21,6 +21,7 @@ class Stays(NamedTuple):
     ``place``: its index in the context's parameters. ``dim``: the dimension that the ranks share.
     ``decision``: the ranks that share it (all of them, or those of a host), and whether the
     backward reads the gathered tokens of the forward. ``chunks``: those in which tokens travel.
+    ``alone``: its product is a group of its own.
     """
 
     place: int
@@ -28,6 +29,7 @@ class Stays(NamedTuple):
     dim: int
     decision: Decision = Decision.SHARD_REGATHER
     chunks: int = 1
+    alone: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Candidate:
         others = [one for one in self.stays if one.name not in group.dims]
         if activations:
             others += [
-                Stays(index, one.name, group.dims[one.name], group.decision, chunks)
+                Stays(index, one.name, group.dims[one.name], group.decision, chunks, group.alone)
                 for index, one in enumerate(ctx.parameters)
                 if one.name in group.dims
             ]
@@ -185,12 +187,13 @@ def rows_of(
 ) -> tuple[ParameterPlan, ...]:
     """The rows of a plan, with the state bytes that each decision saves between steps."""
     sliced = {one.name: one for one in splits}
-    dims = {one.name: one.dim for one in stays}
-    chunks = {one.name: one.chunks for one in stays}
+    by_name = {one.name: one for one in stays}
     rows = []
     for p, decision in zip(ctx.parameters, decisions, strict=True):
         split = sliced.get(p.name, Split(p.name, 1))
-        saved_bytes = p.state_bytes(1) - p.state_bytes(ctx.cut(decision).ranks, dims.get(p.name, 0))
+        stays_as = by_name.get(p.name)
+        dim = 0 if stays_as is None else stays_as.dim
+        saved_bytes = p.state_bytes(1) - p.state_bytes(ctx.cut(decision).ranks, dim)
         rows.append(
             ParameterPlan(
                 **split._asdict(),
@@ -198,9 +201,10 @@ def rows_of(
                 dtype=p.dtype,
                 decision=decision,
                 saved_bytes=saved_bytes,
-                moves=Moves.ACTIVATIONS if p.name in dims else Moves.WEIGHT,
-                dim=dims.get(p.name, 0),
-                chunks=chunks.get(p.name, 1),
+                moves=Moves.WEIGHT if stays_as is None else Moves.ACTIVATIONS,
+                dim=dim,
+                chunks=1 if stays_as is None else stays_as.chunks,
+                alone=stays_as is not None and stays_as.alone,
             )
         )
     return tuple(rows)

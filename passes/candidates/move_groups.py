@@ -9,6 +9,7 @@ begins a group by expert, and another one by hidden size. The group is complete 
 the trial needs no more, in the forward and in the backward. Examples: the two linears of an MLP,
 with the first one's bias; the three of a gated MLP; a head with its bias. The table of an embedding
 is a group by itself, also where it is the head.
+A matrix in no such group is one alone, if that sends fewer bytes than its weight would.
 No weight is in two groups: of groups that share one, the one counts that sends fewer bytes for its
 weights.
 
@@ -60,6 +61,7 @@ class MoveGroup:
     ``decision``: the ranks that share the weights (all of them, or those of a host), and whether
     the backward reads the gathered tokens of the forward.
     ``has_chunks``: tokens may travel in chunks (``passes/chunk/chunk_tokens.py``).
+    ``alone``: the group is one weight, whatever reads its product (``passes/move/products.py``).
     """
 
     layers: tuple[tuple[tuple[str, int], ...], ...]
@@ -67,6 +69,7 @@ class MoveGroup:
     token_bytes: int
     decision: Decision = Decision.SHARD_REGATHER
     has_chunks: bool = False
+    alone: bool = False
 
     @property
     def more_bytes(self) -> int:
@@ -84,7 +87,7 @@ class MoveGroup:
 
 @dataclasses.dataclass(frozen=True)
 class MoveGroups:
-    """The groups of a step, and by weight the reason why it is in none."""
+    """The groups of a step, and by weight the reason why it is in none, or in one alone."""
 
     groups: tuple[MoveGroup, ...] = ()
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -123,6 +126,11 @@ def find_move_groups(
                 reason = reason or error.reason
         if reason and not any(names[0] in group.dims for group in found):
             refused.update(dict.fromkeys(names, reason))
+    for names in together:
+        if names[0] in refused and len(ctx.parameter(names[0]).shape) == 2:
+            lone = _lone_group(captured, ctx, names, decision)
+            if lone is not None:
+                found.append(lone)
     groups = _apart(found)
     if ctx.mesh_dims:
         groups += [other for one in groups if (other := _over_all(captured, ctx, one)) is not None]
@@ -146,15 +154,45 @@ def _starts(reader: fx.Node, ctx: Context, found: Sequence[MoveGroup]) -> tuple[
     return [along], ""
 
 
+def _lone_group(
+    captured: Captured, ctx: Context, names: Sequence[str], decision: Decision
+) -> MoveGroup | None:
+    """These weights of all layers, each as a group alone; None: their weights are fewer bytes.
+
+    Along the dimension that sends fewer bytes.
+    """
+    weight_bytes = ctx.parameter(names[0]).full_bytes
+    found: list[MoveGroup] = []
+    for dim in (0, 1):
+        layers = tuple(((name, dim),) for name in names)
+        group = MoveGroup(layers, weight_bytes, 0, decision, alone=True)
+        try:
+            _check_even(group.dims, ctx, decision)
+            token_bytes = _trial(captured, ctx, dict(layers[0]), decision, alone=True)
+            if len(layers) > 1:
+                _trial(captured, ctx, group.dims, decision, alone=True)
+        except Refused:
+            continue
+        found.append(dataclasses.replace(group, token_bytes=token_bytes))
+    fewest = min(found, key=lambda one: one.token_bytes, default=None)
+    if fewest is None:
+        return None
+    least = _keeping(captured, ctx, fewest) or fewest
+    if least.more_bytes >= 0:
+        return None
+    has_chunks = _has_chunks(captured, ctx, dict(fewest.layers[0]), decision, alone=True)
+    return dataclasses.replace(fewest, has_chunks=has_chunks)
+
+
 def _over_all(captured: Captured, ctx: Context, group: MoveGroup) -> MoveGroup | None:
     """A group within hosts as one that all ranks share; None: they cannot."""
     decision = Decision.SHARD_REGATHER
     first = dict(group.layers[0])
     try:
         _check_even(first, ctx, decision)
-        token_bytes = _trial(captured, ctx, first, decision)
+        token_bytes = _trial(captured, ctx, first, decision, alone=group.alone)
         if len(group.layers) > 1:
-            _trial(captured, ctx, group.dims, decision)
+            _trial(captured, ctx, group.dims, decision, alone=group.alone)
     except Refused:
         return None
     return dataclasses.replace(group, token_bytes=token_bytes, decision=decision)
@@ -166,7 +204,7 @@ def _keeping(captured: Captured, ctx: Context, group: MoveGroup) -> MoveGroup | 
     Of an embedding it gathers the ids.
     """
     decision = dataclasses.replace(group.decision, keep=True)
-    token_bytes = _trial(captured, ctx, dict(group.layers[0]), decision)
+    token_bytes = _trial(captured, ctx, dict(group.layers[0]), decision, alone=group.alone)
     if token_bytes > _MOST_OF * group.token_bytes:
         return None
     return dataclasses.replace(group, token_bytes=token_bytes, decision=decision)
@@ -233,11 +271,15 @@ def _check_even(dims: Mapping[str, int], ctx: Context, decision: Decision) -> No
 
 
 def _has_chunks(
-    captured: Captured, ctx: Context, dims: Mapping[str, int], decision: Decision
+    captured: Captured,
+    ctx: Context,
+    dims: Mapping[str, int],
+    decision: Decision,
+    alone: bool = False,
 ) -> bool:
     """Whether tokens may travel to a group in chunks: tried with two."""
     try:
-        _trial(captured, ctx, dims, decision, chunks=2)
+        _trial(captured, ctx, dims, decision, chunks=2, alone=alone)
     except Refused:
         return False
     return True
@@ -249,8 +291,11 @@ def _trial(
     dims: Mapping[str, int],
     decision: Decision,
     chunks: int = 1,
+    alone: bool = False,
 ) -> int:
     """The bytes that a rank sends for activations that move to these weights.
+
+    ``alone``: each of them is a group.
 
     Raises:
         Refused: an operator has no rule.
@@ -260,11 +305,11 @@ def _trial(
         _set_shards(gm.graph, ctx, dims, decision)
     if chunks > 1:
         weights = {n: (d, chunks) for n, d in dims.items() if len(ctx.parameter(n).shape) > 1}
-        whole = run_in_chunks(graphs, weights)
+        whole = run_in_chunks(graphs, weights, frozenset(weights) if alone else frozenset())
         if whole:
             raise Refused(min(whole.values()), frozenset(whole))
     layout = ctx.cut(decision)
-    rewrite(graphs, dims, ctx, layout, decision.keep)
+    rewrite(graphs, dims, ctx, layout, decision.keep, frozenset(dims) if alone else frozenset())
     full_bytes = sum(
         collective_full_bytes(node)
         for gm in graphs

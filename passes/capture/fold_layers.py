@@ -95,7 +95,10 @@ class Folded:
         """The decisions of a layer's parameters, with their slices, what moves and its chunks."""
         rows = (plan[name] for name in self.layers[layer])
         return tuple(
-            (row.decision, row.slices, row.along, row.kept_slices, row.moves, row.dim, row.chunks)
+            (
+                (row.decision, row.slices, row.along, row.kept_slices),
+                (row.moves, row.dim, row.alone, row.chunks),
+            )
             for row in rows
         )
 

@@ -24,6 +24,8 @@ of a weight, pass pointwise operators and changes of shape, and end at the produ
 the features. All other operators read whole tensors, gradients of weights among them: each is one
 product after the last chunk, and needs no memory for its parts.
 
+A product alone (``passes/move/products.py``) begins and ends chunks.
+
 T tokens in C chunks: the first T mod C chunks have one token more. The ranks have equal sizes, so
 their chunks are equal (``osdp_compile/engine/agreeing.py``). Symbolic sizes stay whole.
 """
@@ -74,14 +76,15 @@ class Chunked:
 def chunk(step: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Run products of a step in chunks. See the module's docstring."""
     if ctx.moves_activations and (chosen := chunks_of(ctx.plan)):
-        NOT_CHUNKED.set(step, run_in_chunks(list(graphs_of(step)), chosen))
+        graphs = list(graphs_of(step))
+        NOT_CHUNKED.set(step, run_in_chunks(graphs, chosen, alone_in(ctx.plan)))
     return step
 
 
 def chunk_inference(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Run products of the graph of an inference in chunks; other graphs stay as they are."""
     if ctx.phase is Phase.INFERENCE and ctx.moves_activations and (chosen := chunks_of(ctx.plan)):
-        NOT_CHUNKED.set(gm, run_in_chunks([gm], chosen))
+        NOT_CHUNKED.set(gm, run_in_chunks([gm], chosen, alone_in(ctx.plan)))
     return gm
 
 
@@ -91,20 +94,28 @@ def chunks_of(plan: Plan) -> dict[str, tuple[int, int]]:
     return {row.name: (row.dim, row.chunks) for row in rows}
 
 
+def alone_in(plan: Plan) -> frozenset[str]:
+    """The weights whose products are groups of their own."""
+    return frozenset(row.name for row in plan.parameters if row.alone)
+
+
 def run_in_chunks(
-    graphs: Sequence[fx.GraphModule], chosen: Mapping[str, tuple[int, int]]
+    graphs: Sequence[fx.GraphModule],
+    chosen: Mapping[str, tuple[int, int]],
+    alone: frozenset[str] = frozenset(),
 ) -> dict[str, str]:
     """Run products in chunks, in a forward and its backward or in one graph.
 
-    ``chosen``: by weight, the dimension that the ranks share, and the number of chunks.
+    ``chosen``: by weight, the dimension that the ranks share, and the number of chunks. ``alone``:
+    those whose products are groups of their own.
 
     Returns the weights whose tokens travel whole in the forward all the same, with the reasons.
     """
-    first = Chunker(graphs[0].graph, chosen)
+    first = Chunker(graphs[0].graph, chosen, alone)
     first.run()
     for gm in graphs[1:]:
         rename_saved(gm.graph.find_nodes(op="placeholder"), first.returned)
-        second = Chunker(gm.graph, chosen)
+        second = Chunker(gm.graph, chosen, alone)
         second.run()
         save_chunks(first.graph, gm.graph, first.joined, second.cut)
     read = {unshard_of(node).name for node in unshards(graphs[0].graph)}
@@ -115,14 +126,16 @@ def run_in_chunks(
 class Chunker:
     """The rewriting of one graph.
 
-    ``chosen``: as in :func:`run_in_chunks`. ``chunked``: by node of the original graph, its chunks.
-    ``ended``: the weights whose chunks reach a last product. ``stopped``: by weight, the reason why
-    its chunks do not. ``returned``: by name of a node that the graph returned, the name of the node
-    in its place.
+    ``chosen``, ``alone``: as in :func:`run_in_chunks`. ``chunked``: by node of the original graph,
+    its chunks. ``ended``: the weights whose chunks reach a last product. ``stopped``: by weight,
+    the reason why its chunks do not. ``returned``: by name of a node that the graph returned, the
+    name of the node in its place.
     """
 
-    def __init__(self, graph: fx.Graph, chosen: Mapping[str, tuple[int, int]]) -> None:
-        self.graph, self.chosen = graph, chosen
+    def __init__(
+        self, graph: fx.Graph, chosen: Mapping[str, tuple[int, int]], alone: frozenset[str]
+    ) -> None:
+        self.graph, self.chosen, self.alone = graph, chosen, alone
         self.chunked: dict[fx.Node, Chunked] = {}
         self.ended: set[str] = set()
         self.stopped: dict[str, str] = {}
@@ -199,18 +212,21 @@ class Chunker:
         if found is None or node.kwargs or rows:
             return None
         name, dim = found
-        if dim == 1 and own is None:
-            slices = self._cut(tokens, 1, self.chosen[name][1])
+        is_alone = name in self.alone
+        if is_alone or (dim == 1 and own is None):
+            source = tokens if own is None else self._whole(tokens)
+            slices = self._cut(source, 1, self.chosen[name][1])
             if slices is None:
                 self.stopped[name] = "its tokens are one, or of any number (dynamic=True)"
                 return None
             names = frozenset([name])
+            self.ended |= names if is_alone else set()
         elif dim == 0 and own is not None and own.lead == 1 and not own.is_end:
             slices, names = own.nodes, own.names | {name}
             self.ended |= names
         else:
             return None
-        if dim == 1:
+        if dim == 1 and not is_alone:
             given = [(*bias, one, other) for one in slices]
             products = [self._emit(at, node.target, args) for at, args in enumerate(given)]
             return Chunked(tuple(products), 1, names)

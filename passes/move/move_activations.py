@@ -82,8 +82,13 @@ def _move(graphs: list[fx.GraphModule], ctx: Context) -> dict[str, str]:
         chosen, others = _movable(graphs, ctx, decision)
         refused |= others
         if chosen:
-            rewrite(graphs, chosen, ctx, ctx.cut(decision), decision.keep)
+            rewrite(graphs, chosen, ctx, ctx.cut(decision), decision.keep, _alone(chosen, ctx))
     return refused
+
+
+def _alone(chosen: Mapping[str, int], ctx: Context) -> frozenset[str]:
+    """The weights among these whose products are groups of their own."""
+    return frozenset(name for name in chosen if ctx.plan[name].alone)
 
 
 def _movable(
@@ -100,7 +105,7 @@ def _movable(
     while chosen:
         try:
             copies = [copy_module(gm) for gm in graphs]
-            rewrite(copies, chosen, ctx, ctx.cut(decision), decision.keep)
+            rewrite(copies, chosen, ctx, ctx.cut(decision), decision.keep, _alone(chosen, ctx))
             break
         except Refused as error:
             for name in error.names & chosen.keys():
@@ -115,17 +120,19 @@ def rewrite(
     ctx: Context,
     layout: ShardLayout,
     keep_tokens: bool = False,
+    alone: frozenset[str] = frozenset(),
 ) -> None:
     """Move activations to these parameters, in a forward and its backward or in one graph.
 
     ``dims``: the sharded dimension of each parameter. ``layout``: the ranks that share them.
-    ``keep_tokens``: the backward reads the tokens that the forward gathered.
+    ``keep_tokens``: the backward reads the tokens that the forward gathered. ``alone``: the weights
+    whose products are groups of their own.
 
     Raises:
         Refused: naming the operator without a rule. The graphs are then half rewritten.
     """
     count = saved_count(graphs[1].graph) if len(graphs) == 2 else 0
-    first = Mover(graphs[0].graph, dims, ctx, {}, layout)
+    first = Mover(graphs[0].graph, dims, ctx, {}, layout, alone=alone)
     first.run()
     saved = _return(first, count)
     _remove_unused(first)
@@ -143,7 +150,7 @@ def rewrite(
             own.meta = {**node.meta, **own.meta}
             inputs[node] = placed.of(own)
     kept = KeptTokens(first) if keep_tokens else None
-    second = Mover(backward, dims, ctx, inputs, layout, kept)
+    second = Mover(backward, dims, ctx, inputs, layout, kept, alone)
     second.run()
     _return(second, 0)
     for node in inputs:

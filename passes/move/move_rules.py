@@ -48,7 +48,7 @@ from passes.move.layouts import (
 )
 from passes.move.placed import PartialSum, Placed, Refused
 from passes.move.pointwise import pointwise, shared
-from passes.move.products import product
+from passes.move.products import lone_gradient, lone_product, lone_products, product
 from passes.move.reductions import looked_up, maximum, summed
 from passes.move.spread import constants_of, is_pointwise, named
 from passes.move.tables import embedded, table_gradient
@@ -78,7 +78,9 @@ class Mover:
 
     ``placed``: by node of the original graph, its placed form. ``partial``: its partial sum.
     ``replaced``: by name of a node that is no more, the name of the node in its place.
-    ``dims``: by parameter, the dimension that the ranks share. ``ranks``: their number; ``place``:
+    ``dims``: by parameter, the dimension that the ranks share. ``alone``: the weights whose
+    products are groups of their own. ``lone``: the products of their gradients (``products.py``);
+    ``lone_totals``: these for the tokens of all ranks. ``ranks``: their number; ``place``:
     this rank's index among them; ``group``: their process group. ``between``: the process group of
     the ranks with the same parts on other hosts; "": there are none. ``totals``: the sums of
     partial sums, in graph order. ``gradients``: the gradients of weights that stay, each with the
@@ -86,7 +88,8 @@ class Mover:
     tensors in other placements. ``constants``: tensors that numbers of the graph alone make.
     ``equal``: these, and tensors of gathered weights; they are equal on all ranks.
     ``gathered``: by local tensor, the tokens of all ranks. ``kept``: those of the forward that the
-    backward reads; None: it gathers them again. ``stacks``: the same of experts.
+    backward reads; None: it gathers them again. ``stacks``: the same of experts. ``exchanged``: by
+    local tensor, this rank's features of the tokens of all ranks.
     ``purposes``: by direction and weight, the number of its collectives of tokens. ``flat_ids``:
     by tensor of ids, its flat form.
     ``meta``: of the original node that new nodes belong to.
@@ -100,8 +103,11 @@ class Mover:
         inputs: Mapping[fx.Node, Placed],
         layout: ShardLayout,
         kept: KeptTokens | None = None,
+        alone: frozenset[str] = frozenset(),
     ) -> None:
         self.graph, self.dims, self.ctx, self.kept = graph, dims, ctx, kept
+        self.alone, self.lone = alone, lone_products(graph, dims, alone)
+        self.lone_totals: dict[fx.Node, fx.Node] = {}
         self.ranks, self.place, self.group = layout.ranks, layout.place, layout.group_name
         self.between = layout.between
         self.placed: dict[fx.Node, Placed] = dict(inputs)
@@ -112,6 +118,7 @@ class Mover:
         self.spreads: dict[tuple[Any, ...], fx.Node | None] = {}
         self.gathered: dict[fx.Node, fx.Node] = {}
         self.stacks: dict[tuple[fx.Node, bool], fx.Node] = {}
+        self.exchanged: dict[fx.Node, fx.Node] = {}
         self.purposes: dict[tuple[bool, str], int] = {}
         self.flat_ids: dict[fx.Node, fx.Node] = {}
         self.meta: dict[str, Any] = {}
@@ -142,6 +149,10 @@ class Mover:
         is_weight = node.target is UNSHARD and unshard_of(node).name in self.dims
         is_gradient = node.target is REDUCE_GRAD and reduce_grad_of(node).name in self.dims
         reads = any(one in self.placed for one in node.all_input_nodes)
+        if node in self.lone:
+            self.meta = node.meta
+            self.lone_totals[node] = lone_product(self, node)
+            return
         if not (is_weight or is_gradient or reads):
             return
         self.meta = node.meta
@@ -188,7 +199,8 @@ class Mover:
         marker = reduce_grad_of(node)
         found = self.placed.get(marker.gradient)
         if found is None:
-            return self._mean(table_gradient(self, node), node)
+            total = lone_gradient if marker.name in self.alone else table_gradient
+            return self._mean(total(self, node), node)
         if not found.is_total or found.features != self.dims.get(marker.name):
             raise self.refused(node, f"the gradient of {marker.name} is not the slice that stays")
         return self._mean(found.node, node)

@@ -5,20 +5,33 @@ local tokens, columns of a weight      the tokens are gathered; each rank has so
 features of tokens, rows of a weight   a partial sum
 local tokens, features of tokens       the tokens are gathered; a total (a weight's gradient)
 =====================================  ========================================================
+
+A weight that is a group of its own (``alone``) needs no rule for what is around its product. With T
+tokens a rank and N ranks, x [T, d] and a weight of F columns:
+
+====================================  =========================================================
+columns, x                            x is gathered; the result [N T, F/N] returns in an
+                                      all-to-all: [T, F]
+rows, x                               an all-to-all gives this rank's features of all tokens,
+                                      [N T, d/N]; a partial sum
+the weight's gradient                 of the tokens of all ranks, gathered, and this rank's
+                                      features of them
+====================================  =========================================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
 from passes.move.heads import origin
-from passes.move.placed import PartialSum, Placed
-from passes.move.spread import named
-from passes.move.token_collectives import all_tokens
+from passes.move.placed import PartialSum, Placed, Refused
+from passes.move.spread import COPIES, named
+from passes.move.token_collectives import all_tokens, features_of_all, own_tokens
+from passes.ops.markers import REDUCE_GRAD, reduce_grad_of
 from passes.split.split_rules import operands_of, permuted_dims
 
 if TYPE_CHECKING:
@@ -40,8 +53,11 @@ def product(mover: Mover, node: fx.Node) -> Placed | PartialSum:
             part = mover.emit(_aten.mm.default, (left.node, right.node))
             sizes = (-1, node.meta["val"].shape[1])
             return PartialSum(part, sizes, tuple(bias), right.names)
-    elif right and left is None and right.is_weight and right.features == 1:
-        return _columns(mover, node, one, right, bias)
+    elif right and left is None and right.is_weight:
+        if right.names <= mover.alone:
+            return _alone(mover, node, one, right, bias)
+        if right.features == 1:
+            return _columns(mover, node, one, right, bias)
     elif left and right is None and (left.tokens, left.features) == (1, 0) and not bias:
         tokens = all_tokens(mover, other, node, left.names)
         made = mover.emit(node.target, (left.node, tokens))
@@ -73,12 +89,95 @@ def _columns(
     return Placed(made, 0, 1, names)
 
 
-def _all_tokens_turned(mover: Mover, turned: fx.Node, node: fx.Node, placed: Placed) -> fx.Node:
-    """The tokens of all ranks along the second dimension of a matrix."""
+def _alone(
+    mover: Mover, node: fx.Node, tokens: fx.Node, weight: Placed, bias: Sequence[fx.Node]
+) -> PartialSum:
+    """Local tokens times a weight that is a group of its own; the result is local."""
+    if any(one in mover.placed for one in bias):
+        raise mover.refused(node, "the bias of a weight that stays alone is sliced")
+    names = weight.names
+    if weight.features == 1:
+        everything = all_tokens(mover, tokens, node, names)
+        part = mover.emit(_aten.mm.default, (everything, weight.node))
+        return PartialSum(part, (), tuple(bias), names, own_tokens)
+    own = features_of_all(mover, tokens, node, names)
+    part = mover.emit(_aten.mm.default, (own, weight.node))
+    return PartialSum(part, (-1, node.meta["val"].shape[1]), tuple(bias), names)
+
+
+def lone_products(
+    graph: fx.Graph, dims: Mapping[str, int], alone: Collection[str]
+) -> dict[fx.Node, tuple[str, int]]:
+    """The products that give gradients of weights alone: the weight, and the dimension to share.
+
+    ``dims``: the dimension of each weight.
+    """
+    found: dict[fx.Node, tuple[str, int]] = {}
+    for node in graph.find_nodes(op="call_function", target=REDUCE_GRAD) if alone else ():
+        marker = reduce_grad_of(node)
+        if marker.name not in alone:
+            continue
+        stack = [(marker.gradient, dims[marker.name])]
+        while stack:
+            source, dim = stack.pop()
+            if source.target is _aten.mm.default:
+                found[source] = marker.name, dim
+            elif source.target is _aten.permute.default:
+                stack.append((source.all_input_nodes[0], 1 - dim))
+            elif source.target in COPIES or source.target is _aten.add.Tensor:
+                stack += [(one, dim) for one in source.all_input_nodes]
+    return found
+
+
+def lone_product(mover: Mover, node: fx.Node) -> fx.Node:
+    """A product of local tokens, as this rank's slice of it for the tokens of all ranks."""
+    name, dim = mover.lone[node]
+    names = frozenset([name])
+    one, other = operands_of(node)
+    if one in mover.placed or other in mover.placed:
+        raise Refused(f"the gradient of {name} is a product of sliced tokens", names)
+    source = _turned_back(mover, one)
+    if dim == 0:
+        left = features_of_all(mover, source, node, names)
+        right = all_tokens(mover, other, node, names)
+    else:
+        left = all_tokens(mover, source, node, names)
+        right = features_of_all(mover, other, node, names)
+    turned = mover.emit(_aten.permute.default, (left, [1, 0]))
+    return mover.emit(_aten.mm.default, (turned, right))
+
+
+def lone_gradient(mover: Mover, node: fx.Node) -> fx.Node:
+    """The total of the gradient of a weight alone: of its products, and what follows them.
+
+    ``node``: the marker of the gradient.
+    """
+    marker = reduce_grad_of(node)
+
+    def total(source: fx.Node) -> fx.Node:
+        if source in mover.lone_totals:
+            return mover.lone_totals[source]
+        is_layout = source.target in COPIES or source.target is _aten.permute.default
+        if not is_layout and source.target is not _aten.add.Tensor:
+            reason = f"the gradient of {marker.name} is no product with tokens"
+            raise Refused(reason, frozenset([marker.name]))
+        args, kwargs = fx.node.map_arg((source.args, source.kwargs), total)
+        return mover.emit(source.target, args, kwargs)
+
+    return total(marker.gradient)
+
+
+def _turned_back(mover: Mover, turned: fx.Node) -> fx.Node:
+    """Tokens of which a matrix is the transpose."""
     if turned.target is _aten.permute.default and permuted_dims(turned) == [1, 0]:
         (source, *_) = turned.all_input_nodes
-    else:  # the forward saves the transposed matrix
-        source = mover.emit(_aten.permute.default, (turned, [1, 0]))
+        return source
+    return mover.emit(_aten.permute.default, (turned, [1, 0]))  # the forward saves the transpose
+
+
+def _all_tokens_turned(mover: Mover, turned: fx.Node, node: fx.Node, placed: Placed) -> fx.Node:
+    """The tokens of all ranks along the second dimension of a matrix."""
+    source = _turned_back(mover, turned)
     everything = all_tokens(mover, source, node, placed.names)
     return mover.emit(_aten.permute.default, (everything, [1, 0]))
 

@@ -52,14 +52,27 @@ def all_tokens(mover: Mover, tokens: fx.Node, node: fx.Node, names: frozenset[st
     if kept is not None:
         mover.gathered[tokens] = kept
         return kept
+    _collect(mover, tokens, mover.gathered, lambda one: _gathered(mover, one, node, names))
+    return mover.gathered[tokens]
+
+
+def _collect(
+    mover: Mover,
+    tokens: fx.Node,
+    found: dict[fx.Node, fx.Node],
+    collective: Callable[[fx.Node], fx.Node],
+) -> None:
+    """Add to ``found`` what a collective gives for tokens; one collective for each chunk of them.
+
+    ``found``: by local tensor, what is of the tokens of all ranks.
+    """
     whole = tokens.all_input_nodes[0] if CHUNK.is_set(tokens) else tokens
     chunks = _chunks_of(whole)
     for one in chunks or [tokens]:
-        if one not in mover.gathered:
-            mover.gathered[one] = _gathered(mover, one, node, names)
+        if one not in found:
+            found[one] = collective(one)
     if chunks and tokens is whole:
-        mover.gathered[whole] = joined_tokens(mover, [mover.gathered[one] for one in chunks])
-    return mover.gathered[tokens]
+        found[whole] = joined_tokens(mover, [found[one] for one in chunks])
 
 
 def _chunks_of(whole: fx.Node) -> list[fx.Node]:
@@ -267,13 +280,45 @@ STACKS: dict[tuple[int, int | None, int], Callable[[Mover, fx.Node, frozenset[st
 }
 
 
+def features_of_all(mover: Mover, tokens: fx.Node, node: fx.Node, names: frozenset[str]) -> fx.Node:
+    """This rank's features of the tokens of all ranks: ``[T, F]`` to ``[N T, F/N]``.
+
+    ``node``: the operator that reads them, for these weights.
+    """
+    tokens_of_rank, features = tokens.meta["val"].shape
+    if not isinstance(tokens_of_rank, int):
+        raise Refused("its tokens are of any number (dynamic=True)", names)
+    if not isinstance(features, int) or features % mover.ranks:
+        raise mover.refused(node, f"{mover.ranks} ranks do not divide {features} features")
+
+    def exchanged(one: fx.Node) -> fx.Node:
+        sizes = [-1, mover.ranks, features // mover.ranks]
+        by_rank = mover.emit(_aten.reshape.default, (one, sizes))
+        turned = mover.emit(_aten.permute.default, (by_rank, [1, 0, 2]))
+        return _exchanged(mover, turned, sizes[2:], names, gathers=True)
+
+    _collect(mover, tokens, mover.exchanged, exchanged)
+    return mover.exchanged[tokens]
+
+
+def own_tokens(mover: Mover, part: fx.Node, names: frozenset[str]) -> fx.Node:
+    """The features of all ranks for the own tokens: ``[N T, F/N]`` to ``[T, F]``."""
+    tokens, features = part.meta["val"].shape
+    if not isinstance(tokens, int):
+        raise Refused("its tokens are of any number (dynamic=True)", names)
+    own = tokens // mover.ranks
+    received = _exchanged(mover, part, [own, features], names, gathers=False)
+    turned = mover.emit(_aten.permute.default, (received, [1, 0, 2]))
+    return mover.emit(_aten.reshape.default, (turned, [own, mover.ranks * features]))
+
+
 def _exchanged(
     mover: Mover, rows: fx.Node, sizes: Sequence[Any], names: frozenset[str], gathers: bool
 ) -> fx.Node:
     """This rank's part of the rows of every rank, each of some sizes, in an all-to-all."""
     graph, shape = mover.graph, rows.meta["val"].shape
     if not all(isinstance(size, int) for size in shape):
-        raise Refused("its experts have any number of tokens (dynamic=True)", names)
+        raise Refused("its tokens are of any number (dynamic=True)", names)
     own = rows if rows.meta["val"].is_contiguous() else compact(graph, rows)
     packed, purpose = flat(graph, own), _purpose(mover, names, gathers)
     if mover.ctx.uses_p2p:

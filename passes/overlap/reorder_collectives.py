@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import fx
 
 from passes.annotate.annotate_costs import collective_full_bytes, cost_of
@@ -76,6 +77,7 @@ from passes.types.annotations import Reason
 from passes.types.context import Context
 from passes.types.plan import Collective
 
+_CLONE = torch.ops.aten.clone.default
 #: Number of schedules to try before the one with nothing in flight.
 _ROOM_TRIES = 6
 
@@ -274,10 +276,14 @@ def _extra_bytes(start: fx.Node, before: list[fx.Node], gathers: bool) -> int:
 
 
 def _is_from_inputs(start: fx.Node) -> bool:
-    """Whether a collective sends an input of the graph, in another layout at most."""
+    """Whether a collective sends an input of the graph, in another layout at most.
+
+    Its copy then moves with it.
+    """
     source = start
     while source.op == "call_function":
-        if source is not start and not (is_alias(source) or is_packing(source)):
+        is_layout = is_alias(source) or is_packing(source) or source.target is _CLONE
+        if source is not start and not is_layout:
             return False
         (source, *_) = source.all_input_nodes
     return source.op == "placeholder"

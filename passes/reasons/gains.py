@@ -83,6 +83,8 @@ def gains_of_moves(evaluator: PlanEvaluator, key: Candidate) -> dict[str, str]:
             saved_bytes = then.peak_bytes - now.peak_bytes
             said = "activations: " + _gain(longer_seconds, saved_bytes, "moving weights")
             said += _gain_of_chunks(evaluator, key, groups)
+            if group.alone:
+                said += f"; alone: {evaluator.move_groups.refused[min(group.dims)]}"
         else:
             times = group.token_bytes / (2 * group.weight_bytes)
             said = f"its weight moves: activations would be {times:.2g}x the bytes of the weights"

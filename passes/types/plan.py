@@ -77,6 +77,9 @@ class ParameterPlan:
         chunks: number of chunks in which the tokens of a rank travel to it, one of them while
             another one computes (``passes/chunk/chunk_tokens.py``); 1: whole. All parameters of a
             group have the same number.
+        alone: its product is a group of its own: the ranks exchange the features of its result, and
+            of the gradient, so that each has its own tokens whole. False: a rank has some features
+            up to the product that contracts them.
     """
 
     name: str
@@ -92,6 +95,7 @@ class ParameterPlan:
     moves: Moves = Moves.WEIGHT
     dim: int = 0
     chunks: int = 1
+    alone: bool = False
 
     def __post_init__(self) -> None:
         stays = self.moves is Moves.ACTIVATIONS
@@ -101,6 +105,10 @@ class ParameterPlan:
             raise ValueError(
                 f"parameter {self.name!r}: chunks={self.chunks} needs a number of at least 1, and "
                 "above 1 moves='activations'"
+            )
+        if self.alone and (not stays or len(self.shape) != 2):
+            raise ValueError(
+                f"parameter {self.name!r}: alone=True needs a matrix with moves='activations'"
             )
         if stays and (not self.decision.sharded or self.slices > 1):
             raise ValueError(
@@ -355,6 +363,7 @@ class Plan:
         within_hosts: bool = False,
         keep_tokens: bool = False,
         chunks: int = 1,
+        alone: bool = False,
     ) -> Plan:
         """A copy in which these parameters stay where they are, and activations move.
 
@@ -366,12 +375,13 @@ class Plan:
         gathers them again.
         ``chunks``: in how many chunks a rank's tokens travel to the two linears of an MLP, or the
         three of a gated one; 1: whole.
+        ``alone``: each of these weights is a group of its own, whatever reads its product.
 
         The copy has no order of collectives and no prediction.
 
         Raises:
             ValueError: if the ranks cannot share a parameter evenly along its dimension, if the
-                plan has no hosts, or if ``chunks`` is below 1.
+                plan has no hosts, if ``chunks`` is below 1, or if ``alone`` is not for matrices.
 
         Examples:
             >>> import torch
@@ -403,6 +413,7 @@ class Plan:
                 moves=Moves.ACTIVATIONS,
                 dim=dim,
                 chunks=chunks,
+                alone=alone,
                 slices=1,
                 along=0,
                 like=None,
