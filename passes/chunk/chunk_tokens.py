@@ -40,6 +40,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.chunk.chunk_sequences import joined, on_sequences, sequences_around
+from passes.chunk.chunked import Chunked, is_static, sizes_of
 from passes.chunk.save_chunks import save_chunks
 from passes.graph.fx_utils import RESHAPES, call, remove_dead
 from passes.graph.metadata import CHUNK, NOT_CHUNKED
@@ -54,23 +56,6 @@ from passes.types.context import Context, Phase
 from passes.types.plan import Plan
 
 _aten = torch.ops.aten
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunked:
-    """A tensor in chunks of its tokens.
-
-    ``nodes``: the chunks, each ``[tokens, ...]``. ``lead``: the number of the whole tensor's first
-    dimensions that are tokens. ``names``: the weights that it comes from. ``is_end``: it is the
-    result of the last product. ``others``: a bias, and whole tensors, that are added
-    to the whole tensor. So nothing waits for the sum of one chunk.
-    """
-
-    nodes: tuple[fx.Node, ...]
-    lead: int
-    names: frozenset[str]
-    is_end: bool = False
-    others: tuple[fx.Node, ...] = ()
 
 
 def chunk(step: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -141,7 +126,8 @@ class Chunker:
         self.stopped: dict[str, str] = {}
         self.returned: dict[str, str] = {}
         self._index: dict[fx.Node, int] = {}  # by node of a chunk, the number of the chunk
-        self._slices: dict[tuple[fx.Node, int, int], tuple[fx.Node, ...]] = {}
+        self._slices: dict[tuple[fx.Node, int, tuple[int, ...]], tuple[fx.Node, ...]] = {}
+        self.again: dict[tuple[fx.Node, tuple[int, ...]], tuple[fx.Node, ...]] = {}
         self._joined: dict[fx.Node, fx.Node] = {}
         self._done: set[fx.Node] = set()  # nodes that read whole tensors
         self._meta: dict[str, Any] = {}  # of the node that is being replaced
@@ -181,7 +167,9 @@ class Chunker:
         if node.target in (_aten.mm.default, _aten.addmm.default):
             return self._product(node)
         own = {one: self.chunked[one] for one in node.all_input_nodes if one in self.chunked}
-        if not own or not _is_static(node):
+        if any(found.sequences for found in own.values()):
+            return on_sequences(self, node, own)
+        if not own or not is_static(node):
             return None
         if node.target in RESHAPES:
             (found,) = own.values()
@@ -200,7 +188,8 @@ class Chunker:
             if node.op == "output":
                 self.returned[source.name] = whole.name
             elif not self.chunked[source].is_end:
-                reason = f"{named(node)} has no rule for chunks of tokens"
+                what = "sequences" if self.chunked[source].sequences else "tokens"
+                reason = f"{named(node)} has no rule for chunks of {what}"
                 for name in self.chunked[source].names:
                     self.stopped.setdefault(name, reason)
 
@@ -213,11 +202,11 @@ class Chunker:
             return None
         name, dim = found
         is_alone = name in self.alone
+        sequences: tuple[int, ...] = ()
         if is_alone or (dim == 1 and own is None):
             source = tokens if own is None else self._whole(tokens)
-            slices = self._cut(source, 1, self.chosen[name][1])
+            slices, sequences = self._begun(node, source, name)
             if slices is None:
-                self.stopped[name] = "its tokens are one, or of any number (dynamic=True)"
                 return None
             names = frozenset([name])
             self.ended |= names if is_alone else set()
@@ -228,12 +217,38 @@ class Chunker:
             return None
         if dim == 1 and not is_alone:
             given = [(*bias, one, other) for one in slices]
-            products = [self._emit(at, node.target, args) for at, args in enumerate(given)]
-            return Chunked(tuple(products), 1, names)
-        products = [self._emit(at, _aten.mm.default, (one, other)) for at, one in enumerate(slices)]
+            products = [self.emit(at, node.target, args) for at, args in enumerate(given)]
+            return Chunked(tuple(products), 1, names, sequences=sequences)
+        products = [self.emit(at, _aten.mm.default, (one, other)) for at, one in enumerate(slices)]
         for index, one in enumerate(products):
             CHUNK.set(one, Chunk(index, len(products)))
         return Chunked(tuple(products), 1, names, is_end=True, others=tuple(bias))
+
+    def _begun(
+        self, node: fx.Node, tokens: fx.Node, name: str
+    ) -> tuple[tuple[fx.Node, ...] | None, tuple[int, ...]]:
+        """The slices of the tokens that a first product reads, and the sequences of each.
+
+        No sequences: the slices are of any tokens. None: the tokens travel whole.
+        """
+        count = self.chosen[name][1]
+        batch = 0 if name in self.alone else sequences_around(node, self._is_last)
+        if not batch:
+            slices = self._cut(tokens, 1, count)
+            if slices is None:
+                self.stopped[name] = "its tokens are one, or of any number (dynamic=True)"
+            return slices, ()
+        rows = tokens.meta["val"].shape[0]
+        if batch == 1 or rows % batch:
+            self.stopped[name] = "its attention reads one sequence a rank"
+            return None, ()
+        sequences = sizes_of(batch, count)
+        return self.slices(tokens, 1, [rows // batch * one for one in sequences]), tuple(sequences)
+
+    def _is_last(self, node: fx.Node) -> bool:
+        """Whether a product contracts features of a weight in chunks."""
+        found = self._weight(operands_of(node)[-1])
+        return found is not None and found[1] == 0 and found[0] not in self.alone
 
     def _weight(self, node: fx.Node) -> tuple[str, int] | None:
         """The weight that a product reads, and the operand's dimension that the ranks share.
@@ -263,7 +278,7 @@ class Chunker:
         inner, nodes = list(shape[lead:]), list(found.nodes)
         if inner != list(nodes[0].meta["val"].shape[1:]):
             nodes = [
-                self._emit(index, _aten.reshape.default, (one, [one.meta["val"].shape[0], *inner]))
+                self.emit(index, _aten.reshape.default, (one, [one.meta["val"].shape[0], *inner]))
                 for index, one in enumerate(nodes)
             ]
         return dataclasses.replace(found, nodes=tuple(nodes), lead=lead)
@@ -289,11 +304,12 @@ class Chunker:
         first = own[0]
         if len(own) == 1:
             return dataclasses.replace(first, others=first.others + others)
-        if not all(one.is_end for one in own) or len({(o.lead, len(o.nodes)) for o in own}) > 1:
+        shapes = {(one.lead, *(chunk.meta["val"].shape for chunk in one.nodes)) for one in own}
+        if not all(one.is_end for one in own) or len(shapes) > 1:
             return None
         sums = []
         for index, pair in enumerate(zip(*(one.nodes for one in own), strict=True)):
-            sums.append(self._emit(index, node.target, pair))
+            sums.append(self.emit(index, node.target, pair))
             for one in pair:  # they are added up with the sum
                 CHUNK.pop(one)
             CHUNK.set(sums[-1], Chunk(index, len(first.nodes)))
@@ -312,7 +328,7 @@ class Chunker:
         for index in range(count):
             own = {source: parts[index] for source, parts in inputs.items()}
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), own.__getitem__)
-            nodes.append(self._emit(index, node.target, args, kwargs))
+            nodes.append(self.emit(index, node.target, args, kwargs))
         return Chunked(tuple(nodes), lead, names)
 
     def _beside(
@@ -330,23 +346,24 @@ class Chunker:
         own = self.chunked.get(node)
         if own is not None:
             is_equal = not own.is_end and (own.lead, len(own.nodes)) == (lead, count)
+            is_equal = is_equal and not own.sequences
             is_equal = is_equal and node.meta["val"].dim() == len(shape)
             return own.nodes if is_equal and node.meta["val"].shape[:lead] == shape[:lead] else None
         value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or not _is_static(node):
+        if not isinstance(value, torch.Tensor) or not is_static(node):
             return None
         tokens = value.shape[: max(0, lead - len(shape) + value.dim())]
         inner = list(value.shape[len(tokens) :])
         if not tokens:
             return (node,) * count
         if all(size == 1 for size in tokens):
-            return (self._made(_aten.reshape.default, (node, inner)),) * count
+            return (self.made(_aten.reshape.default, (node, inner)),) * count
         if tuple(tokens) != tuple(shape[:lead]):
             return None
         if is_filled(node):  # as in other graphs, and not the slice of a constant
-            sizes = _sizes(math.prod(tokens), count)
+            sizes = sizes_of(math.prod(tokens), count)
             return tuple(
-                self._made(node.target, ([size, *inner], *node.args[1:]), node.kwargs)
+                self.made(node.target, ([size, *inner], *node.args[1:]), node.kwargs)
                 for size in sizes
             )
         return self._again(node, lead, count, names) or self._cut(*_unviewed(node, lead), count)
@@ -371,9 +388,13 @@ class Chunker:
         """The slices of a whole tensor's tokens, directly after it; None: it has one token."""
         shape = node.meta["val"].shape
         tokens = math.prod(shape[:lead])
-        if not _is_static(node) or tokens < 2:
+        if not is_static(node) or tokens < 2:
             return None
-        key = node, lead, count
+        return self.slices(node, lead, sizes_of(tokens, count))
+
+    def slices(self, node: fx.Node, lead: int, sizes: Sequence[int]) -> tuple[fx.Node, ...]:
+        """The slices of a whole tensor's tokens of these sizes, directly after it."""
+        key = node, lead, tuple(sizes)
         if key not in self._slices:
             flat, place = node, node.next
             while place.op == "placeholder":
@@ -381,10 +402,11 @@ class Chunker:
             start, nodes = 0, []
             with self.graph.inserting_before(place):
                 if lead > 1:
-                    flat = self._made(_aten.reshape.default, (node, [tokens, *shape[lead:]]))
-                for index, size in enumerate(_sizes(tokens, count)):
-                    nodes.append(self._made(_aten.slice.Tensor, (flat, 0, start, start + size)))
-                    CHUNK.set(nodes[-1], Chunk(index, min(count, tokens)))
+                    shape = node.meta["val"].shape
+                    flat = self.made(_aten.reshape.default, (node, [sum(sizes), *shape[lead:]]))
+                for index, size in enumerate(sizes):
+                    nodes.append(self.made(_aten.slice.Tensor, (flat, 0, start, start + size)))
+                    CHUNK.set(nodes[-1], Chunk(index, len(sizes)))
                     start += size
             self._slices[key] = tuple(nodes)
         return self._slices[key]
@@ -393,22 +415,25 @@ class Chunker:
         """A whole tensor, of its chunks."""
         if node not in self._joined:
             found, shape = self.chunked[node], list(node.meta["val"].shape)
-            whole = self._made(_aten.cat.default, (list(found.nodes),))
+            if found.sequences:
+                self._joined[node] = joined(self, node, found)
+                return self._joined[node]
+            whole = self.made(_aten.cat.default, (list(found.nodes),))
             if list(whole.meta["val"].shape) != shape:
-                whole = self._made(_aten.reshape.default, (whole, shape))
+                whole = self.made(_aten.reshape.default, (whole, shape))
             for one in found.others:
                 other = self._whole(one) if one in self.chunked else one
-                whole = self._made(_aten.add.Tensor, (whole, other))
+                whole = self.made(_aten.add.Tensor, (whole, other))
             self._joined[node] = whole
         return self._joined[node]
 
-    def _emit(self, index: int, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
+    def emit(self, index: int, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
         """A new node of a chunk."""
-        node = self._made(target, args, kwargs)
+        node = self.made(target, args, kwargs)
         self._index[node] = index
         return node
 
-    def _made(self, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
+    def made(self, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
         """A new node, with metadata of the original one."""
         node = call(self.graph, target, args, kwargs=kwargs)
         node.meta.update((key, self._meta[key]) for key in KEPT if key in self._meta)
@@ -439,19 +464,3 @@ def _unviewed(node: fx.Node, lead: int) -> tuple[fx.Node, int]:
             break
         node, lead = source, before
     return node, lead
-
-
-def _sizes(tokens: int, count: int) -> list[int]:
-    """The tokens of each chunk.
-
-    >>> _sizes(10, 4), _sizes(3, 4)
-    ([3, 3, 2, 2], [1, 1, 1])
-    """
-    least, more = divmod(tokens, min(count, tokens))
-    return [least + (index < more) for index in range(min(count, tokens))]
-
-
-def _is_static(node: fx.Node) -> bool:
-    """Whether all sizes of a tensor are numbers."""
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and all(isinstance(one, int) for one in value.shape)

@@ -52,7 +52,8 @@ class Frame:
 
 def spread(mover: Mover, node: fx.Node, frame: Frame) -> fx.Node | None:
     """A local tensor as its part of a frame; None: this rank cannot compute it."""
-    key = node, frame.tokens, frame.features, len(frame.sizes)
+    rows = frame.sizes[0] if frame.sizes and isinstance(frame.sizes[0], int) else None
+    key = node, frame.tokens, frame.features, len(frame.sizes), rows
     if key not in mover.spreads:
         mover.spreads[key] = _spread(mover, node, frame)
     return mover.spreads[key]
