@@ -77,9 +77,7 @@ def _shape_of_query(node: fx.Node) -> list[int]:
     return list(query.meta["val"].shape) if is_static(query) else []
 
 
-def on_sequences(
-    chunker: Chunker, node: fx.Node, own: Mapping[fx.Node, Chunked]
-) -> Chunked | None:
+def on_sequences(chunker: Chunker, node: fx.Node, own: Mapping[fx.Node, Chunked]) -> Chunked | None:
     """An operator chunk by chunk of sequences; None: it mixes sequences, or has no rule.
 
     ``own``: its inputs in chunks.
@@ -247,23 +245,3 @@ def _behind(
     """New nodes directly behind a node, for each chunk."""
     with chunker.graph.inserting_before(node.next):
         return tuple(chunker.made(target, args, node.kwargs) for args in given)
-
-
-def joined(chunker: Chunker, node: fx.Node, found: Chunked) -> fx.Node:
-    """The whole tensor of chunks of sequences, in the memory layout that it had.
-
-    A result without sequences, as a state of random numbers that nothing reads, is the first one.
-    """
-    value, first = node.meta["val"], found.nodes[0]
-    parts = [one.meta["val"] for one in found.nodes]
-    if not isinstance(value, torch.Tensor) or value.dim() == 0:
-        return first
-    if sum(one.shape[0] for one in parts) != value.shape[0]:
-        return first
-    order = sorted(range(value.dim()), key=lambda dim: (-value.stride(dim), dim))
-    if order == list(range(value.dim())) or order[0] != 0:
-        return chunker.made(_aten.cat.default, (list(found.nodes),))
-    turned = [chunker.made(_aten.permute.default, (one, order)) for one in found.nodes]
-    whole = chunker.made(_aten.cat.default, (turned,))
-    back = [order.index(dim) for dim in range(len(order))]
-    return chunker.made(_aten.permute.default, (whole, back))

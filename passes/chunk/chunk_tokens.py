@@ -40,8 +40,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.chunk.chunk_sequences import joined, on_sequences, sequences_around
-from passes.chunk.chunked import Chunked, is_static, sizes_of
+from passes.chunk.chunk_sequences import on_sequences, sequences_around
+from passes.chunk.chunked import Chunked, is_static, joined, sizes_of
 from passes.chunk.save_chunks import save_chunks
 from passes.graph.fx_utils import RESHAPES, call, remove_dead
 from passes.graph.metadata import CHUNK, NOT_CHUNKED
@@ -102,7 +102,7 @@ def run_in_chunks(
         rename_saved(gm.graph.find_nodes(op="placeholder"), first.returned)
         second = Chunker(gm.graph, chosen, alone)
         second.run()
-        save_chunks(first.graph, gm.graph, first.joined, second.cut)
+        save_chunks(first.graph, gm.graph, first.joined, second.cut, first.of_sequences)
     read = {unshard_of(node).name for node in unshards(graphs[0].graph)}
     left = sorted(read & chosen.keys() - first.ended)
     return {name: first.stopped.get(name, "it is in no two products of tokens") for name in left}
@@ -137,6 +137,11 @@ class Chunker:
         """By whole tensor that is joined of chunks, these chunks."""
         own = self._joined.items()
         return {one: self.chunked[n].nodes for n, one in own if not self.chunked[n].others}
+
+    @property
+    def of_sequences(self) -> set[fx.Node]:
+        """The whole tensors that are joined of chunks of sequences."""
+        return {one for node, one in self._joined.items() if self.chunked[node].sequences}
 
     @property
     def cut(self) -> dict[fx.Node, tuple[fx.Node, ...]]:
@@ -416,7 +421,7 @@ class Chunker:
         if node not in self._joined:
             found, shape = self.chunked[node], list(node.meta["val"].shape)
             if found.sequences:
-                self._joined[node] = joined(self, node, found)
+                self._joined[node] = joined(self.made, node, found.nodes)
                 return self._joined[node]
             whole = self.made(_aten.cat.default, (list(found.nodes),))
             if list(whole.meta["val"].shape) != shape:

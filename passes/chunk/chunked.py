@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
+
+_aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +45,29 @@ def sizes_of(tokens: int, count: int) -> list[int]:
 def is_static(node: fx.Node) -> bool:
     """Whether all sizes of a tensor, or of all tensors of a node, are numbers."""
     value = node.meta.get("val")
-    tensors = value if isinstance(value, list | tuple) else [value]
-    tensors = [one for one in tensors if isinstance(one, torch.Tensor)]
-    return bool(tensors) and all(isinstance(size, int) for one in tensors for size in one.shape)
+    values = value if isinstance(value, list | tuple) else [value]
+    shapes = [one.shape for one in values if isinstance(one, torch.Tensor)]
+    return bool(shapes) and all(isinstance(size, int) for shape in shapes for size in shape)
+
+
+def joined(
+    made: Callable[[Any, tuple[Any, ...]], fx.Node], whole: fx.Node, chunks: Sequence[fx.Node]
+) -> fx.Node:
+    """The whole tensor of chunks of sequences, in the memory layout that it has in one piece.
+
+    A result without sequences, as a state of random numbers that nothing reads, is the first one.
+
+    ``made``: makes a node of an operator and its arguments.
+    """
+    value, rows = whole.meta["val"], 0
+    if isinstance(value, torch.Tensor) and value.dim() > 0:
+        rows = value.shape[0]
+    if sum(one.meta["val"].shape[0] for one in chunks if rows) != rows or not rows:
+        return chunks[0]
+    strides = value.stride()
+    order = sorted(range(len(strides)), key=lambda dim: (-strides[dim], dim))
+    if order == sorted(order) or order[0] != 0:
+        return made(_aten.cat.default, (list(chunks),))
+    turned = [made(_aten.permute.default, (one, order)) for one in chunks]
+    found = made(_aten.cat.default, (turned,))
+    return made(_aten.permute.default, (found, [order.index(dim) for dim in sorted(order)]))

@@ -32,7 +32,7 @@ from passes.ops.packing import SUM_RANKS
 from passes.ops.slicing import slice_name
 from passes.ops.tables import TOKENS_OF
 from passes.shard.lower_markers import after_wait, flat, gather, reduce_rows, start_collective
-from passes.split.split_rules import permuted_dims
+from passes.split.split_rules import arguments_of, permuted_dims
 from passes.types.plan import Collective
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _collect(
     ``found``: by local tensor, what is of the tokens of all ranks.
     """
     whole = tokens.all_input_nodes[0] if CHUNK.is_set(tokens) else tokens
-    chunks = _chunks_of(whole)
+    chunks = _chunks_of(whole, tokens)
     for one in chunks or [tokens]:
         if one not in found:
             found[one] = collective(one)
@@ -75,12 +75,22 @@ def _collect(
         found[whole] = joined_tokens(mover, [found[one] for one in chunks])
 
 
-def _chunks_of(whole: fx.Node) -> list[fx.Node]:
-    """The chunks of a tensor, in their order; of several numbers of chunks, the fewest."""
+def _chunks_of(whole: fx.Node, tokens: fx.Node) -> list[fx.Node]:
+    """The chunks of a tensor in their order: those beside a chunk, else the fewest.
+
+    Attention and an MLP that read the same tensor may have chunks of other sizes.
+    """
     found = [one for one in whole.users if CHUNK.is_set(one) and one.target is _aten.slice.Tensor]
-    count = min((CHUNK.of(one).count for one in found), default=0)
-    own = [one for one in found if CHUNK.of(one).count == count]
-    return sorted(own, key=lambda one: CHUNK.of(one).index)
+    sets: list[list[fx.Node]] = []
+    for one in sorted(found, key=lambda one: CHUNK.of(one).index):
+        mark, start = CHUNK.of(one), one.args[2]
+        before = [s for s in sets if s[-1].args[3] == start and CHUNK.of(s[-1]).count == mark.count]
+        if mark.index == 0:
+            sets.append([one])
+        elif before:
+            before[0].append(one)
+    beside = [own for own in sets if tokens in own]
+    return min(beside or sets, key=len, default=[])
 
 
 def joined_tokens(mover: Mover, parts: Sequence[fx.Node]) -> fx.Node:
@@ -122,7 +132,7 @@ class KeptTokens:
     def __init__(self, mover: Mover) -> None:
         """``mover``: of the forward. Constants and symbolic sizes are left out."""
         self._gathered: dict[tuple[Any, ...], fx.Node] = {}
-        self._chunks: dict[tuple[Any, ...], dict[int, fx.Node]] = {}
+        self._chunks: dict[tuple[Any, ...], dict[int, tuple[int, fx.Node]]] = {}
         self.read: dict[fx.Node, fx.Node] = {}
         for own, made in mover.gathered.items():
             if not made.users or own in mover.constants:
@@ -130,7 +140,9 @@ class KeptTokens:
             is_chunk = CHUNK.is_set(own)
             for one, steps in _identities(own.all_input_nodes[0] if is_chunk else own):
                 if is_chunk:
-                    self._chunks.setdefault((one.name, steps), {})[CHUNK.of(own).index] = made
+                    first, last = arguments_of(own)[2:4]
+                    ranges = self._chunks.setdefault((one.name, steps), {})
+                    ranges.setdefault(first, (last, made))
                 else:
                     self._gathered[one.name, steps] = made
 
@@ -146,8 +158,10 @@ class KeptTokens:
             if key in self._gathered:
                 return self._input(tokens.graph, self._gathered[key])
             if key in self._chunks:
-                chunks = [made for _, made in sorted(self._chunks[key].items())]
-                inputs = [self._input(tokens.graph, made) for made in chunks]
+                place, inputs = 0, []
+                while place in self._chunks[key]:
+                    place, made = self._chunks[key][place]
+                    inputs.append(self._input(tokens.graph, made))
                 return joined_tokens(mover, inputs)
         return None
 
