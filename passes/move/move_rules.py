@@ -162,12 +162,15 @@ class Mover:
         if isinstance(found, Placed):
             self.placed[node] = found
         elif isinstance(found, PartialSum):
-            self.partial[node] = found
-            if _is_early(node):
-                self._replace(node, self._added_up(found, node))
+            self._set_partial(node, found)
         else:
             self._replace(node, found)
             self.graph.erase_node(node)
+
+    def _set_partial(self, node: fx.Node, found: PartialSum) -> None:
+        self.partial[node] = found
+        if _is_early(node):
+            self._replace(node, self._added_up(found, node))
 
     def _replace(self, node: fx.Node, by: fx.Node) -> None:
         node.replace_all_uses_with(by)
@@ -233,7 +236,7 @@ class Mover:
         alone = all(len(one.users) == 1 for one in own)
         found = self._added(node) if alone else None
         if found is not None:
-            self.partial[node] = found
+            self._set_partial(node, found)
             return True
         for source in own:
             self._replace(source, self._added_up(self.partial[source], source))
@@ -341,7 +344,7 @@ _RULES: dict[Any, Callable[[Mover, fx.Node], Placed | PartialSum | fx.Node | Non
 
 
 def _is_early(node: fx.Node) -> bool:
-    """Whether a node is the last product of a chunk of tokens, and another chunk follows."""
+    """Whether a node is the last product, or sum, of a chunk, and another chunk follows."""
     return CHUNK.is_set(node) and not CHUNK.of(node).is_last
 
 
