@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import osdp_compile
 from osdp_compile import Plan
 from tests.end_to_end.moving import WithLoss, its_loss, recipe_of
 from tests.training import (
@@ -124,6 +125,80 @@ def test_a_fused_projection_alone_trains_like_one_process(request, ranks, chunks
     for apart, norm, placed in request.getfixturevalue(ranks).run(_fused, chunks):
         assert apart < 1e-11 and norm < 1e-9
         assert placed == "(Shard(dim=0),)"
+
+
+def _of_attention(model, world_size, chunks):
+    rows = [f"{name}.{kind}" for name in "qkv" for kind in ("weight", "bias")]
+    own = dict(model.named_parameters())
+    dims = {**dict.fromkeys((name for name in rows if name in own), 0), "o.weight": 1}
+    plan = Plan.uniform(own.items(), "shard_regather", world_size=world_size)
+    return plan.tensor_parallel(dims, chunks=chunks)
+
+
+def _in_chunks(rank, world_size):
+    """Distance from one process; the numbers of collectives of tokens in both directions."""
+    torch.manual_seed(0)
+    model = Attention(2, True, masks=True).double()
+    recipe = recipe_of(_sequences)
+    reference = Reference(copy.deepcopy(model), recipe, world_size)
+    options = {"hardware": SLOW, "plan": _of_attention(model, world_size, 2), "debug": True}
+    apart = train_osdp(model, options, recipe, rank).distance(reference.train(rank))
+    order = plan_in_force(model).order
+    tokens = [[one for one in order[name] if one.tokens] for name in ("forward", "backward")]
+    return apart, [sum(not one.gathers for one in own) for own in tokens]
+
+
+@pytest.mark.ranks
+def test_attention_in_chunks_of_sequences_trains_like_one_process(two_ranks):
+    """Of three sequences; in step 4 the ranks have other numbers of them, and weights travel."""
+    for apart, reduces in two_ranks.run(_in_chunks):
+        assert apart < 1e-11
+        assert reduces == [2, 2]
+
+
+class Wide(nn.Module):
+    """A linear, and attention of 8 heads; x: [rows, 64, 128]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(128, 128)
+        self.q, self.k, self.v = (nn.Linear(128, 512, bias=False) for _ in range(3))
+        self.o = nn.Linear(512, 128, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        q, k, v = (
+            one(x).unflatten(-1, (8, 64)).transpose(1, 2) for one in (self.q, self.k, self.v)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.o(y.transpose(1, 2).flatten(2))
+
+
+def _peak(rank, world_size, chunks):
+    """Bytes of some steps, measured and predicted."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    batch = torch.randn(8, 64, 128)
+    with osdp_compile.PeakMemory() as memory:
+        model = Wide()
+        plan = _of_attention(model, world_size, chunks)
+        optimizer = torch.optim.AdamW(model.parameters())
+        options = {"hardware": SLOW, "plan": plan}
+        compiled = torch.compile(model, backend="osdp", options=options)
+        for _ in range(3):
+            compiled(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        predicted = osdp_compile.plan_of(model).prediction.peak_bytes
+    return memory.peak_bytes, predicted
+
+
+@pytest.mark.inductor
+@pytest.mark.thorough
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_the_measured_peak_of_chunks_is_the_predicted_one(two_ranks, chunks):
+    for measured, predicted in two_ranks.run(_peak, chunks):
+        assert 0.9 * predicted <= measured <= 1.05 * predicted, (measured, predicted)
 
 
 def _ids(step, micro, number):
