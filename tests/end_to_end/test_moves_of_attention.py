@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -135,11 +136,13 @@ def _of_attention(model, world_size, chunks):
     return plan.tensor_parallel(dims, chunks=chunks)
 
 
-def _in_chunks(rank, world_size):
-    """Distance from one process; the numbers of collectives of tokens in both directions."""
+def _in_chunks(rank, world_size, differ):
+    """Distance from one process; the numbers of sums of tokens in both directions."""
     torch.manual_seed(0)
     model = Attention(2, True, masks=True).double()
     recipe = recipe_of(_sequences)
+    if not differ:
+        recipe = dataclasses.replace(recipe, steps=3)
     reference = Reference(copy.deepcopy(model), recipe, world_size)
     options = {"hardware": SLOW, "plan": _of_attention(model, world_size, 2), "debug": True}
     apart = train_osdp(model, options, recipe, rank).distance(reference.train(rank))
@@ -149,9 +152,10 @@ def _in_chunks(rank, world_size):
 
 
 @pytest.mark.ranks
-def test_attention_in_chunks_of_sequences_trains_like_one_process(two_ranks):
-    """Of three sequences; in step 4 the ranks have other numbers of them, and weights travel."""
-    for apart, reduces in two_ranks.run(_in_chunks):
+@pytest.mark.parametrize("differ", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_attention_in_chunks_of_sequences_trains_like_one_process(two_ranks, differ):
+    """Of three sequences. In step 4 the ranks have other numbers of them, and weights travel."""
+    for apart, reduces in two_ranks.run(_in_chunks, differ):
         assert apart < 1e-11
         assert reduces == [2, 2]
 
@@ -198,7 +202,7 @@ def _peak(rank, world_size, chunks):
 @pytest.mark.parametrize("chunks", [1, 2, 4])
 def test_the_measured_peak_of_chunks_is_the_predicted_one(two_ranks, chunks):
     for measured, predicted in two_ranks.run(_peak, chunks):
-        assert 0.9 * predicted <= measured <= 1.05 * predicted, (measured, predicted)
+        assert 0.85 * predicted <= measured <= 1.02 * predicted, (measured, predicted)
 
 
 def _ids(step, micro, number):
