@@ -77,14 +77,20 @@ def _shape_of_query(node: fx.Node) -> list[int]:
     return list(query.meta["val"].shape) if is_static(query) else []
 
 
-def on_sequences(chunker: Chunker, node: fx.Node, own: Mapping[fx.Node, Chunked]) -> Chunked | None:
+def on_sequences(
+    chunker: Chunker, node: fx.Node, own: Mapping[fx.Node, Chunked]
+) -> Chunked | fx.Node | None:
     """An operator chunk by chunk of sequences; None: it mixes sequences, or has no rule.
+
+    A sum over sequences becomes the whole sum of the chunks' sums.
 
     ``own``: its inputs in chunks.
     """
     first = next(iter(own.values()))
     if any(one.sequences != first.sequences for one in own.values()):
         return None
+    if node.target is _aten.sum.dim_IntList and not _keeps_sequences(node, own):
+        return _total(chunker, node, first)
     sized = _sizes_for_each(node, sum(first.sequences)) if is_static(node) else None
     if sized is None and not _keeps_sequences(node, own):
         return None
@@ -105,6 +111,20 @@ def on_sequences(chunker: Chunker, node: fx.Node, own: Mapping[fx.Node, Chunked]
         nodes.append(chunker.emit(index, target, args, kwargs))
     names = frozenset[str]().union(*(one.names for one in own.values()))
     return Chunked(tuple(nodes), 1, names, sequences=first.sequences)
+
+
+def _total(chunker: Chunker, node: fx.Node, found: Chunked) -> fx.Node | None:
+    """The sum over sequences of tensors of heads, as of a norm's gradient; None: of others.
+
+    Others are joined for the gradient of a weight anyway.
+    """
+    if found.nodes[0].meta["val"].dim() < _OF_HEADS or node.kwargs:
+        return None
+    total = chunker.emit(0, node.target, (found.nodes[0], *node.args[1:]))
+    for index, one in enumerate(found.nodes[1:], 1):
+        part = chunker.emit(index, node.target, (one, *node.args[1:]))
+        total = chunker.emit(index, _aten.add.Tensor, (total, part))
+    return total
 
 
 def _sizes_for_each(node: fx.Node, sequences: int) -> tuple[Any, int, list[int]] | None:

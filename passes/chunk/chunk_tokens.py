@@ -156,19 +156,27 @@ class Chunker:
             self._meta = node.meta
             with self.graph.inserting_before(node):
                 found = self._found(node) if node.op == "call_function" else None
-                if found is not None:
+                if isinstance(found, Chunked):
                     self.chunked[node] = found
-                    continue
-                self._read_whole(node)
-                self._done.add(node)
+                elif found is not None:
+                    self._replace(node, found)
+                else:
+                    self._read_whole(node)
+                    self._done.add(node)
         for node in reversed(self.chunked):
             if not node.users:
                 self.graph.erase_node(node)
         remove_dead(self.graph)
         one_slice_after_the_other(self.graph, self._index)
 
-    def _found(self, node: fx.Node) -> Chunked | None:
-        """The chunks of a node; None: it reads and gives whole tensors."""
+    def _replace(self, node: fx.Node, whole: fx.Node) -> None:
+        """Replace a node by the whole tensor that chunks give."""
+        node.replace_all_uses_with(whole)
+        self.returned[node.name] = whole.name
+        self.graph.erase_node(node)
+
+    def _found(self, node: fx.Node) -> Chunked | fx.Node | None:
+        """The chunks of a node, or a node in its place; None: it reads and gives whole tensors."""
         if node.target in (_aten.mm.default, _aten.addmm.default):
             return self._product(node)
         own = {one: self.chunked[one] for one in node.all_input_nodes if one in self.chunked}
