@@ -237,6 +237,35 @@ def test_a_model_of_hugging_face_moves_in_all_its_groups(two_ranks, kind):
         }
 
 
+def _of_hugging_face_in_chunks(rank, world_size, kind):
+    """Distance from one process in float32; the numbers of sums of tokens in both directions."""
+    torch.manual_seed(0)
+    model = WithLoss(kind, tie_word_embeddings=kind == "Qwen3")
+    recipe = Recipe(step=its_loss, optimizer=adamw, steps=5, batch=_ids, max_norm=1.0)
+    reference = Reference(copy.deepcopy(model), recipe, world_size)
+    own = dict(model.named_parameters())
+    rows = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}
+    rows |= {"gate_proj": 0, "up_proj": 0, "down_proj": 1}
+    kinds = {name: name.split(".")[-2] for name in own if "layers" in name}
+    dims = {name: rows[kind] for name, kind in kinds.items() if kind in rows}
+    plan = Plan.uniform(own.items(), "shard_regather", world_size=world_size)
+    options = {"hardware": SLOW, "plan": plan.tensor_parallel(dims, chunks=2), "debug": True}
+    apart = train_osdp(model, options, recipe, rank).distance(reference.train(rank))
+    order = plan_in_force(model).order
+    tokens = [[one for one in order[name] if one.tokens] for name in ("forward", "backward")]
+    return apart, [sum(not one.gathers for one in own) for own in tokens], len(dims) // len(rows)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+def test_a_model_of_hugging_face_whose_layers_have_chunks(two_ranks, kind):
+    """Qwen3 has norms of queries and keys."""
+    pytest.importorskip("transformers")
+    for apart, reduces, layers in two_ranks.run(_of_hugging_face_in_chunks, kind):
+        assert apart < 1e-5
+        assert reduces == [2 * 2 * layers] * 2
+
+
 class Gpt2(nn.Module):
     """A small GPT-2 of Hugging Face, which returns its loss alone."""
 
