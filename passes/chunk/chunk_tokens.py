@@ -26,6 +26,9 @@ product after the last chunk, and needs no memory for its parts.
 
 A product alone (``passes/move/products.py``) begins and ends chunks.
 
+The chunks of attention are whole sequences, and have rules of their own (``chunk_sequences.py``).
+A group has them if its first product leads to attention.
+
 T tokens in C chunks: the first T mod C chunks have one token more. The ranks have equal sizes, so
 their chunks are equal (``osdp_compile/engine/agreeing.py``). Symbolic sizes stay whole.
 """
@@ -114,7 +117,7 @@ class Chunker:
     ``chosen``, ``alone``: as in :func:`run_in_chunks`. ``chunked``: by node of the original graph,
     its chunks. ``ended``: the weights whose chunks reach a last product. ``stopped``: by weight,
     the reason why its chunks do not. ``returned``: by name of a node that the graph returned, the
-    name of the node in its place.
+    name of the node in its place. ``again``: by tensor beside chunks of sequences, its chunks.
     """
 
     def __init__(

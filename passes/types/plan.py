@@ -75,8 +75,8 @@ class ParameterPlan:
             the backward.
         dim: the dimension that it is sharded along; 0 for every parameter whose weight moves.
         chunks: number of chunks in which the tokens of a rank travel to it, one of them while
-            another one computes (``passes/chunk/chunk_tokens.py``); 1: whole. All parameters of a
-            group have the same number.
+            another one computes (``passes/chunk/chunk_tokens.py``); to attention, these are of
+            sequences; 1: whole. All parameters of a group have the same number.
         alone: its product is a group of its own: the ranks exchange the features of its result, and
             of the gradient, so that each has its own tokens whole. False: a rank has some features
             up to the product that contracts them.
@@ -373,8 +373,8 @@ class Plan:
         needs ``ranks_of_a_host``.
         ``keep_tokens``: the backward reads the tokens that the forward gathered. Otherwise it
         gathers them again.
-        ``chunks``: in how many chunks a rank's tokens travel to the two linears of an MLP, or the
-        three of a gated one; 1: whole.
+        ``chunks``: in how many chunks a rank's tokens travel to the two linears of an MLP, the
+        three of a gated one, or the four of attention; 1: whole.
         ``alone``: each of these weights is a group of its own, whatever reads its product.
 
         The copy has no order of collectives and no prediction.

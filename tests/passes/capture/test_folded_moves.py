@@ -6,6 +6,8 @@ import functools
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from passes.candidates.move_groups import MoveGroup
 from passes.capture.fold_layers import fold
@@ -78,6 +80,44 @@ def test_moves_cost_what_they_do_in_the_whole_step(wires, within_hosts, what) ->
     assert few.prediction.compute_seconds == pytest.approx(
         whole.prediction.compute_seconds, rel=0.01
     )
+
+
+class Attention(nn.Module):
+    """A norm, and attention of 4 heads; x: [rows, length, 32]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(32)
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (one(y).unflatten(-1, (4, 8)).transpose(1, 2) for one in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = x + self.o(y.transpose(1, 2).flatten(2))
+        return out
+
+
+@pytest.mark.parametrize("keep_tokens", [False, *more(True)])
+def test_attention_in_chunks_costs_what_it_does_in_the_whole_step(keep_tokens: bool) -> None:
+    model = nn.Sequential(*(Attention() for _ in range(10)))
+    step, ctx = capture_step(model, torch.randn(4, 16, 32), world_size=2)
+    few = fold(step, ctx.parameters)
+    assert few is not None
+    ctx = ctx.replace(
+        tensor_parallel=True, hardware=network(NETWORKS["slow"]), deciding=True, limit_bytes=0
+    )
+    found = PlanEvaluator(few, ctx, PASSES)
+    group = group_of("0.q.weight", found, keep_tokens)
+    assert group.has_chunks and len(group.dims) == 4 * 10
+    plan = found.plan_of(found.uniform(2).moving(group, True, ctx, 2))
+    whole = predict(step, plan, ctx, PASSES).prediction
+    same = predict(few, plan, ctx, PASSES).prediction
+    assert same.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.02)
+    ctx = ctx.replace(limit_bytes=None)
+    whole = predict(step, plan, ctx, PASSES).prediction
+    same = predict(few, plan, ctx, PASSES).prediction
+    assert same.step_seconds == pytest.approx(whole.step_seconds, rel=0.02)
 
 
 @pytest.mark.parametrize(
