@@ -174,6 +174,22 @@ def test_a_chunk_travels_while_another_one_computes() -> None:
             assert order[reduces[index]] < products[index + 1] < waits[index]
 
 
+def test_the_sums_of_a_gated_mlp_travel_while_another_chunk_computes() -> None:
+    """Those of the backward add up two products."""
+    slow = graphs.hardware(flops_per_second={"default": 1e8})
+    captured, ctx = capture_step(Gated(), torch.randn(4, 2, 6), world_size=2, hardware=slow)
+    plan = decided(ctx, Decision.REPLICATE).tensor_parallel(GATED, chunks=4)
+    plan = complete(plan, captured, ctx, default_passes())
+    for graph in lowered(captured, plan, ctx):
+        order = positions(graph)
+        products = [node for node in graph.nodes if node.target is _aten.mm.default]
+        products = [node for node in products if node.meta["val"].shape[0] == 2 * 2]  # of a chunk
+        firsts, sums = [order[node] for node in products[::3]], of_tokens(graph, False)
+        assert len(firsts) == len(sums) == 4
+        for one, place in zip(sums, firsts[1:], strict=False):
+            assert order[one] < place
+
+
 def test_gradients_of_weights_are_one_product() -> None:
     model = Mlp(16, False)
     captured, ctx = capture_step(model, torch.randn(8, 6), world_size=2)
