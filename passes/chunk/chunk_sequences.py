@@ -27,7 +27,7 @@ from torch import fx
 
 from passes.chunk.chunked import Chunked, is_static
 from passes.graph.fx_utils import RESHAPES, bytes_of, is_getitem, tensor_inputs
-from passes.move.heads import ATTENTIONS
+from passes.move.heads import ATTENTIONS, MASKS, named_arguments
 from passes.move.spread import is_filled, is_pointwise
 from passes.split.split_rules import PRODUCTS, arguments_of, permuted_dims
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from passes.chunk.chunk_tokens import Chunker
 
 _aten = torch.ops.aten
-#: The fewest dimensions of queries, keys, values and results of attention.
+#: The fewest dimensions of tensors of heads. Masks with sequences have one more.
 _OF_HEADS = 3
 
 
@@ -50,7 +50,7 @@ def sequences_around(product: fx.Node, ends: Callable[[fx.Node], bool]) -> int:
     tokens = [source for node in last for source in node.all_input_nodes if source in ahead]
     behind = _reached(tokens, lambda node: node.all_input_nodes)
     found = [node for node in {**ahead, **behind} if node.target in ATTENTIONS]
-    sizes = {sum(_shape_of_query(node)[:1]) for node in found}
+    sizes = {_sequences_of(node) for node in found}
     return sizes.pop() if len(sizes) == 1 else 0
 
 
@@ -70,11 +70,10 @@ def _reached(
     return found
 
 
-def _shape_of_query(node: fx.Node) -> list[int]:
-    """The sizes of an attention's queries; empty: some are symbolic."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    query = arguments_of(node)[names.index("query")]
-    return list(query.meta["val"].shape) if is_static(query) else []
+def _sequences_of(attention: fx.Node) -> int:
+    """The number of sequences that an attention reads; 0: it is symbolic."""
+    query = named_arguments(attention)["query"]
+    return int(query.meta["val"].shape[0]) if is_static(query) else 0
 
 
 def on_sequences(
@@ -212,7 +211,9 @@ def _beside(
         return None
     whole, count = (source,) * len(found.nodes), sum(found.sequences)
     if node.target in ATTENTIONS:
-        has_sequences = value.dim() > _OF_HEADS - 1 and value.shape[0] == count
+        given = named_arguments(node).items()
+        is_mask = source in [value for name, value in given if name in MASKS]
+        has_sequences = value.dim() >= _OF_HEADS + is_mask and value.shape[0] == count
         return cut(chunker, source, found.sequences) if has_sequences else whole
     result = node.meta["val"].shape
     if value.dim() < len(result) or value.shape[0] == 1:

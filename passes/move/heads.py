@@ -36,7 +36,7 @@ ATTENTIONS = tuple(
 )
 #: Names of arguments whose dimensions are batch, heads, and others.
 _WITH_HEADS = {"grad_out", "grad_out_", "query", "key", "value", "out", "logsumexp"}
-_MASKS = {"attn_mask", "attn_bias"}
+MASKS = {"attn_mask", "attn_bias"}
 _HEADS = 1
 
 
@@ -48,7 +48,7 @@ def attended(mover: Mover, node: fx.Node) -> Placed:
     Raises:
         Refused: some operands have no heads of this rank. It names the weights that they need.
     """
-    given = _named_arguments(node)
+    given = named_arguments(node)
     heads = [name for name in given if name in _WITH_HEADS]
     own, needs = {}, []
     for name in heads:
@@ -67,7 +67,7 @@ def attended(mover: Mover, node: fx.Node) -> Placed:
     names = frozenset(name for placed in own.values() for name in placed.names)
     moved = {name: placed.node for name, placed in own.items()}
     for name, one in given.items():
-        if name in _MASKS and isinstance(one, fx.Node):
+        if name in MASKS and isinstance(one, fx.Node):
             moved[name] = _mask(mover, one, node, given, names)
         elif name not in heads and isinstance(one, fx.Node) and one in mover.placed:
             moved[name] = mover.placed[one].node  # a result of the forward's attention
@@ -78,7 +78,7 @@ def attended(mover: Mover, node: fx.Node) -> Placed:
     return own["query"].of(made)
 
 
-def _named_arguments(node: fx.Node) -> dict[str, Any]:
+def named_arguments(node: fx.Node) -> dict[str, Any]:
     """An operator's arguments by name, in their order: positional ones, then others."""
     assert isinstance(node.target, torch._ops.OpOverload)
     names = (argument.name for argument in node.target._schema.arguments)
