@@ -82,9 +82,9 @@ def session_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Session | None:
         if not isinstance(value, nn.Parameter):
             continue
         name = None if isinstance(value, DTensor) else marked_name(node)
-        if name is None and not isinstance(value, DTensor):
-            continue
         found = find(value)
+        if name is None and found is None and not isinstance(value, DTensor):
+            continue
         if found is None and name is not None:
             raise OsdpError(
                 f"parameter {name!r} was replaced after the model was sharded: write into the "
