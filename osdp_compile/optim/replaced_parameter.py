@@ -42,7 +42,7 @@ class ReplacedParameter(nn.Parameter):
         args, kwargs = _torch.tree_map_only(ReplacedParameter, _new_of, (args, kwargs or {}))
         return function(*args, **kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override, unused-ignore]
         return repr(_new_of(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

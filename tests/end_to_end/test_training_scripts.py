@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from osdp_compile import OsdpError
+from osdp_compile import OsdpError, RanksDiffer
 from tests.chosen import more
 from tests.training import Recipe, normal_batch, plan_options, whole
 
@@ -164,3 +166,57 @@ def values_outside_of_graphs(rank, world_size):
 def test_values_outside_of_graphs_are_whole_or_errors(two_ranks):
     for differences in two_ranks.run(values_outside_of_graphs):
         assert max(differences) < 1e-5
+
+
+class Branches(nn.Module):
+    """One of two layers of equal shapes, chosen by the caller."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x, is_first):
+        return self.head(self.first(x) if is_first else self.second(x))
+
+
+def take_branches(rank, world_size, plan):
+    """Ranks take one branch, the other, and then each its own; an error, where there is one."""
+    compiled = compiled_of(Branches(), plan, world_size)
+    said = []
+    for step, is_first in enumerate((True, False, True, rank == 0)):
+        batch = normal_batch(step, 0, rank)
+        try:
+            compiled(batch, is_first).square().mean().backward()
+        except RanksDiffer as error:
+            said.append(f"{step}: {error}")
+    return said
+
+
+@pytest.mark.parametrize("plan", ["shard_regather", "replicate"])
+def test_ranks_that_take_other_branches_are_refused(two_ranks, plan):
+    verb = "reduce" if plan == "replicate" else "gather"
+    for said in two_ranks.run(take_branches, plan):
+        (error,) = said
+        assert error.startswith("3: ranks run different parts of the model")
+        assert f"rank 0 is about to {verb} 'first.bias' and rank 1 is not" in error
+
+
+def branch_after_many(rank, world_size):
+    """The step in which ranks are refused; one of them once ran a forward without gradients."""
+    compiled = compiled_of(Branches(), "replicate", world_size)
+    with mock.patch("osdp_compile.model.same_parameters._EVERY", 4):
+        for step in range(12):
+            is_first = step % 2 == 0
+            with contextlib.nullcontext() if step != 5 or rank else torch.no_grad():
+                loss = compiled(normal_batch(step, 0, rank), is_first).square().mean()
+            try:
+                if loss.requires_grad and step != 5:
+                    loss.backward()
+            except RanksDiffer as error:
+                return step, str(error)
+    return None
+
+
+def test_a_forward_of_one_rank_without_communication_is_allowed(two_ranks):
+    assert two_ranks.run(branch_after_many) == [None, None]
