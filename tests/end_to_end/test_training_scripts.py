@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from osdp_compile import OsdpError, RanksDiffer
 from tests.chosen import more
-from tests.training import Recipe, normal_batch, plan_options, whole
+from tests.training import Recipe, normal_batch, plan_options, trains_like_reference, whole
 
 
 def two_layers():
@@ -220,3 +220,31 @@ def branch_after_many(rank, world_size):
 
 def test_a_forward_of_one_rank_without_communication_is_allowed(two_ranks):
     assert two_ranks.run(branch_after_many) == [None, None]
+
+
+class Quantised(nn.Module):
+    """A VQ-VAE whose codebook moves to the averages of its codes, with a spectral norm by hooks."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.utils.spectral_norm(nn.Linear(8, 6))
+        self.decoder = nn.Linear(6, 8)
+        self.register_buffer("book", torch.randn(5, 6))
+
+    def forward(self, x):
+        encoded = self.encoder(x)
+        chosen = torch.nn.functional.one_hot(torch.cdist(encoded, self.book).argmin(1), 5)
+        code = self.book[chosen.argmax(1)]
+        with torch.no_grad():
+            self.book.mul_(0.9).add_(chosen.to(x.dtype).t() @ encoded, alpha=0.1)
+        decoded = self.decoder(encoded + (code - encoded).detach())
+        square = nn.functional.mse_loss
+        return square(decoded, x) + 0.25 * square(encoded, code.detach())
+
+
+def own_loss(model, batch):
+    return model(batch)
+
+
+def test_buffers_that_the_forward_reads_and_then_writes(two_ranks):
+    trains_like_reference(two_ranks, Quantised, "shard_regather", Recipe(step=own_loss))
