@@ -48,14 +48,17 @@ def save_reads_of_written_inputs(joint: fx.GraphModule) -> None:
         elif any(source in written for source in node.all_input_nodes):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     for source in written:
-        readers = [user for user in source.users if user in backward]
-        if readers:
-            _copy_for(source, readers)
+        if any(user in backward for user in source.users):
+            others = [one for one in source.users if one.target is not _WRITE]
+            _copy_for(source, [one for one in others if one not in written])
     joint.recompile()
 
 
 def _copy_for(source: fx.Node, readers: list[fx.Node]) -> None:
-    """Let these nodes of the backward read a copy, which the forward saves."""
+    """Let these nodes read a copy, which the forward saves.
+
+    Those of the forward read it too: the partitioner then counts it as a node of the forward.
+    """
     graph = source.graph
     inputs = graph.find_nodes(op="placeholder")
     with graph.inserting_after(inputs[-1] if source.op == "placeholder" else source):
