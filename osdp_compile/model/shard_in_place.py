@@ -362,6 +362,8 @@ def _swap_class(
         members.update(state_dict.members(type(module), parts))
     if isinstance(module, nn.RNNBase):
         members["_flat_weights"] = property(_flat_weights, lambda module, value: None)
+        # 2.13.0: references to the parameters of before, which Dynamo would guard on.
+        module.__dict__["_flat_weight_refs"] = [None] * len(module._flat_weights_names)
     subclass(module, members)
 
 
