@@ -111,6 +111,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.attention import SDPBackend
+from torch.nn.utils import clip_grad
 
 # 2.13.0: Adafactor's functional step of a group, on lists.
 # 2.13.0, 2.15.0: Muon's, its orthogonalization, and its learning rate for a shape.
@@ -825,6 +826,33 @@ def handle_dtensor_operator(operator: Any, handler: Callable[..., Any] | None) -
         _dtensor_handlers.pop(operator, None)
     else:
         _dtensor_handlers[operator] = handler
+
+
+def take_gradient(tensor: Tensor) -> Tensor | None:
+    """The ``grad`` of a tensor itself, past its class's ``__torch_function__``; it loses it."""
+    with torch._C.DisableTorchFunctionSubclass():  # 2.13.0
+        gradient, tensor.grad = tensor.grad, None
+    return gradient
+
+
+def handle_total_norm(whole: Callable[[Tensor], Tensor]) -> None:
+    """Make ``clip_grad_norm_`` and ``get_total_norm`` take ``whole(norm)`` for the total norm."""
+    # 2.13.0: clip_grad_norm_ calls this; torch.nn.utils.get_total_norm is another name of it.
+    plain: Callable[..., Tensor] = clip_grad._get_total_norm
+
+    @functools.wraps(plain)
+    def total_norm(*args: Any, **kwargs: Any) -> Tensor:
+        return whole(plain(*args, **kwargs))
+
+    clip_grad._get_total_norm = total_norm
+    torch.nn.utils.get_total_norm = total_norm
+
+
+def handle_dtensor_data(assign: Callable[[DTensor, Any], None]) -> None:
+    """Make ``dtensor.data = value`` call ``assign(dtensor, value)``."""
+    # 2.13.0: torch sets the wrapper's data, and the local tensor stays as it is.
+    plain: Any = Tensor.data
+    setattr(DTensor, "data", property(plain.__get__, assign))  # noqa: B010
 
 
 def handle_adafactor(on_rows: Callable[..., None]) -> None:

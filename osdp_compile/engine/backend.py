@@ -114,8 +114,8 @@ def compile_graph(
             return _torch.compile_fx(gm, list(inputs), config_patches=dict(options.inductor or {}))
         _take_local(gm, inputs, options.mesh, has_own_data=options.mesh is not given_mesh)
     _first_call_of_sharded(gm, inputs, options)
-    trained = [p for _, p in plain_parameters(gm, inputs) if p.requires_grad]
-    if trained and torch.is_grad_enabled():
+    unplanned = [p for _, p in plain_parameters(gm, inputs) if find(p) is None]
+    if any(p.requires_grad for p in unplanned) and torch.is_grad_enabled():
         _first_call(gm, inputs, options)
     session = session_of(gm, inputs)
     if session is None:

@@ -22,6 +22,7 @@ from osdp_compile.engine.graph_log import GraphLog
 from osdp_compile.engine.inductor_fusion import in_place
 from osdp_compile.errors import OsdpError
 from osdp_compile.model.find_modules import marked_name, placeholders, static_inputs
+from osdp_compile.model.same_parameters import comparing, gathered_in
 from osdp_compile.planning.capture import partitioned
 from osdp_compile.runtime.collectives import backend_of
 from osdp_compile.runtime.eager_markers import group_of
@@ -82,9 +83,9 @@ def session_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Session | None:
         if not isinstance(value, nn.Parameter):
             continue
         name = None if isinstance(value, DTensor) else marked_name(node)
-        if name is None and not isinstance(value, DTensor):
-            continue
         found = find(value)
+        if name is None and found is None and not isinstance(value, DTensor):
+            continue
         if found is None and name is not None:
             raise OsdpError(
                 f"parameter {name!r} was replaced after the model was sharded: write into the "
@@ -185,7 +186,20 @@ def _lowered(
         if limit_bytes is not None:
             compiled = watched(compiled, session.watch, step, limit_bytes)
         compiled = refusing_double_backward(compiled)
-    return compiled, lowering
+    return _comparing(compiled, session, *lowering.gathered), lowering
+
+
+def _comparing(
+    compiled: Any, session: Session, forward: tuple[str, ...], backward: tuple[str, ...]
+) -> Any:
+    """The compiled graph; ranks compare what it gathers and reduces."""
+    mesh = session.mesh
+    if mesh is None or not (forward or backward):
+        return compiled
+    group = group_of(session.context.group_name)
+    if backend_of(group, mesh.device_type) == "fake":
+        return compiled
+    return comparing(compiled, forward, backward, group, torch.device(mesh.device_type))
 
 
 class _Lowering:
@@ -195,6 +209,7 @@ class _Lowering:
 
     ``step``: the compiled graphs, filled in as they are lowered.
     ``log``: log lines and artifacts.
+    ``gathered``: what the forward gathers, and what the backward gathers and reduces.
     """
 
     def __init__(
@@ -209,6 +224,7 @@ class _Lowering:
     ) -> None:
         self._context, self.log = context, graph_log
         self._sent = Sent((), {})
+        self.gathered: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
         self._gradient_buffer_bytes = 0
         static = static_inputs(gm, inputs, _name_in_session)
         self._static, self._session, self._compile_inner = static, session, compile_inner
@@ -237,6 +253,7 @@ class _Lowering:
         forward, backward = partitioned(joint, joint_inputs, **kwargs)
         _mark_kept(forward, backward)
         step.parameters = frozenset(unshard_of(node).name for node in unshards(forward.graph))
+        self.gathered = gathered_in(forward.graph), gathered_in(backward.graph)
         _warn_of_rows_at_once(forward, step.parameters, session)
         both = step_module(forward, backward)
         both = run(self.log.passes, Stage.STEP, both, self._context, self._watch)
@@ -267,6 +284,7 @@ class _Lowering:
         if phase is Phase.INFERENCE:
             graph = run(self.log.passes, Stage.JOINT, graph, ctx, self._watch)
             read = frozenset(unshard_of(node).name for node in unshards(graph.graph))
+            self.gathered = gathered_in(graph.graph), ()
         graph = run(self.log.passes, Stage.PARTS, graph, ctx, self._watch)
         if phase is Phase.INFERENCE:
             step.parameters = read

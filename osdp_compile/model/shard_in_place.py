@@ -39,6 +39,7 @@ from osdp_compile.model.mixed_precision import (
 from osdp_compile.model.other_dims import OtherDims, local_before, other_dims_of
 from osdp_compile.optim.checks import replaced
 from osdp_compile.optim.rebind import OptimizerIndex
+from osdp_compile.optim.replaced_parameter import stands_for
 from osdp_compile.runtime import eager_markers
 from osdp_compile.runtime.inside_forward import is_inside_forward
 from osdp_compile.runtime.meshes import local_part, placed_like
@@ -361,6 +362,8 @@ def _swap_class(
         members.update(state_dict.members(type(module), parts))
     if isinstance(module, nn.RNNBase):
         members["_flat_weights"] = property(_flat_weights, lambda module, value: None)
+        # 2.13.0: references to the parameters of before, which Dynamo would guard on.
+        module.__dict__["_flat_weight_refs"] = [None] * len(module._flat_weights_names)
     subclass(module, members)
 
 
@@ -405,6 +408,8 @@ def shard_in_place(
             _free_whole(old)
         renewed.append(new)
     read_through_markers(parameters, ctx, reading, mesh)
+    for entry, new in zip(parameters, renewed, strict=True):
+        stands_for(entry.parameter, new)
     return renewed
 
 
@@ -465,6 +470,9 @@ def keep_in_place(
         parameter.grad = mean
         kept.append(parameter)
     read_through_markers(parameters, ctx, reading, None)
+    if renewing is not None:
+        for entry, new in zip(parameters, kept, strict=True):
+            stands_for(entry.parameter, new)
     return kept
 
 
@@ -479,7 +487,7 @@ def _hand_on_gradients(
     local = local_part(held)
 
     def hand_on(old: Tensor) -> None:
-        gradient, old.grad = old.grad, None
+        gradient = _torch.take_gradient(old)
         mean: Tensor = torch.ops.osdp.reduce_grad(
             gradient, local, name, decision.sharded, *cut.marks
         )

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
 from osdp_compile.optim.adafactor import step_on_rows
+from osdp_compile.optim.dtensor_values import handle_values
 from osdp_compile.optim.step_hooks import before_steps
 
 #: Optimizers whose steps DTensors refuse, with an error that does not help the user.
@@ -55,6 +56,7 @@ def replaced(old: nn.Parameter, name: str) -> None:
         for operator in _ON_ROWS_AS_THEY_ARE:
             _torch.handle_dtensor_operator(getattr(torch.ops.aten, operator).default, _on_rows)
         _torch.handle_adafactor(step_on_rows)
+        handle_values()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

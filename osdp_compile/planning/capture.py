@@ -19,6 +19,7 @@ from passes.graph.captured import Captured
 from passes.graph.fx_utils import output_node
 from passes.pipeline import Pass, Stage, run
 from passes.recompute.rng_states import settle_rng_states
+from passes.recompute.written_inputs import save_reads_of_written_inputs
 from passes.types.context import Context, Phase
 from passes.types.decision import Decision
 from passes.types.plan import Plan
@@ -108,6 +109,7 @@ def partitioned(
     free = set(kwargs.pop("static_lifetime_input_indices", None) or ())
     inputs = joint.graph.find_nodes(op="placeholder")
     own = [place for place, node in enumerate(inputs) if _torch.aot_input_index(node) in free]
+    save_reads_of_written_inputs(joint)
     forward, backward = min_cut_rematerialization_partition(
         joint, joint_inputs, static_lifetime_input_indices=own, **kwargs
     )

@@ -46,8 +46,9 @@ def check_averaged(stepping: Sequence[nn.Parameter]) -> None:
         if differing is not None:
             raise OsdpError(
                 f"the gradient of parameter {differing!r} differs between ranks: it was used "
-                "outside of a forward, where nothing averages its gradient. Use it inside the "
-                "model's forward, or compile the function that uses it, such as a loss: "
+                "outside of a forward, or inside by parameters() and not as an attribute, where "
+                "nothing averages its gradient. Use it as an attribute inside the model's forward, "
+                "or compile the function that uses it, such as a loss: "
                 "torch.compile(loss_of, backend='osdp')"
             )
 

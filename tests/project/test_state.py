@@ -40,6 +40,7 @@ REASONS = {
         "_before": FACTS,
         "_local": "models between their first trace and their sharding",
     },
+    "osdp_compile/model/same_parameters.py": {"_runs": "runs by the unique names of groups"},
     "osdp_compile/optim/checks.py": {"_replaced": FACTS, "_looked_at": FACTS, "_watching": ONCE},
     "osdp_compile/optim/muon.py": {"_handled": ONCE},
     "osdp_compile/optim/step_hooks.py": {"_own": FACTS},
