@@ -109,6 +109,9 @@ class Footprints:
         self._trained = np.flatnonzero([p.requires_grad for p in self.ctx.parameters])
         self._step_bytes = StepBytes(self.ctx)
         self._tables: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = {}
+        self._known: dict[tuple[int, ...], tuple[object, tuple[np.ndarray, np.ndarray]]] = {}
+        #: By table of intervals, the numbers of the last decisions and their bytes by place.
+        self._last: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def _tables_of(self, key: Candidate) -> tuple[np.ndarray, np.ndarray]:
         """By parameter and decision, the intervals and the overlaps, as columns of numbers.
@@ -116,6 +119,10 @@ class Footprints:
         Rows of zeros fill up. A column of bytes is the third one of both.
         """
         structure = key.splits, key.recompute, key.also_save
+        # Candidates share these tuples, which may have thousands of names: their ids are hashed.
+        ids = tuple(map(id, structure))
+        if ids in self._known:
+            return self._known[ids][1]
         if structure not in self._tables:
             if key.recompute:
                 whole = key.replace(recompute=(), also_save=())
@@ -128,6 +135,7 @@ class Footprints:
                 lifetimes = dict(enumerate(self._lifetimes))
             self._fill(intervals, overlaps, lifetimes, key.splits)
             self._tables[structure] = intervals, overlaps
+        self._known[ids] = structure, self._tables[structure]  # holds them, so that ids stay valid
         return self._tables[structure]
 
     def _lifetimes_with(self, key: Candidate) -> dict[int, Lifetime]:
@@ -240,14 +248,26 @@ class Footprints:
 
     def bytes_of(self, key: Candidate) -> np.ndarray:
         """The sum over all parameters of m(i, d, p), by place."""
-        table = self._tables_of(key)[0]
-        first, last, size_bytes = table[:, self._parameters, key.numbers].reshape(3, -1)
+        table, numbers = self._tables_of(key)[0], key.numbers
+        before, found = self._last.get(id(table), (None, None))
+        changed = self._parameters if before is None else np.flatnonzero(numbers != before)
+        if before is None or found is None or 4 * len(changed) > len(numbers):
+            found = self._sum(table, self._parameters, numbers)
+            self._last[id(table)] = numbers, found
+        else:  # most candidates differ in a few decisions from the one before
+            less = self._sum(table, changed, before)
+            found = found + self._sum(table, changed, numbers) - less
+        found = found.copy()
+        found[-1] += self.temporary_bytes(key)
+        return found
+
+    def _sum(self, table: np.ndarray, parameters: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        """The sum over some parameters, by index, of their bytes by place."""
+        first, last, size_bytes = table[:, parameters, numbers[parameters]].reshape(3, -1)
         changes = np.zeros(self.places + 1, dtype=np.int64)
         np.add.at(changes, first, size_bytes)
         np.subtract.at(changes, last + 1, size_bytes)
-        found = np.cumsum(changes[:-1])
-        found[-1] += self.temporary_bytes(key)
-        return found
+        return np.cumsum(changes[:-1])
 
     def bytes_at(self, place: int, structure: Candidate) -> np.ndarray:
         """By parameter and decision, m(i, d, p); 0 for an impossible decision.
