@@ -7,6 +7,8 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from passes.candidates.move_groups import MoveGroup
 from passes.candidates.recompute_sets import RecomputeSet
 from passes.candidates.slice_groups import SliceGroup
@@ -55,12 +57,12 @@ class Candidate:
     @functools.cached_property
     def _hash(self) -> int:
         parts = self.bucket_bytes, self.recompute, self.also_save, self.splits, self.stays
-        return hash((bytes(self.numbers), *parts))
+        return hash((self.numbers.tobytes(), *parts))
 
     @functools.cached_property
-    def numbers(self) -> list[int]:
+    def numbers(self) -> np.ndarray:
         """By parameter, the number of its decision; of one that stays, never a kept one's."""
-        found = [decision.number for decision in self.decisions]
+        found = np.array([decision.number for decision in self.decisions])
         for one in self.stays:
             found[one.place] = Decision(one.decision.scope).number
         return found

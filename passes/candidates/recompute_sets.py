@@ -45,7 +45,7 @@ from passes.graph.fx_utils import (
 )
 from passes.graph.metadata import LAYER
 from passes.graph.op_traits import effective_users
-from passes.ops.markers import UNSHARD, unshards
+from passes.ops.markers import UNSHARD, unshard_of, unshards
 from passes.recompute.recompute_activations import PartitionBoundary, keys_of
 from passes.types.context import Context, Phase
 
@@ -79,6 +79,7 @@ class _Saved:
     ``born``, ``done``: the place in the forward where it is made, and the last one that reads it.
     ``chain``: the operators that recompute it; empty if that is impossible.
     ``reads``: the numbers of the other tensors that the chain reads.
+    ``weights``: the names of the parameters that the chain reads.
     ``instead``: the number of the tensor to save instead if this one is recomputed, or None.
     """
 
@@ -91,6 +92,7 @@ class _Saved:
     done: int
     chain: tuple[fx.Node, ...]
     reads: frozenset[int]
+    weights: tuple[str, ...]
     instead: int | None = None
 
 
@@ -124,6 +126,7 @@ class Recomputation:
         self._stands_for = stands_for
         self._number = {key: number for number, one in enumerate(saved) for key in one.keys}
         self._spared: dict[tuple[tuple[str, ...], ...], tuple[np.ndarray, float]] = {}
+        self._reads: dict[tuple[tuple[str, ...], ...], dict[str, tuple[int, int]]] = {}
 
     def sets(self, most: int) -> list[RecomputeSet]:
         """Up to ``most`` sets, each with less memory and more time than the one before it."""
@@ -168,6 +171,19 @@ class Recomputation:
                 self._search.seconds(found, *self._stands_for),
             )
         return self._spared[decided]
+
+    def reads(
+        self, recompute: tuple[str, ...], also_save: tuple[str, ...]
+    ) -> dict[str, tuple[int, int]]:
+        """The parameters that the recomputation reads in the backward, by name.
+
+        The places are the first and the last one of the backward's nodes.
+        """
+        decided = recompute, also_save
+        if decided not in self._reads:
+            chosen = self._with_unsaved(decided)
+            self._reads[decided] = self._search.reads(chosen, self._nodes[1])
+        return self._reads[decided]
 
     def _with_unsaved(self, decided: tuple[tuple[str, ...], ...]) -> frozenset[int]:
         """The numbers of the tensors to recompute.
@@ -274,6 +290,7 @@ def _saved_tensors(forward: fx.Graph, backward: fx.Graph, layer: int, layers: in
                 max((forward_place[u] for u in effective_users(root) if u is not end), default=0),
                 tuple(sorted(chain)),
                 frozenset(number[node] for node in reads if node in number) - {index},
+                tuple(unshard_of(node).name for node in sorted(reads) if node.target is UNSHARD),
                 number[other] if other is not None and chain else None,
             )
         )
@@ -443,6 +460,18 @@ class _Growing:
             for other in self.saved[index].reads:
                 starts[other] = min(starts[other], starts[index])
         return starts
+
+    def reads(self, chosen: frozenset[int], nodes: int) -> dict[str, tuple[int, int]]:
+        """By parameter, the first and the last place in the backward where a chain reads it.
+
+        ``nodes``: the number of nodes of the backward.
+        """
+        starts = self._starts(chosen)
+        places: dict[str, list[int]] = {}
+        for index in sorted(chosen):
+            for name in self.saved[index].weights if starts[index] < nodes else ():
+                places.setdefault(name, []).append(starts[index])
+        return {name: (min(own), max(own)) for name, own in places.items()}
 
     def without_useless(self, chosen: frozenset[int]) -> frozenset[int]:
         """The set without the tensors that save no memory.

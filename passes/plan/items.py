@@ -16,7 +16,6 @@ from passes.pricing.evaluator import PlanEvaluator
 from passes.pricing.footprints import Footprints
 from passes.pricing.prices import Reference
 from passes.types.decision import Decision
-from passes.types.plan import Split
 
 #: Options of a group change the decision at about so many places.
 _MOST_PLACES = 16
@@ -153,7 +152,7 @@ class Solver:
         self._seconds = [
             [item.sums(footprints.seconds_of[:, :, kind]) for kind in range(3)] for item in items
         ]
-        self._bytes: dict[tuple[int, tuple[Split, ...]], list[np.ndarray]] = {}
+        self._bytes: dict[tuple[object, ...], list[np.ndarray]] = {}
 
     def solve(
         self,
@@ -186,7 +185,7 @@ class Solver:
         best: Candidate | None = None
         least_bytes, less_bytes = np.inf, 0
         for _ in range(_MOST_ROUNDS):
-            tables = [self._bytes_at(place, structure.splits) for place in places]
+            tables = [self._bytes_at(place, structure) for place in places]
             own = [
                 np.mean([table[j][options] for table in tables], axis=0)
                 for j, options in enumerate(allowed)
@@ -208,11 +207,11 @@ class Solver:
                 places.append(peak)
         return best
 
-    def _bytes_at(self, place: int, splits: tuple[Split, ...]) -> list[np.ndarray]:
+    def _bytes_at(self, place: int, structure: Candidate) -> list[np.ndarray]:
         """By item and option, the bytes at a place."""
-        key = place, splits
+        key = place, structure.splits, structure.recompute, structure.also_save
         if key not in self._bytes:
-            table = self._footprints.bytes_at(place, splits)
+            table = self._footprints.bytes_at(place, structure)
             self._bytes[key] = [item.sums(table) for item in self._items]
         return self._bytes[key]
 

@@ -48,6 +48,11 @@ class Neighbourhood:
             {count for item in self.items if item.in_layers for count in item.counts}
         ) or [0]
 
+    @property
+    def _is_easy(self) -> bool:
+        """Whether forecasts hold best and evaluations take long: a folded step with memory."""
+        return self.evaluator.folded is not None and not self.evaluator.is_short
+
     def of(self, best: Candidate, within: bool = False) -> Iterator[tuple[Change, Candidate]]:
         """The neighbours of an evaluated candidate, with the changes that lead to them.
 
@@ -63,15 +68,14 @@ class Neighbourhood:
             self._in_chunks(best) if self.may_move else [],
         ]
         kinds = [
-            program[: CONSTANTS.proposed] if self.promising else program,
+            program[: len(CONSTANTS.weights)] if self.promising else program,
             self._buckets(reference, best),
             self._worth(reference, self._groups(best), exact=True),
             self._worth(reference, self._singles(best), exact=True),
         ]
         if self.evaluator.is_short and not within:
             kinds.append(self._worth(reference, self._recomputed(reference, best)))
-        has_limit = self.evaluator.ctx.limit_bytes is not None
-        if self.evaluator.is_short or (has_limit and self.promising):
+        if self.evaluator.is_short or self.promising:
             kinds.append(self._worth(reference, self._sliced(reference, best, within)))
         rows = itertools.zip_longest(*kinds)
         for first, row in itertools.zip_longest(itertools.zip_longest(*moves), rows, fillvalue=()):
@@ -182,6 +186,16 @@ class Neighbourhood:
         """The dynamic program's plan for an evaluated candidate's structure, at its own prices."""
         return self._proposal(self.prices.near(key), key)
 
+    def saving(self, key: Candidate, most_seconds: float) -> list[Candidate]:
+        """An evaluated candidate with the fastest other recompute set, by its own prices.
+
+        Empty: none promises to fit and to be faster than this.
+        """
+        reference = self.prices.near(key)
+        moves = self._recomputed(reference, key).items()
+        fast = {c: k for c, k in moves if reference.judge_within(k, 0, most_seconds)}
+        return [other for _, other in self._ordered(reference, fast)[:1]]
+
     def _ordered(self, reference: Reference, moves: Moves) -> list[tuple[Change, Candidate]]:
         """Changes by the forecasts of their candidates."""
         judged = [
@@ -196,12 +210,15 @@ class Neighbourhood:
     ) -> list[tuple[Change, Candidate]]:
         """Changes by their forecasts, without those that promise too much memory or time.
 
+        Only those that promise a gain of a folded step that needs no memory: evaluations take long.
+
         ``exact``: the forecast of the memory is, as of changes of decisions only.
         """
         above, seconds = self.evaluator.rank(reference.key)
         most_above = round((1 - CONSTANTS.least_gain) * above) if exact else math.inf
         is_open = above or not self.promising
-        most_seconds = math.inf if is_open else CONSTANTS.slower * seconds
+        share = -CONSTANTS.promise if self._is_easy else CONSTANTS.least_gain
+        most_seconds = math.inf if is_open else (1 + share) * seconds
         worth = {
             change: key
             for change, key in moves.items()
@@ -374,7 +391,7 @@ class Neighbourhood:
         for size in self.evaluator.other_sizes(best):
             structure = best.replace(bucket_bytes=size)
             found.append((("bucket", size), structure))
-            found += [
-                (("bucket", size, "program"), key) for key in self._proposal(reference, structure)
-            ]
+            for key in self._proposal(reference, structure):
+                program: Moves = {("bucket", size, "program"): key}
+                found += self._worth(reference, program) if self._is_easy else program.items()
         return found

@@ -37,18 +37,17 @@ At last, alike parameters get one decision where that costs next to nothing (``e
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 
 from passes.candidates.candidate import Candidate
 from passes.capture.fold_layers import Folded
 from passes.graph.captured import Captured
 from passes.pipeline import Pass
+from passes.plan.constants import CONSTANTS
 from passes.plan.even_out import evened
 from passes.plan.search import Search
-from passes.pricing.evaluator import Finished, PlanEvaluator
+from passes.pricing.evaluator import Finished, PlanEvaluator, varied, young_garbage_only
 from passes.pricing.orders import orders, with_fastest_order
 from passes.pricing.predict import predict
 from passes.reasons.explain import explained
@@ -95,7 +94,7 @@ def make_plan(
     Raises:
         Infeasible: even the plan with the least memory is above the limit.
     """
-    with _young_garbage_only():
+    with young_garbage_only():
         return _searched(captured, ctx, passes, say)
 
 
@@ -104,7 +103,7 @@ def least_limit(captured: Captured | Folded, ctx: Context, passes: Sequence[Pass
 
     It does not depend on ``ctx.limit_bytes``.
     """
-    with _young_garbage_only():
+    with young_garbage_only():
         return _least(captured, ctx, passes)[-1]
 
 
@@ -118,13 +117,13 @@ def _searched(
     search = Search(evaluator)
     search.fastest()
     most = 1 if isinstance(captured, Folded) else _LOWERED
-    found = list(itertools.islice(_lowered(evaluator, evaluator.fitting()), most))
+    found = list(itertools.islice(_lowered(evaluator, evaluator.fitting(_ORDERED)), most))
     if ctx.limit_bytes is not None and not found:
         key, plan, least = _least(captured, ctx, passes, enough_bytes=ctx.limit_bytes)
         if least.peak_bytes > ctx.limit_bytes:
             raise Infeasible(ctx.limit_bytes, least, ctx.world_size)
         search.start_again(key)
-        found = list(itertools.islice(_lowered(evaluator, evaluator.fitting()), most))
+        found = list(itertools.islice(_lowered(evaluator, evaluator.fitting(_ORDERED)), most))
         if not found:
             found = [Finished(key, plan, predict(captured, plan, ctx, passes))]
     best = _best_ordered(evaluator, found)
@@ -143,10 +142,13 @@ def _searched(
 
 
 def _best_ordered(evaluator: PlanEvaluator, found: list[Finished]) -> Finished:
-    """The fastest plan with its best order; a folded step leaves the order open."""
+    """The fastest plan with its best order; a folded step leaves the order open.
+
+    An order may gain more with other slices, and about as much for plans that are nearly equal.
+    """
     if evaluator.folded is not None:
         return found[0]
-    found = sorted(found, key=_step_seconds)[:_ORDERED]
+    found = varied(found, 1 + CONSTANTS.least_gain)[:_ORDERED]
     if evaluator.is_short:
         # Regathering everything leaves the most headroom, which the first order may not use.
         uniform = [key for key in evaluator.fitting() if len({*key.decisions}) == 1]
@@ -177,22 +179,6 @@ def _least(
     best = Search(evaluator, enough_bytes).least()
     plan = evaluator.seen[best].plan.replace(memory_limit_bytes=ctx.limit_bytes)
     return best, plan, evaluator.lowered(best).prediction
-
-
-@contextmanager
-def _young_garbage_only() -> Iterator[None]:
-    """Turn automatic garbage collection off; the evaluator collects the youngest objects only.
-
-    Graphs are reference cycles, so they need garbage collection. But automatic collections search
-    all objects of torch again and again, which takes much time.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def complete(plan: Plan, captured: Captured | Folded, ctx: Context, passes: Sequence[Pass]) -> Plan:

@@ -246,21 +246,28 @@ class Search:
             evaluator.evaluate(key)
             if self._gains(key, best):
                 return key
-            fitting = self.fitting(key, best)
-            if fitting is not None:
-                return fitting
+            found = self.followed(key, best)
+            if found is not None:
+                return found
             self._useless.add(where)
         return None
 
-    def fitting(self, key: Candidate, best: Candidate) -> Candidate | None:
-        """A better candidate than the best one, near a faster one that is above the limit; or None.
+    def followed(self, key: Candidate, best: Candidate) -> Candidate | None:
+        """A better candidate than the best one, by one more change of ``key``; or None.
 
-        It has the decisions of the dynamic program at the faster one's own prices.
+        If that is faster but above the limit: to the dynamic program's decisions at its own prices.
+        If it fits in other slices, which may make room only: to another recompute set.
         """
-        evaluator = self.evaluator
-        if evaluator.rank(best)[0] or evaluator.seconds(key) >= evaluator.seconds(best):
+        evaluator, most_seconds = self.evaluator, self.evaluator.seconds(best)
+        fits = evaluator.rank(key)[0] == 0
+        others: list[Candidate] = []
+        if evaluator.rank(best)[0]:
             return None
-        for other in self.neighbours.program(key):
+        if evaluator.seconds(key) < most_seconds:
+            others = self.neighbours.program(key)
+        elif _structure(key)[1] != _structure(best)[1] and evaluator.is_short and fits:
+            others = self.neighbours.saving(key, most_seconds)
+        for other in others:
             evaluator.evaluate(other)
             if self._gains(other, best):
                 return other

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -69,9 +70,40 @@ class Finished(NamedTuple):
         return self.step.prediction
 
 
+def varied(found: Iterable[Finished], slower: float) -> list[Finished]:
+    """Plans, the fastest first, but at first the fastest one of each slicing.
+
+    ``slower``: those that take more than so many times the fastest one's seconds come later.
+    """
+    by_time = sorted(found, key=lambda one: one.prediction.step_seconds)
+    firsts = {one.key.splits: one.key for one in reversed(by_time)}
+
+    def is_later(one: Finished) -> bool:
+        most_seconds = slower * by_time[0].prediction.step_seconds
+        return one.key != firsts[one.key.splits] or one.prediction.step_seconds > most_seconds
+
+    return sorted(by_time, key=is_later)
+
+
 def above_target(bytes_at: np.ndarray | None, target_bytes: int) -> int:
     """The sum over all places of the bytes above a target."""
     return 0 if bytes_at is None else int(np.maximum(bytes_at - target_bytes, 0).sum())
+
+
+@contextmanager
+def young_garbage_only() -> Iterator[None]:
+    """Turn automatic garbage collection off; the evaluator collects the youngest objects only.
+
+    Graphs are reference cycles, so they need garbage collection. But automatic collections search
+    all objects of torch again and again, which takes much time.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class PlanEvaluator:
@@ -151,9 +183,8 @@ class PlanEvaluator:
             gc.collect(0)  # the graphs of the last evaluation
         self._priced += 1
         self._say(f"plan {self._priced} of up to {self._priced + max(0, self.left)}")
-        step = predict(
-            self.captured, self.plan_of(key), self.ctx.replace(deciding=True), self.passes
-        )
+        plan = self.plan_of(key)
+        step = predict(self.captured, plan, self.ctx.replace(deciding=True), self.passes)
         # A user's pass in place of ``bucket`` may leave no such metadata.
         self._packable[key] = [PACKABLE.get(gm) for gm in (step.forward, step.backward)]
         network = [
@@ -161,7 +192,7 @@ class PlanEvaluator:
             for gm in (step.forward, step.backward)
         ]
         exposed = [one.exposed_seconds - one.model_seconds for one in step.simulations]
-        plan = self.plan_of(key).replace(order=orders(step))
+        plan = plan.replace(order=orders(step))
         if self.folded is not None:
             self._last = Finished(key, plan, step)
         return Evaluated(
@@ -249,10 +280,19 @@ class PlanEvaluator:
         limit_bytes = self.ctx.limit_bytes
         return limit_bytes is None or prediction.peak_bytes <= limit_bytes
 
-    def fitting(self) -> list[Candidate]:
-        """The evaluated candidates that fit, the fastest first."""
-        found = [key for key, one in self.seen.items() if self.fits(one.prediction)]
-        return sorted(found, key=self.rank)
+    def fitting(self, slicings: int = 0) -> list[Candidate]:
+        """The evaluated candidates that fit, the fastest first.
+
+        ``slicings``: the fastest one of each of so many slicings precedes all others.
+        """
+        fits = [key for key, one in self.seen.items() if self.fits(one.prediction)]
+        found = sorted(fits, key=self.rank)
+        firsts: dict[tuple[Split, ...], Candidate] = {}
+        for key in found:
+            if len(firsts) < slicings:
+                firsts.setdefault(key.splits, key)
+        chosen = set(firsts.values())
+        return [*firsts.values(), *(key for key in found if key not in chosen)]
 
     def lowered(self, key: Candidate) -> Finished:
         """An evaluated plan, lowered with its own order of collectives."""

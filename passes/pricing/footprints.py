@@ -5,19 +5,22 @@ step. Parameter i with decision d takes m(i, d, p) bytes at place p:
 
 * its local state between steps;
 * its gathered copy, from the first use in the forward to the last one in the backward if it is
-  kept, or within each graph if it is regathered;
+  kept, or within each graph if it is regathered; the backward also uses it where it recomputes
+  from it;
 * the copies that other calls in flight keep, in both graphs;
 * its gradient, whole where it is made, and local from there on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from passes.annotate.training_state import StepBytes
 from passes.candidates.candidate import Candidate
+from passes.capture.fold_layers import Folded
 from passes.graph.op_traits import effective_users
 from passes.ops.markers import REDUCE_GRAD, reduce_grad_of, unshard_of, unshards
 from passes.pricing.evaluator import PlanEvaluator
@@ -70,18 +73,26 @@ class Footprints:
     """
 
     def __init__(self, evaluator: PlanEvaluator) -> None:
-        self.ctx = evaluator.ctx
+        self._evaluator, self.ctx = evaluator, evaluator.ctx
         self.places = sum(map(len, evaluator.place_of)) + 1
         self._lifetimes = _lifetimes(evaluator)
         self._ranks = [
             self.ctx.cut(one).ranks if self.ctx.mesh_dims or not one.within_host else 1
             for one in DECISIONS
         ]
+        self._gap, self._stands_for = 0, dict[str, str]()
+        if evaluator.folded is not None:
+            self._gap = evaluator.folded.gap[1]
+            self._stands_for = _likes(evaluator.folded)
         self._parameters = np.arange(len(evaluator.choices))
         self.seconds_of = np.full((len(evaluator.choices), len(DECISIONS), 3), np.nan)
         for index, options in enumerate(evaluator.choices):
-            for one in options:
-                self.seconds_of[index, one.decision.number] = (
+            by_decision = {one.decision: one for one in options}
+            for decision, one in by_decision.items():
+                if decision.regathers and self._lifetimes[index].backward is None:
+                    # The backward does not gather it.
+                    one = by_decision[Decision(decision.scope, keep=True)]
+                self.seconds_of[index, decision.number] = (
                     one.forward_seconds,
                     one.backward_seconds,
                     one.compute_seconds,
@@ -97,38 +108,86 @@ class Footprints:
         )
         self._trained = np.flatnonzero([p.requires_grad for p in self.ctx.parameters])
         self._step_bytes = StepBytes(self.ctx)
-        self._tables: dict[tuple[Split, ...], tuple[np.ndarray, np.ndarray]] = {}
+        self._tables: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = {}
+        self._known: dict[tuple[int, ...], tuple[object, tuple[np.ndarray, np.ndarray]]] = {}
+        #: By table of intervals, the numbers of the last decisions and their bytes by place.
+        self._last: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
-    def _tables_of(self, splits: tuple[Split, ...]) -> tuple[np.ndarray, np.ndarray]:
+    def _tables_of(self, key: Candidate) -> tuple[np.ndarray, np.ndarray]:
         """By parameter and decision, the intervals and the overlaps, as columns of numbers.
 
         Rows of zeros fill up. A column of bytes is the third one of both.
         """
-        if splits in self._tables:
-            return self._tables[splits]
+        structure = key.splits, key.recompute, key.also_save
+        # Candidates share these tuples, which may have thousands of names: their ids are hashed.
+        ids = tuple(map(id, structure))
+        if ids in self._known:
+            return self._known[ids][1]
+        if structure not in self._tables:
+            if key.recompute:
+                whole = key.replace(recompute=(), also_save=())
+                intervals, overlaps = (table.copy() for table in self._tables_of(whole))
+                lifetimes = self._lifetimes_with(key)
+            else:
+                shape = len(self.ctx.parameters), len(DECISIONS)
+                intervals = np.zeros((3, *shape, _MOST_INTERVALS), dtype=np.int64)
+                overlaps = np.zeros((4, *shape, _MOST_OVERLAPS))
+                lifetimes = dict(enumerate(self._lifetimes))
+            self._fill(intervals, overlaps, lifetimes, key.splits)
+            self._tables[structure] = intervals, overlaps
+        self._known[ids] = structure, self._tables[structure]  # holds them, so that ids stay valid
+        return self._tables[structure]
+
+    def _lifetimes_with(self, key: Candidate) -> dict[int, Lifetime]:
+        """By index, the lifetimes of the parameters that a candidate's recomputation reads."""
+        found: dict[int, Lifetime] = {}
+        reads = self._evaluator.recomputation.reads(key.recompute, key.also_save)
+        offset = len(self._evaluator.place_of[0])
+        for index, parameter in enumerate(self.ctx.parameters):
+            life = self._lifetimes[index]
+            own = reads.get(self._stands_for.get(parameter.name, parameter.name))
+            if own is None:
+                continue
+            uses = [place + offset for place in own]
+            if life.left_out:
+                uses = [self._gap + offset] * 2
+            if life.backward is not None:
+                uses += life.backward
+            if (changed := life._replace(backward=(min(uses), max(uses)))) != life:
+                found[index] = changed
+        return found
+
+    def _fill(
+        self,
+        intervals: np.ndarray,
+        overlaps: np.ndarray,
+        lifetimes: Mapping[int, Lifetime],
+        splits: tuple[Split, ...],
+    ) -> None:
+        """Write the rows of the parameters with these lifetimes, by index."""
         by_name = {one.name: one for one in splits}
-        shape = len(self.ctx.parameters), len(DECISIONS)
-        intervals = np.zeros((3, *shape, _MOST_INTERVALS), dtype=np.int64)
-        overlaps = np.zeros((4, *shape, _MOST_OVERLAPS))
         inside = set(self.inside)
         for decision in DECISIONS:
             if decision.within_host and self.ctx.mesh_dims is None:
                 continue
-            for index, parameter in enumerate(self.ctx.parameters):
-                split = by_name.get(parameter.name)
-                for place, one in enumerate(self._intervals(index, decision, split)):
-                    intervals[:, index, decision.number, place] = one
-                if index not in inside or np.isnan(self.seconds_of[index, decision.number, 0]):
+            number = decision.number
+            for index, life in lifetimes.items():
+                split = by_name.get(self.ctx.parameters[index].name)
+                intervals[:, index, number] = 0
+                for place, one in enumerate(self._intervals(index, life, decision, split)):
+                    intervals[:, index, number, place] = one
+                if index not in inside or np.isnan(self.seconds_of[index, number, 0]):
                     continue
-                for place, overlap in enumerate(self._overlaps(index, decision, split)):
-                    overlaps[:, index, decision.number, place] = overlap
-        self._tables[splits] = intervals, overlaps
-        return intervals, overlaps
+                overlaps[:, index, number] = 0
+                for place, overlap in enumerate(self._overlaps(index, life, decision, split)):
+                    overlaps[:, index, number, place] = overlap
 
-    def _intervals(self, index: int, decision: Decision, split: Split | None) -> list[Interval]:
+    def _intervals(
+        self, index: int, life: Lifetime, decision: Decision, split: Split | None
+    ) -> list[Interval]:
         """The bytes of a parameter with a decision: m(i, d, p) is the sum over its intervals."""
         p, end = self.ctx.parameters[index], self.places - 1
-        life, ranks = self._lifetimes[index], self.ctx.cut(decision).ranks
+        ranks = self.ctx.cut(decision).ranks
         gradient_bytes = p.shard_bytes(ranks) if p.requires_grad else 0
         found = [Interval(0, end, p.state_bytes(ranks) - gradient_bytes)]
         if life.gradient is not None:
@@ -152,21 +211,22 @@ class Footprints:
             found.append(Interval(life.gradient, life.gradient, slice_bytes))
         return found
 
-    def _overlaps(self, index: int, decision: Decision, split: Split | None) -> list[Overlap]:
+    def _overlaps(
+        self, index: int, life: Lifetime, decision: Decision, split: Split | None
+    ) -> list[Overlap]:
         """The collectives of a parameter, one of ``inside``; none if it is replicated."""
         if not decision.sharded:
             return []
-        life = self._lifetimes[index]
         gather, reduction, _ = self.seconds_of[index, decision.number]
         slices = 1 if split is None or split.along == OF_INPUT else split.slices
         size_bytes = self.ctx.parameters[index].full_bytes // slices
         found = []
         if life.forward:
             found.append(Overlap(life.forward[0], 0, size_bytes, gather / slices))
-        if decision.regathers:
-            reduction -= gather
-            if life.backward:
-                found.append(Overlap(life.backward[0], 1, size_bytes, gather / slices))
+        if decision.regathers and life.backward is not None:
+            if self._lifetimes[index].backward is not None:
+                reduction -= gather
+            found.append(Overlap(life.backward[0], 1, size_bytes, gather / slices))
         if life.gradient is not None:
             seconds = max(0.0, reduction) / slices
             found.append(Overlap(life.gradient, 2, size_bytes, seconds))
@@ -174,7 +234,7 @@ class Footprints:
 
     def overlaps(self, key: Candidate) -> list[np.ndarray]:
         """The overlaps of all sharded parameters, by their fields; in order."""
-        table = self._tables_of(key.splits)[1]
+        table = self._tables_of(key)[1]
         own = table[:, self._parameters, key.numbers].reshape(4, -1)
         place, kind, size_bytes, seconds = own[:, own[2] > 0]
         order = np.lexsort((seconds, size_bytes, kind, place))
@@ -188,18 +248,33 @@ class Footprints:
 
     def bytes_of(self, key: Candidate) -> np.ndarray:
         """The sum over all parameters of m(i, d, p), by place."""
-        table = self._tables_of(key.splits)[0]
-        first, last, size_bytes = table[:, self._parameters, key.numbers].reshape(3, -1)
-        changes = np.zeros(self.places + 1, dtype=np.int64)
-        np.add.at(changes, first, size_bytes)
-        np.subtract.at(changes, last + 1, size_bytes)
-        found = np.cumsum(changes[:-1])
+        table, numbers = self._tables_of(key)[0], key.numbers
+        before, found = self._last.get(id(table), (None, None))
+        changed = self._parameters if before is None else np.flatnonzero(numbers != before)
+        if before is None or found is None or 4 * len(changed) > len(numbers):
+            found = self._sum(table, self._parameters, numbers)
+            self._last[id(table)] = numbers, found
+        else:  # most candidates differ in a few decisions from the one before
+            less = self._sum(table, changed, before)
+            found = found + self._sum(table, changed, numbers) - less
+        found = found.copy()
         found[-1] += self.temporary_bytes(key)
         return found
 
-    def bytes_at(self, place: int, splits: tuple[Split, ...]) -> np.ndarray:
-        """By parameter and decision, m(i, d, p); 0 for an impossible decision."""
-        first, last, size_bytes = self._tables_of(splits)[0]
+    def _sum(self, table: np.ndarray, parameters: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        """The sum over some parameters, by index, of their bytes by place."""
+        first, last, size_bytes = table[:, parameters, numbers[parameters]].reshape(3, -1)
+        changes = np.zeros(self.places + 1, dtype=np.int64)
+        np.add.at(changes, first, size_bytes)
+        np.subtract.at(changes, last + 1, size_bytes)
+        return np.cumsum(changes[:-1])
+
+    def bytes_at(self, place: int, structure: Candidate) -> np.ndarray:
+        """By parameter and decision, m(i, d, p); 0 for an impossible decision.
+
+        ``structure``: recomputation and slices; its decisions do not count.
+        """
+        first, last, size_bytes = self._tables_of(structure)[0]
         found = np.where((first <= place) & (place <= last), size_bytes, 0).sum(axis=-1)
         return np.where(np.isnan(self.seconds_of[:, :, 0]), 0.0, found)
 
@@ -234,13 +309,21 @@ def _lifetimes(evaluator: PlanEvaluator) -> list[Lifetime]:
     if evaluator.folded is not None:
         folded, (forward, backward) = evaluator.folded, evaluator.folded.gap
         backward += offset
-        for layer in folded.inner:
-            likes = folded.layers[folded.inner[0] - 1]
-            for name, like in zip(folded.layers[layer], likes, strict=True):
-                alive[name] = Lifetime(
-                    (forward, forward) if alive[like].forward else None,
-                    (backward, backward) if alive[like].backward else None,
-                    None if alive[like].gradient is None else backward,
-                    left_out=True,
-                )
+        for name, like in _likes(folded).items():
+            alive[name] = Lifetime(
+                (forward, forward) if alive[like].forward else None,
+                (backward, backward) if alive[like].backward else None,
+                None if alive[like].gradient is None else backward,
+                left_out=True,
+            )
     return [alive[one.name] for one in evaluator.ctx.parameters]
+
+
+def _likes(folded: Folded) -> dict[str, str]:
+    """For each parameter left out, the corresponding one of the layer before the gap."""
+    likes = folded.layers[folded.inner[0] - 1]
+    return {
+        name: like
+        for layer in folded.inner
+        for name, like in zip(folded.layers[layer], likes, strict=True)
+    }

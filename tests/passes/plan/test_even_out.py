@@ -20,6 +20,7 @@ from passes.pricing.evaluator import Finished, PlanEvaluator
 from passes.pricing.prices import Prices
 from passes.types.context import Context
 from passes.types.decision import Decision
+from passes.types.hardware_presets import PRESETS
 from tests.passes.capture.test_fold_layers import (
     NETWORKS,
     PASSES,
@@ -85,6 +86,28 @@ def test_a_difference_that_stays_gains_enough_or_is_needed_to_fit(monkeypatch):
             most_seconds = (1 + CONSTANTS.alike) * plan.prediction.step_seconds
             assert found.peak_bytes > limited.limit_bytes or found.step_seconds > most_seconds
     assert mixed
+
+
+@pytest.mark.parametrize(("share", "stay"), [(1.0, False), (0.0, True)])
+def test_slices_stay_if_they_gain_enough(share: float, stay: bool, monkeypatch):
+    """Of all that they gain, or of nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 2048, False), nn.ReLU(), nn.Linear(2048, 512, False))
+    hardware = PRESETS["cpu-gloo"]
+    step, ctx = capture_step(model, torch.randn(128, 512), world_size=4, hardware=hardware)
+    evaluator = PlanEvaluator(step, ctx, PASSES)
+    whole = evaluator.uniform(1).replace(bucket_bytes=1 << 11)
+    (group,) = evaluator.slice_groups
+    key = whole.slicing(group, 4, None, ctx)
+    evaluator.evaluate(whole)
+    evaluator.evaluate(key)
+    gained = evaluator.seconds(whole) / evaluator.seconds(key) - 1
+    assert gained > 0.01
+    constants = dataclasses.replace(CONSTANTS, sliced=1.01 * share * gained)
+    monkeypatch.setattr("passes.plan.even_out.CONSTANTS", constants)
+    before = evaluator.lowered(key)
+    after = evened(evaluator, items_of(evaluator), Prices(evaluator), before)
+    assert bool(after.key.splits) is stay
 
 
 def test_scattered_differences_become_one():

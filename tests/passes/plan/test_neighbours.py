@@ -8,11 +8,14 @@ import torch
 
 from passes.graph.metadata import PACKABLE
 from passes.overlap.bucket_collectives import bucket_bytes_for
+from passes.plan.constants import CONSTANTS
 from passes.plan.neighbours import Neighbourhood
 from passes.plan.planner import make_plan
 from passes.pricing.evaluator import PlanEvaluator
 from passes.pricing.predict import predict
 from tests.passes.candidates.test_move_groups import Layers
+from tests.passes.capture.test_fold_layers import captured as captured_layers
+from tests.passes.capture.test_fold_layers import folded
 from tests.passes.captures import capture_step
 from tests.passes.plan.test_planner import PASSES, captured, limits
 
@@ -48,6 +51,20 @@ def test_within_a_structure_only_decisions_and_buckets_change():
     free = list(neighbours.of(best))
     assert len(free) == len({change for change, _ in free})
     assert any(key.splits for _, key in free) and any(key.recompute for _, key in free)
+
+
+def test_neighbours_of_a_folded_step_promise_a_gain():
+    _, ctx = captured_layers()
+    evaluator = PlanEvaluator(folded(), ctx, PASSES)
+    for option in range(3):
+        best = evaluator.uniform(option)
+        evaluator.evaluate(best)
+        neighbours = Neighbourhood(evaluator)
+        near = neighbours.prices.near(best)
+        most_seconds = (1 - CONSTANTS.promise) * evaluator.seconds(best)
+        for change, key in neighbours.of(best):
+            is_open = isinstance(change, tuple) and change[0] == "bucket" and len(change) == 2
+            assert is_open or near.judge(key).seconds < most_seconds
 
 
 def test_tokens_in_other_numbers_of_chunks_are_neighbours():

@@ -123,13 +123,14 @@ def test_memory_is_filled_slice_by_slice():
     assert seconds == sorted(seconds, reverse=True) and seconds[-1] < seconds[0]
 
 
-def test_slices_that_are_faster_are_found_under_a_limit_that_nothing_reaches():
+@pytest.mark.parametrize("limit_bytes", [None, 1 << 32])
+def test_slices_that_are_faster_are_found_without_need_of_memory(limit_bytes: int | None):
     model = nn.Sequential(nn.Linear(512, 2048, False), nn.ReLU(), nn.Linear(2048, 512, False))
     hardware = PRESETS["cpu-gloo"]
     step, ctx = capture_step(model, torch.randn(128, 512), world_size=4, hardware=hardware)
-    unlimited, roomy = planned(step, ctx, None), planned(step, ctx, 1 << 32)
-    assert not sliced(unlimited) and sliced(roomy) == {"0.weight": 0, "2.weight": 1}
-    assert roomy.prediction.step_seconds < 0.97 * unlimited.prediction.step_seconds
+    plan, whole = planned(step, ctx, limit_bytes), planned(step, ctx.replace(slices=()), None)
+    assert sliced(plan) == {"0.weight": 0, "2.weight": 1}
+    assert plan.prediction.step_seconds < 0.97 * whole.prediction.step_seconds
 
 
 @EACH_MODEL
@@ -194,9 +195,36 @@ def test_near_a_faster_candidate_above_the_limit_there_is_one_that_fits(model: s
     faster, best = evaluator.uniform(0), evaluator.uniform(2)
     assert evaluator.evaluated_rank(faster)[0] > evaluator.evaluated_rank(best)[0] == 0
     assert evaluator.seconds(faster) < evaluator.seconds(best)
-    found = search.fitting(faster, best)
+    found = search.followed(faster, best)
     assert found is not None and evaluator.rank(found) < evaluator.rank(best)
-    assert search.fitting(best, faster) is None, "it is slower"
+    assert search.followed(best, faster) is None, "it is slower"
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.up, self.down = nn.Linear(64, 256, bias=False), nn.Linear(256, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def test_slices_that_lose_time_make_room_to_recompute_less():
+    torch.manual_seed(0)
+    model, hardware = nn.Sequential(*(Residual() for _ in range(3))), PRESETS["cpu-gloo"]
+    step, ctx = capture_step(model, torch.randn(512, 64), world_size=4, hardware=hardware)
+    without = PlanEvaluator(step, ctx.replace(limit_bytes=1 << 40), PASSES)
+    best = without.uniform(2).recomputing(without.sets[0])
+    limit_bytes = int(without.evaluate(best).bytes_at.max()) + 2048
+    evaluator = PlanEvaluator(step, ctx.replace(limit_bytes=limit_bytes), PASSES)
+    evaluator.is_short = True
+    search, (group,) = Search(evaluator), evaluator.slice_groups
+    key = best.slicing(group, 2, None, ctx)
+    assert evaluator.evaluated_rank(best) < evaluator.evaluated_rank(key)
+    found = search.followed(key, best)
+    assert found is not None and evaluator.rank(found) < evaluator.rank(best)
+    assert found.splits and found.recompute != best.recompute
 
 
 def evaluated_in_order() -> str:

@@ -46,3 +46,15 @@ def test_other_calls_in_flight_keep_their_gathered_copies():
     assert {*(more[1][0] - more[0][0])[:-1]} == {2 * gathered_bytes}
     assert (more[1][0] - more[0][0])[-1] == 0
     assert not (more[1][1] - more[0][1]).any()
+
+
+def test_bytes_do_not_depend_on_the_candidate_before():
+    step, ctx = captured("biased")
+    evaluator = PlanEvaluator(step, ctx, PASSES)
+    footprints = Footprints(evaluator)
+    first = evaluator.uniform(1)
+    keys = [first.deciding([(0, one.decision)], ctx) for one in evaluator.choices[0]]
+    found = [footprints.bytes_of(key) for key in (first, *keys, first)]
+    alone = [Footprints(evaluator).bytes_of(key) for key in (first, *keys, first)]
+    assert all((one == other).all() for one, other in zip(found, alone, strict=True))
+    assert len({tuple(one) for one in alone}) > 1

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from passes.pricing.evaluator import PlanEvaluator
 from passes.pricing.prices import Prices
+from passes.types.decision import Decision
+from passes.types.hardware_presets import PRESETS
 from tests.passes.captures import capture_step
 from tests.passes.plan.test_planner import MODELS, PASSES, captured, limits
 
@@ -90,3 +92,49 @@ def test_what_nothing_saves_is_recomputed_too():
             assert forecast.seconds == pytest.approx(found.prediction.step_seconds, rel=0.01)
             compared += 1
     assert compared >= 3
+
+
+class Looking(nn.Module):
+    """Rows of a table, which the backward needs only if it recomputes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4096, 64)
+        self.up, self.down = nn.Linear(64, 256, bias=False), nn.Linear(256, 64, bias=False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.down(self.up(self.table(words)).relu()).square().mean()
+
+
+def looking(limit_bytes: int | None) -> tuple[PlanEvaluator, int]:
+    """An evaluator, and the index of the table."""
+    words = torch.randint(0, 4096, (512,))
+    step, ctx = capture_step(Looking(), words, hardware=PRESETS["cpu-gloo"])
+    names = [one.name for one in ctx.parameters]
+    limited = ctx.replace(limit_bytes=limit_bytes)
+    return PlanEvaluator(step, limited, PASSES), names.index("table.weight")
+
+
+def test_a_kept_weight_that_the_backward_recomputes_from_is_there_until_then():
+    evaluator, table = looking(1 << 40)
+    evaluator.is_short = True
+    reference = evaluator.uniform(2).replace(bucket_bytes=1, recompute=("table:embedding:0",))
+    evaluator.evaluate(reference)
+    near = Prices(evaluator).near(reference)
+    key = reference.deciding([(table, Decision.SHARD_KEEP)], evaluator.ctx)
+    found = evaluator.evaluate(key).bytes_at
+    assert found is not None and near.fixed is not None
+    forecast = near.unchosen(key) + Prices(evaluator).footprints.bytes_of(key)
+    forward, backward = evaluator.place_of
+    for place in (len(forward) - 1, len(forward) + backward["mm_3"]):
+        assert forecast[place] == found[place]
+
+
+def test_a_weight_that_the_backward_does_not_read_is_not_gathered_again():
+    evaluator, table = looking(None)
+    kept, again = evaluator.uniform(1), evaluator.uniform(1)
+    again = again.deciding([(table, Decision.SHARD_REGATHER)], evaluator.ctx)
+    evaluator.evaluate(kept)
+    forecast = Prices(evaluator).near(kept).judge(again)
+    assert evaluator.evaluate(again).prediction.step_seconds == evaluator.seconds(kept)
+    assert forecast.seconds == pytest.approx(evaluator.seconds(kept), rel=1e-9)
