@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
+from osdp_compile.optim.dtensor_values import item
 from osdp_compile.tracking.pending_model import any_waits, is_waiting
 from passes.types.shard_layout import ShardLayout
 
@@ -170,7 +171,7 @@ def _out(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _scalar(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     if not (isinstance(tensor, DTensor) and is_waiting(tensor.device_mesh)):
-        return _torch.without_dtensor_handler(operator, args, kwargs)
+        return item(operator, args, kwargs)
     return operator(tensor.full_tensor())  # torch 2.13 returns this rank's part of a sum
 
 
@@ -260,10 +261,11 @@ _HANDLERS = {
 def write_as_into_whole_ones() -> None:
     """Install the handlers if any model is pending, else remove them.
 
-    Call it whenever the set of pending models changes. torch still handles DTensors over meshes
-    without a pending model.
+    Call it whenever the set of pending models changes. DTensors over meshes without a pending model
+    are handled as without these handlers.
     """
     waits = any_waits()
     for handler, operators in _HANDLERS.items():
         for operator in operators:
-            _torch.handle_dtensor_operator(operator, _without_grad(handler) if waits else None)
+            after = item if handler is _scalar else None
+            _torch.handle_dtensor_operator(operator, _without_grad(handler) if waits else after)

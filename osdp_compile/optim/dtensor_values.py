@@ -22,7 +22,7 @@ from osdp_compile.errors import OsdpError
 def handle_values() -> None:
     """Handle these three from now on."""
     _torch.handle_total_norm(_whole)
-    _torch.handle_dtensor_operator(torch.ops.aten._local_scalar_dense.default, _item)
+    _torch.handle_dtensor_operator(torch.ops.aten._local_scalar_dense.default, item)
     _torch.handle_dtensor_data(_assign)
 
 
@@ -32,7 +32,12 @@ def _whole(norm: Tensor) -> Tensor:
     return norm
 
 
-def _item(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def item(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The number of a DTensor that is whole on every rank.
+
+    Raises:
+        OsdpError: for a part of a number.
+    """
     (tensor,) = args
     if not all(one.is_replicate() for one in tensor.placements):
         raise OsdpError(

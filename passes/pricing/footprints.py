@@ -91,7 +91,7 @@ class Footprints:
             for decision, one in by_decision.items():
                 if decision.regathers and self._lifetimes[index].backward is None:
                     # The backward does not gather it.
-                    one = by_decision[Decision(decision.scope, keep=True)]
+                    one = by_decision.get(Decision(decision.scope, keep=True), one)
                 self.seconds_of[index, decision.number] = (
                     one.forward_seconds,
                     one.backward_seconds,

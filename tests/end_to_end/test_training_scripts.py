@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from osdp_compile import OsdpError, RanksDiffer
+import osdp_compile
+from osdp_compile import OsdpError, Plan, RanksDiffer
 from tests.chosen import more
 from tests.training import Recipe, normal_batch, plan_options, trains_like_reference, whole
 
@@ -135,8 +136,20 @@ def test_a_forward_uses_its_parameters_by_their_list(two_ranks, plan, penalised)
     assert max(two_ranks.run(train_with_an_average, plan, penalised)) < 1e-6
 
 
+def train_one_from_meta(rank, world_size):
+    """The first call of a model that was sharded on the meta device."""
+    with torch.device("meta"):
+        model = two_layers()
+    plan = Plan.uniform(model.named_parameters(), "shard_regather", world_size=world_size)
+    osdp_compile.shard(model, plan).to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.ones_(parameter)
+    loss_of(torch.compile(model, backend="osdp"), 0, rank).backward()
+
+
 def values_outside_of_graphs(rank, world_size):
     """The differences of norms and of assigned values to a plain model's, and two errors."""
+    train_one_from_meta(rank, world_size)  # its first call ends what item() was until then
     model = two_layers()
     plain = copy.deepcopy(model)
     compiled = compiled_of(model, "shard_regather", world_size)
