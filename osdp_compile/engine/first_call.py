@@ -35,6 +35,7 @@ from osdp_compile.model.other_dims import (
     others_of,
 )
 from osdp_compile.model.own_data import check_batches
+from osdp_compile.model.same_parameters import compare_anew
 from osdp_compile.model.shard_in_place import (
     ModelParameter,
     Reading,
@@ -252,6 +253,7 @@ def _session(step: Step, options: CheckedOptions, to_train: bool = True) -> Sess
     for one in (ranks, *groups.along.values(), *groups.beside.values()):
         if one is not None:
             register_group(one)
+    compare_anew(ranks)
     context = decision.decided(plan)
     if options.plan is None and (options.search == "thorough" or others.pending_bytes):
         # The plan's schedule is for a lower limit. A higher limit would change the schedule.

@@ -3,8 +3,8 @@
 Ranks may take other branches: a layer or an expert chosen by the batch, LayerDrop. Collectives of
 one rank then meet those of others for other parameters. Parameters of equal shapes would be mixed
 up without a message. So ranks compare what they are about to gather or reduce: before each of the
-first runs of a graph, and before every 64th later one, with all runs since the last comparison. A
-comparison takes 8 bytes of each rank.
+first 64 runs of graphs after a model's first call, and before every 64th later one, with all runs
+since the first call. A comparison takes 8 bytes of each rank.
 
 Runs without communication do not count: one rank alone may have them.
 """
@@ -35,8 +35,11 @@ class Runs:
     """
 
     def __init__(self) -> None:
-        self.count = 0
-        self.digest = b""
+        self.start()
+
+    def start(self) -> None:
+        """Forget the runs before."""
+        self.count, self.digest = 0, b""
 
     def begin(self, names: tuple[str, ...], group: dist.ProcessGroup, device: torch.device) -> None:
         """Note a run, and compare it with those of other ranks if it is its turn. Collective.
@@ -53,12 +56,21 @@ class Runs:
         digests = mine.new_empty([group.size()])
         all_gather_single(digests, mine, group=group)
         if not bool((digests == mine).all()):
-            self.count, self.digest = 0, b""
+            self.start()
             _refuse(from_all(names, group))
 
 
 #: By the unique names of process groups.
 _runs: dict[str, Runs] = {}
+
+
+def compare_anew(group: dist.ProcessGroup | None) -> None:
+    """Compare each of the next runs in a process group. All its ranks call it at the same time.
+
+    None: there is one rank.
+    """
+    if group is not None:
+        _runs.setdefault(group.group_name, Runs()).start()
 
 
 def _refuse(names_of: Sequence[tuple[str, ...]]) -> None:
