@@ -328,5 +328,7 @@ def adversaries(rank, world_size, generator_first):
 def test_a_generator_and_its_discriminator_share_the_limit(two_ranks, generator_first):
     for one in two_ranks.run(adversaries, generator_first):
         assert one.peak_bytes <= one.limit_bytes
-        # That its input requires gradients is not seen at the discriminator's first call.
-        assert all("requires gradients" in warning for warning in one.warnings), one
+        # That its input requires gradients is not seen at the discriminator's first call. The plan
+        # of the generator, made later, may hold more than was counted for it: that is said.
+        said = ("requires gradients", "of other models, which hold")
+        assert all(any(text in warning for text in said) for warning in one.warnings), one
