@@ -75,7 +75,8 @@ class Neighbourhood:
         ]
         if self.evaluator.is_short and not within:
             kinds.append(self._worth(reference, self._recomputed(reference, best)))
-        if self.evaluator.is_short or self.promising:
+        has_limit = self.evaluator.ctx.limit_bytes is not None
+        if self.evaluator.is_short or (has_limit and self.promising):
             kinds.append(self._worth(reference, self._sliced(reference, best, within)))
         rows = itertools.zip_longest(*kinds)
         for first, row in itertools.zip_longest(itertools.zip_longest(*moves), rows, fillvalue=()):
