@@ -850,7 +850,7 @@ def handle_total_norm(whole: Callable[[Tensor], Tensor]) -> None:
 
 def handle_dtensor_data(assign: Callable[[DTensor, Any], None]) -> None:
     """Make ``dtensor.data = value`` call ``assign(dtensor, value)``."""
-    # 2.13.0: torch sets the wrapper's data, and the local tensor stays as it is.
+    # 2.13.0: torch sets the wrapper's data. The local tensor stays the same.
     plain: Any = Tensor.data
     setattr(DTensor, "data", property(plain.__get__, assign))  # noqa: B010
 

@@ -13,7 +13,6 @@ weights, whether its own activations move or not, so that all ranks take part in
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -23,8 +22,7 @@ import torch.distributed as dist
 from torch import fx
 
 from osdp_compile.errors import OsdpError
-from osdp_compile.model.agreement import on_every_rank
-from osdp_compile.runtime.collectives import all_gather_single
+from osdp_compile.model.agreement import checksum, equal_on_all, on_every_rank
 from osdp_compile.tracking.larger_inputs import Symbols
 from passes.graph.metadata import COLLECTIVE
 
@@ -75,7 +73,7 @@ class Sent:
                     f"{line} {list(map(int, shape))}"
                     for (line, _), shape in zip(self._lines, sizes, strict=True)
                 ]
-                self._known[numbers] = _checksum(text)
+                self._known[numbers] = checksum(text)
         return self._known[numbers]
 
 
@@ -84,12 +82,6 @@ def _size(argument: Any) -> Any:
     if isinstance(argument, torch.Tensor):
         return tuple(argument.shape), argument.stride()
     return argument
-
-
-def _checksum(lines: Sequence[str]) -> int:
-    """A number above zero that tells texts apart."""
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    return int.from_bytes(digest[:7], "little") + 1
 
 
 def agreeing(
@@ -108,10 +100,7 @@ def agreeing(
 
     def agreed(*args: Any, **kwargs: Any) -> Any:
         own = key(args)
-        mine = torch.tensor([own], dtype=torch.int64, device=device)
-        keys = mine.new_empty([group.size()])
-        all_gather_single(keys, mine, group=group)
-        if bool((keys == own).all()):
+        if equal_on_all(own, group, device):
             return function(*args, **kwargs)
         if own != GATHERS_ALL and not made:
             log.warning(

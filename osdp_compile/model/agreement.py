@@ -22,7 +22,7 @@ from osdp_compile import _torch
 from osdp_compile.errors import InfeasibleLimit, OsdpError, PlanMismatch, RanksDiffer
 from osdp_compile.model.shard_in_place import ModelParameter
 from osdp_compile.model.subgraphs import graphs_of
-from osdp_compile.runtime.collectives import Group, backend_of, size_of
+from osdp_compile.runtime.collectives import Group, all_gather_single, backend_of, size_of
 
 T = TypeVar("T")
 
@@ -181,6 +181,20 @@ def from_all(value: Any, group: Group) -> list[Any]:
     if group is not None and not _is_fake(group):
         dist.all_gather_object(values, value, group=group)
     return values
+
+
+def equal_on_all(number: int, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether all ranks give the same number; each sends 8 bytes. Collective."""
+    mine = torch.tensor([number], dtype=torch.int64, device=device)
+    numbers = mine.new_empty([group.size()])
+    all_gather_single(numbers, mine, group=group)
+    return bool((numbers == number).all())
+
+
+def checksum(lines: Sequence[str]) -> int:
+    """A number above zero that tells texts apart."""
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    return int.from_bytes(digest[:7], "little") + 1
 
 
 def _is_fake(group: Group) -> bool:

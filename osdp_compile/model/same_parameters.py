@@ -11,7 +11,6 @@ Runs without communication do not count: one rank alone may have them.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -20,18 +19,17 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from osdp_compile.errors import RanksDiffer
-from osdp_compile.model.agreement import from_all
-from osdp_compile.runtime.collectives import all_gather_single
+from osdp_compile.model.agreement import checksum, equal_on_all, from_all
 from passes.ops.markers import REDUCE_GRAD, reduce_grad_of, unshard_of, unshards
 
-#: Ranks compare each of so many runs, and then every so manieth.
+#: Ranks compare each of the first runs, as many as this, and later one run of as many.
 _EVERY = 64
 
 
 class Runs:
     """The runs of graphs with communication in a process group, on this rank.
 
-    ``digest``: of what all of them gather and reduce.
+    ``checksum``: of all parameters that they gather and reduce, in order.
     """
 
     def __init__(self) -> None:
@@ -39,23 +37,23 @@ class Runs:
 
     def start(self) -> None:
         """Forget the runs before."""
-        self.count, self.digest = 0, b""
+        self.count, self.checksum = 0, 0
 
-    def begin(self, names: tuple[str, ...], group: dist.ProcessGroup, device: torch.device) -> None:
+    def begin(
+        self, names: tuple[str, ...], own: int, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
         """Note a run, and compare it with those of other ranks if it is its turn. Collective.
+
+        ``own``: the checksum of ``names``.
 
         Raises:
             RanksDiffer: on every rank, naming the first parameter that differs.
         """
-        text = "\n".join(names).encode()
-        self.digest = hashlib.sha256(self.digest + text).digest()
+        self.checksum = checksum([f"{self.checksum} {own}"])
         self.count += 1
         if self.count > _EVERY and self.count % _EVERY:
             return
-        mine = torch.tensor([int.from_bytes(self.digest[:7], "little")], device=device)
-        digests = mine.new_empty([group.size()])
-        all_gather_single(digests, mine, group=group)
-        if not bool((digests == mine).all()):
+        if not equal_on_all(self.checksum, group, device):
             self.start()
             _refuse(from_all(names, group))
 
@@ -116,15 +114,16 @@ def comparing(
     ``forward``, ``backward``: what they gather and reduce.
     """
     runs = _runs.setdefault(group.group_name, Runs())
+    of_forward, of_backward = checksum(forward), checksum(backward)
 
     def compared(*args: Any, **kwargs: Any) -> Any:
         if forward:
-            runs.begin(forward, group, device)
+            runs.begin(forward, of_forward, group, device)
         outputs = function(*args, **kwargs)
         made = (one.grad_fn for one in outputs if isinstance(one, Tensor))
         node = next(filter(None, made), None) if backward else None
         if node is not None:
-            node.register_prehook(lambda _: runs.begin(backward, group, device))
+            node.register_prehook(lambda _: runs.begin(backward, of_backward, group, device))
         return outputs
 
     # Copy the attributes that AOTAutograd sets for Dynamo. (Not ``functools.wraps``: Dynamo

@@ -70,6 +70,6 @@ def _refuse_in_forward() -> NoReturn:
 
 
 def stands_for(old: nn.Parameter, new: nn.Parameter) -> None:
-    """Run what is done with ``old`` on ``new`` from now on."""
+    """Run every operation on ``old`` on ``new`` from now on."""
     old.__dict__[_NEW] = new
     old.__class__ = ReplacedParameter

@@ -61,7 +61,8 @@ class MoveGroup:
     ``decision``: the ranks that share the weights (all of them, or those of a host), and whether
     the backward reads the gathered tokens of the forward.
     ``has_chunks``: tokens may travel in chunks (``passes/chunk/chunk_tokens.py``).
-    ``alone``: the group is one weight, whatever reads its product (``passes/move/products.py``).
+    ``alone``: the group is one weight. Any operator may read its product
+    (``passes/move/products.py``).
     """
 
     layers: tuple[tuple[tuple[str, int], ...], ...]
@@ -300,16 +301,17 @@ def _trial(
     Raises:
         Refused: an operator has no rule.
     """
+    lone = frozenset(dims) if alone else frozenset[str]()
     graphs = [copy_module(captured.forward), copy_module(captured.backward)]
     for gm in graphs:
         _set_shards(gm.graph, ctx, dims, decision)
     if chunks > 1:
         weights = {n: (d, chunks) for n, d in dims.items() if len(ctx.parameter(n).shape) > 1}
-        whole = run_in_chunks(graphs, weights, frozenset(weights) if alone else frozenset())
+        whole = run_in_chunks(graphs, weights, lone)
         if whole:
             raise Refused(min(whole.values()), frozenset(whole))
     layout = ctx.cut(decision)
-    rewrite(graphs, dims, ctx, layout, decision.keep, frozenset(dims) if alone else frozenset())
+    rewrite(graphs, dims, ctx, layout, decision.keep, lone)
     full_bytes = sum(
         collective_full_bytes(node)
         for gm in graphs

@@ -42,8 +42,8 @@ _OF_HEADS = 3
 def sequences_around(product: fx.Node, ends: Callable[[fx.Node], bool]) -> int:
     """The number of sequences if a group's first product leads to attention; else 0.
 
-    The search goes ahead to the products behind this one. From those that end chunks (``ends``) it
-    goes back to the products before them: a gate beside attention leads to none by itself.
+    One search follows the readers to the next products. Another one begins at those that end chunks
+    (``ends``), and follows their inputs back: a gate beside attention leads to none by itself.
     """
     ahead = _reached(product.users, lambda node: node.users)
     last = [node for node in ahead if node.target in PRODUCTS and ends(node)]

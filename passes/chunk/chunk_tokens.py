@@ -65,14 +65,14 @@ def chunk(step: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Run products of a step in chunks. See the module's docstring."""
     if ctx.moves_activations and (chosen := chunks_of(ctx.plan)):
         graphs = list(graphs_of(step))
-        NOT_CHUNKED.set(step, run_in_chunks(graphs, chosen, alone_in(ctx.plan)))
+        NOT_CHUNKED.set(step, run_in_chunks(graphs, chosen, ctx.plan.alone))
     return step
 
 
 def chunk_inference(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Run products of the graph of an inference in chunks; other graphs stay as they are."""
     if ctx.phase is Phase.INFERENCE and ctx.moves_activations and (chosen := chunks_of(ctx.plan)):
-        NOT_CHUNKED.set(gm, run_in_chunks([gm], chosen, alone_in(ctx.plan)))
+        NOT_CHUNKED.set(gm, run_in_chunks([gm], chosen, ctx.plan.alone))
     return gm
 
 
@@ -80,11 +80,6 @@ def chunks_of(plan: Plan) -> dict[str, tuple[int, int]]:
     """By weight in chunks of tokens, the dimension that the ranks share, and the chunks."""
     rows = (row for row in plan.parameters if row.chunks > 1 and len(row.shape) > 1)
     return {row.name: (row.dim, row.chunks) for row in rows}
-
-
-def alone_in(plan: Plan) -> frozenset[str]:
-    """The weights whose products are groups of their own."""
-    return frozenset(row.name for row in plan.parameters if row.alone)
 
 
 def run_in_chunks(

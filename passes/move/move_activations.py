@@ -82,13 +82,8 @@ def _move(graphs: list[fx.GraphModule], ctx: Context) -> dict[str, str]:
         chosen, others = _movable(graphs, ctx, decision)
         refused |= others
         if chosen:
-            rewrite(graphs, chosen, ctx, ctx.cut(decision), decision.keep, _alone(chosen, ctx))
+            rewrite(graphs, chosen, ctx, ctx.cut(decision), decision.keep, ctx.plan.alone)
     return refused
-
-
-def _alone(chosen: Mapping[str, int], ctx: Context) -> frozenset[str]:
-    """The weights among these whose products are groups of their own."""
-    return frozenset(name for name in chosen if ctx.plan[name].alone)
 
 
 def _movable(
@@ -105,7 +100,7 @@ def _movable(
     while chosen:
         try:
             copies = [copy_module(gm) for gm in graphs]
-            rewrite(copies, chosen, ctx, ctx.cut(decision), decision.keep, _alone(chosen, ctx))
+            rewrite(copies, chosen, ctx, ctx.cut(decision), decision.keep, ctx.plan.alone)
             break
         except Refused as error:
             for name in error.names & chosen.keys():

@@ -6,8 +6,8 @@ features of tokens, rows of a weight   a partial sum
 local tokens, features of tokens       the tokens are gathered; a total (a weight's gradient)
 =====================================  ========================================================
 
-A weight that is a group of its own (``alone``) needs no rule for what is around its product. With T
-tokens a rank and N ranks, x [T, d] and a weight of F columns:
+A weight alone (``alone``) is a group by itself. The operators around its product need no rules.
+With T tokens a rank and N ranks, x [T, d] and a weight of F columns:
 
 ====================================  =========================================================
 columns, x                            x is gathered; the result [N T, F/N] returns in an
@@ -115,7 +115,7 @@ def lone_products(
     found: dict[fx.Node, tuple[str, int]] = {}
     for node in graph.find_nodes(op="call_function", target=REDUCE_GRAD) if alone else ():
         marker = reduce_grad_of(node)
-        if marker.name not in alone:
+        if marker.name not in alone or marker.name not in dims:
             continue
         stack = [(marker.gradient, dims[marker.name])]
         while stack:

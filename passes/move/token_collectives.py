@@ -64,7 +64,7 @@ def _collect(
 ) -> None:
     """Add to ``found`` what a collective gives for tokens; one collective for each chunk of them.
 
-    ``found``: by local tensor, what is of the tokens of all ranks.
+    ``found``: by local tensor, the result for the tokens of all ranks.
     """
     whole = tokens.all_input_nodes[0] if CHUNK.is_set(tokens) else tokens
     chunks = _chunks_of(whole, tokens)
@@ -299,9 +299,7 @@ def features_of_all(mover: Mover, tokens: fx.Node, node: fx.Node, names: frozens
 
     ``node``: the operator that reads them, for these weights.
     """
-    tokens_of_rank, features = tokens.meta["val"].shape
-    if not isinstance(tokens_of_rank, int):
-        raise Refused("its tokens are of any number (dynamic=True)", names)
+    features = tokens.meta["val"].shape[1]
     if not isinstance(features, int) or features % mover.ranks:
         raise mover.refused(node, f"{mover.ranks} ranks do not divide {features} features")
 

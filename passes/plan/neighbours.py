@@ -211,7 +211,7 @@ class Neighbourhood:
     ) -> list[tuple[Change, Candidate]]:
         """Changes by their forecasts, without those that promise too much memory or time.
 
-        Only those that promise a gain of a folded step that needs no memory: evaluations take long.
+        A folded step that needs no memory keeps those that promise a gain: evaluations take long.
 
         ``exact``: the forecast of the memory is, as of changes of decisions only.
         """

@@ -73,7 +73,7 @@ class Finished(NamedTuple):
 def varied(found: Iterable[Finished], slower: float) -> list[Finished]:
     """Plans, the fastest first, but at first the fastest one of each slicing.
 
-    ``slower``: those that take more than so many times the fastest one's seconds come later.
+    ``slower``: plans that are slower than the fastest one by more than this factor come later.
     """
     by_time = sorted(found, key=lambda one: one.prediction.step_seconds)
     firsts = {one.key.splits: one.key for one in reversed(by_time)}

@@ -250,6 +250,11 @@ class Plan:
         return frozenset(row.name for row in self.parameters if row.moves is Moves.ACTIVATIONS)
 
     @functools.cached_property
+    def alone(self) -> frozenset[str]:
+        """The weights that stay where they are and are groups of their own."""
+        return frozenset(row.name for row in self.parameters if row.alone)
+
+    @functools.cached_property
     def _by_name(self) -> dict[str, ParameterPlan]:
         return {row.name: row for row in self.parameters}
 
