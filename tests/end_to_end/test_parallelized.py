@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import osdp_compile
 from osdp_compile import InfeasibleLimit, OsdpError, Plan, plan_of
@@ -188,13 +189,15 @@ def local_parameters(model):
     return [(name, local_of(p)) for name, p in model.named_parameters()]
 
 
-def are_freed(before, model):
-    """Whether the old objects of sharded parameters have lost their memory, and hold no values.
+def storages(model):
+    """The memory of each parameter on this rank; the result keeps none of it alive."""
+    return {n: StorageWeakRef(p.untyped_storage()) for n, p in local_parameters(model)}
 
-    ``before``: the parameters before the first call.
-    """
+
+def are_freed(before, model):
+    """Whether sharded parameters have lost their memory of ``before`` the first call."""
     return all(
-        local_of(before[name]).isnan().all()
+        before[name].expired()
         for name, one in model.named_parameters()
         if isinstance(one, DTensor) and not one.placements[0].is_replicate()
     )
@@ -218,7 +221,7 @@ def train(rank, world_size, distribute, kind, early, layers):
     options = options_for(kind, model, mesh)
     compiled = torch.compile(model, backend="osdp", options=options)
     optimizers = adamw(model), adamw(reference)
-    norms, before = [], dict(model.named_parameters())
+    norms, before = [], storages(model)
     for step in range(4):
         if step == 1 and not early:
             optimizers = adamw(model), adamw(reference)

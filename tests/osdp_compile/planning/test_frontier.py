@@ -76,7 +76,7 @@ def test_activations_are_recomputed_where_that_makes_room_for_overlap():
     """Without, the fastest plan fits there too; its collectives have less room."""
     step = trace(Wide(), (torch.randn(64, 512), torch.zeros(64, dtype=torch.long)))
     ranks, hardware = {"ranks": 4}, PRESETS["cpu-gloo"]
-    limit_bytes = round(1.06 * step.least_bytes(ranks, hardware))
+    limit_bytes = round(1.2 * step.least_bytes(ranks, hardware))
     plan = step.plan(ranks, hardware, limit_bytes)
     assert plan.recompute and predicted(plan).peak_bytes <= limit_bytes
     whole = step.priced(plan.replace(recompute=(), also_save=(), order={}), ranks, hardware)

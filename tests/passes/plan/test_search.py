@@ -65,7 +65,7 @@ def guessing() -> tuple[nn.Module, Tensor]:
     ("make", "along", "plans"),
     [
         (wide, {"up.weight": 0, "down.weight": 1}, 100),
-        (guessing, {"words.weight": 1, "mix.weight": 1, "head.weight": OF_INPUT}, 600),
+        (guessing, {"head.weight": OF_INPUT}, 600),
     ],
 )
 def test_what_no_other_plan_fits_fits_in_slices(make, along, plans):
