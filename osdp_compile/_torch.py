@@ -800,6 +800,28 @@ def hooks_saved_tensors() -> bool:
     return hooks is not None
 
 
+def watch_functional(
+    operator: OpOverload[..., Any], seen: Callable[[Sequence[Any], Tensor], None]
+) -> None:
+    """Call ``seen(args, result)`` with every functional result of an operator that is traced."""
+
+    @operator.py_functionalize_impl  # 2.11.0, 2.13.0, 2.15.0
+    def functional(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        with ctx.redispatch_to_next():
+            result = operator(*ctx.unwrap_tensors(args), **ctx.unwrap_tensors(kwargs))
+        wrapped = ctx.wrap_tensors(result)
+        seen(args, wrapped)
+        return wrapped
+
+
+def is_written(functional: Any) -> bool:
+    """Whether a functional tensor, or a view of it, was written since it was made."""
+    # 2.11.0, 2.13.0, 2.15.0
+    torch_: Any = torch
+    written: bool = torch_._functionalize_has_data_mutation(functional.elem)
+    return written
+
+
 def settings() -> Iterator[tuple[str, Any]]:
     """Settings of torch on which AOTAutograd's graphs depend, each with its value."""
     # 2.11.0 to 2.15.0: get_config_copy.

@@ -71,6 +71,7 @@ from osdp_compile.runtime.meshes import (
 )
 from osdp_compile.runtime.p2p import group_uses_p2p, staged_kinds
 from osdp_compile.runtime.pipeline_stage import current_pipeline
+from osdp_compile.runtime.written_reads import assigned_in
 from osdp_compile.tracking.learning import trace_steps
 from osdp_compile.tracking.other_models import OtherModels, other_models
 from osdp_compile.tracking.pending_model import PendingModel, end_waiting
@@ -107,6 +108,8 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: CheckedOption
     roots, owned = on_every_rank(lambda: owned_parameters(gm, inputs, call), everyone)
     entries = held_elsewhere(owned)
     reading = Reading(options.precision)
+    names = {id(entry.parameter): entry.name for entry in entries}
+    reading.assigned = assigned_in(gm, inputs, names)
 
     def captured(context: Context, passes: Sequence[Pass]) -> Captured:
         if call is not None:

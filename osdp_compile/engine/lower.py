@@ -27,6 +27,11 @@ from osdp_compile.planning.capture import partitioned
 from osdp_compile.runtime.collectives import backend_of
 from osdp_compile.runtime.eager_markers import group_of
 from osdp_compile.runtime.model_collectives import groups_named
+from osdp_compile.runtime.written_reads import (
+    noting_reads,
+    refuse_assigned_reads,
+    refuse_written_reads,
+)
 from osdp_compile.tracking.larger_inputs import GrowingPeak, of_symbolic_size, symbols_of
 from osdp_compile.tracking.memory_watch import GraphInput, watched
 from osdp_compile.tracking.profiler_ranges import ranges_of
@@ -156,6 +161,7 @@ def _lowered(
 
     ``gathers_for``: the lowering of a graph of which this one is the form that gathers all weights.
     """
+    refuse_assigned_reads(gm, session.reading.assigned)
     context = session.context
     if gathers_for is not None:
         context = context.replace(moves_activations=False)
@@ -168,7 +174,7 @@ def _lowered(
     shown: AbstractContextManager[None] = contextlib.nullcontext()
     if compile_inner is None:  # Inductor is slow
         shown = progress.compiling(_torch.recompile_reason(), first=not session.observed.graphs)
-    with shown, _torch.without_autograd_cache():
+    with shown, _torch.without_autograd_cache(), noting_reads():
         compiled: Any = _torch.compile_fx(
             gm,
             list(inputs),
@@ -244,6 +250,7 @@ class _Lowering:
         self, joint: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Partition a joint graph into forward and backward, and run the passes before lowering."""
+        refuse_written_reads()
         session, step = self._session, self.step
         _mark(joint, self._static, self._parameters, Phase.FORWARD)
         joint = run(self.log.passes, Stage.JOINT, joint, self._context, self._watch)
@@ -282,6 +289,7 @@ class _Lowering:
         held_bytes = others_bytes + (step.returned_bytes if phase is Phase.BACKWARD else 0)
         ctx = ctx.replace(base_bytes=ctx.base_bytes + held_bytes)
         if phase is Phase.INFERENCE:
+            refuse_written_reads()
             graph = run(self.log.passes, Stage.JOINT, graph, ctx, self._watch)
             read = frozenset(unshard_of(node).name for node in unshards(graph.graph))
             self.gathered = gathered_in(graph.graph), ()

@@ -79,6 +79,7 @@ class Reading:
     ``alike``: the frames that share compiled code.
     ``leaves``: by parameter name, the leaf that gets its whole gradient inside ``no_sync``
     (``osdp_compile/model/gradient_leaves.py``); None outside.
+    ``assigned``: names of parameters whose ``data`` the forward assigns.
     """
 
     def __init__(self, precision: Precision = OWN_PRECISION) -> None:
@@ -86,6 +87,7 @@ class Reading:
         self.precision = precision
         self.alike = AlikeFrames()
         self.leaves: dict[str, Tensor] | None = None
+        self.assigned: set[str] = set()
         self._shared: list[weakref.ref[nn.Module]] = []
         #: Modules with readers, each with its class before and its class with them.
         self._classes: list[tuple[weakref.ref[nn.Module], type[nn.Module], type[nn.Module]]] = []

@@ -55,6 +55,9 @@ REASONS = {
         "_library": CACHE,
     },
     "osdp_compile/runtime/eager_markers.py": {"_groups": "process groups by their unique names"},
+    "osdp_compile/runtime/written_reads.py": {
+        "_noted": "graphs being compiled; torch gives a functional operator its tensors alone"
+    },
     "osdp_compile/tracking/memory_watch.py": {"_watches": "all live watches: memory is shared"},
     "osdp_compile/tracking/pending_model.py": {"_of_root": FACTS, "_plans_of_one_rank": FACTS},
     "osdp_compile/tracking/session.py": {"_of_parameter": FACTS, "_of_module": FACTS},

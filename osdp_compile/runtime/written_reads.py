@@ -1,0 +1,97 @@
+"""Written reads: a forward that writes into a parameter.
+
+Inside a forward a parameter reads as a copy, gathered from the ranks::
+
+    with torch.no_grad():
+        self.weight.clamp_(-1, 1)  # changes the copy
+
+The parameter would stay as it was, without a message. So the write is an error. AOTAutograd's
+functional tensors know which of them are written, through views and ``.data`` too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx
+
+from osdp_compile import _torch
+from osdp_compile.errors import OsdpError
+from passes.graph.fx_utils import output_node
+from passes.ops.markers import UNSHARD, unshard_of
+
+#: Of each graph being compiled its reads: names of parameters, and what the markers gave.
+_noted: list[list[tuple[str, Tensor]]] = []
+
+
+def _note(args: Sequence[Any], read: Tensor) -> None:
+    if _noted:
+        _noted[-1].append((args[1], read))
+
+
+_torch.watch_functional(UNSHARD, _note)
+
+
+@contextlib.contextmanager
+def noting_reads() -> Iterator[None]:
+    """Note the reads of one graph, while it is compiled."""
+    _noted.append([])
+    try:
+        yield
+    finally:
+        _noted.pop()
+
+
+def refuse_written_reads() -> None:
+    """Refuse the graph being compiled if it writes into a parameter. It is traced by now.
+
+    Raises:
+        OsdpError: if it does.
+    """
+    reads = _noted[-1]
+    for name, read in reads:
+        if _torch.is_written(read):
+            _refuse(name)
+    reads.clear()
+
+
+def assigned_in(gm: fx.GraphModule, inputs: Sequence[Any], names: Mapping[int, str]) -> set[str]:
+    """The names of parameters whose ``data`` a Dynamo graph assigns.
+
+    ``names``: by the ``id`` of a parameter, its name.
+    """
+    given = dict(zip(gm.graph.find_nodes(op="placeholder"), map(id, inputs), strict=True))
+    assignments = gm.graph.find_nodes(op="call_function", target=torch.Tensor.set_)
+    found = {names.get(given.get(node.args[0], 0)) for node in assignments}
+    return {name for name in found if name is not None}
+
+
+def refuse_assigned_reads(gm: fx.GraphModule, assigned: Collection[str]) -> None:
+    """Refuse a Dynamo graph that ends before such an assignment to a read.
+
+    Dynamo leaves it to Python and returns the read. What the forward gets from ``parameters()`` is
+    no read, and takes the assignment.
+
+    ``assigned``: names by :func:`assigned_in`, from before the sharding.
+
+    Raises:
+        OsdpError: if it does.
+    """
+    for node in output_node(gm.graph).all_input_nodes:
+        if node.target in (UNSHARD, UNSHARD.overloadpacket):
+            name = unshard_of(node).name
+            if name in assigned:
+                _refuse(name)
+
+
+def _refuse(name: str) -> NoReturn:
+    """Refuse a forward that writes into this parameter."""
+    raise OsdpError(
+        f"the forward writes into parameter {name!r}, which it reads as a copy: the write would be "
+        "lost. Write into the parameter outside of the model's call, under torch.no_grad() (before "
+        "the first call, or after optimizer.step()); a value that only the forward changes can be "
+        "a buffer. An nn.Embedding writes if it has max_norm"
+    )

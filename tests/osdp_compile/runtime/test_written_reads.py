@@ -1,0 +1,165 @@
+"""A forward that writes into a parameter: an error that names it, never a write that is lost."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from osdp_compile import OsdpError, Plan
+from tests.training import SLOW, normal_batch, whole
+
+MOMENTUM = 0.9
+
+
+class Scaled(nn.Module):
+    """A linear whose results are scaled; ``write`` changes the scale in the forward."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 4), nn.Parameter(torch.full((4,), 0.5))
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.write(self, y.detach())
+        return (y * self.scale).square().mean()
+
+
+def nothing(model, y):
+    pass
+
+
+def data_in_place(model, y):
+    model.scale.data.copy_(y.std(0))
+
+
+def without_gradients(model, y):
+    with torch.no_grad():
+        model.scale.clamp_(0.1, 0.2)
+
+
+def a_row(model, y):
+    with torch.no_grad():
+        model.linear.weight[1] = 1.0
+
+
+def new_data(model, y):
+    model.scale.data = y.std(0)
+
+
+class Words(nn.Module):
+    """An embedding that shortens the vectors of the words that it looks up, in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.linear = nn.Embedding(12, 8, max_norm=0.5), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.table((x.abs() * 4).long())).square().mean()
+
+
+def options_for(model: nn.Module, kind: str):
+    plan = Plan.uniform(model.named_parameters(), kind, world_size=2)
+    return {"hardware": SLOW, "plan": plan}
+
+
+def called(model: nn.Module, options, rank: int, trains: bool = True) -> str:
+    """The text of the error; empty: there is none."""
+    compiled = torch.compile(model, backend="osdp", options=options)
+    try:
+        with torch.set_grad_enabled(trains):
+            loss = compiled(normal_batch(0, 0, rank))
+        if trains:
+            loss.backward()
+    except OsdpError as error:
+        return str(error)
+    finally:
+        torch._dynamo.reset()
+    return ""
+
+
+def errors(rank, world_size, write, kind):
+    model = Words() if write is None else Scaled(write)
+    return called(model, options_for(model, kind), rank)
+
+
+@pytest.mark.parametrize("kind", ["replicate", "shard_regather"])
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (data_in_place, "scale"),
+        (without_gradients, "scale"),
+        (a_row, "linear.weight"),
+        (new_data, "scale"),
+        (None, "table.weight"),
+    ],
+)
+def test_a_write_is_refused_by_name(two_ranks, write, name, kind):
+    for text in two_ranks.run(errors, write, kind):
+        assert f"the forward writes into parameter {name!r}" in text
+
+
+def evaluated(rank, world_size):
+    """The first call trains and does not write; the evaluation writes."""
+    model = Scaled(lambda model, y: model.training or data_in_place(model, y))
+    options = options_for(model, "shard_keep")
+    trained = called(model, options, rank)
+    return trained, called(model.eval(), options, rank, trains=False)
+
+
+def test_a_write_in_an_evaluation_is_refused_too(two_ranks):
+    for trained, evaluation in two_ranks.run(evaluated):
+        assert trained == "" and "the forward writes into parameter 'scale'" in evaluation
+
+
+class Momentum(nn.Module):
+    """MoCo's second encoder: an average of the first, written in the forward by ``parameters()``.
+
+    ``assigns``: by new data, as in MoCo's own code, in place of writes in place.
+    """
+
+    def __init__(self, assigns: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        self.query = nn.Linear(8, 4)
+        self.key = copy.deepcopy(self.query).requires_grad_(False)
+        self.assigns = assigns
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.query(x)
+        with torch.no_grad():
+            for one, mean in zip(self.query.parameters(), self.key.parameters(), strict=True):
+                if self.assigns:
+                    mean.data = mean.data * MOMENTUM + one.data * (1 - MOMENTUM)
+                else:
+                    mean.mul_(MOMENTUM).add_(one, alpha=1 - MOMENTUM)
+            key = self.key(x)
+        return F.mse_loss(query, 2 * key)
+
+
+def averaged(rank, world_size, kind, assigns):
+    """The distance to a model that runs in eager mode, with the mean of both ranks' gradients."""
+    model, reference = Momentum(assigns), Momentum(assigns)
+    compiled = torch.compile(model, backend="osdp", options=options_for(model, kind))
+    optimizers = [torch.optim.SGD(one.query.parameters(), lr=0.1) for one in (model, reference)]
+    for step in range(3):
+        compiled(normal_batch(step, 0, rank)).backward()
+        before = copy.deepcopy(reference.state_dict())
+        for other in range(world_size):  # each rank's forward starts from the same average
+            reference.load_state_dict(before)
+            (reference(normal_batch(step, 0, other)) / world_size).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max((whole(p) - q).abs().max().item() for p, q in pairs)
+
+
+@pytest.mark.parametrize(("kind", "assigns"), [("replicate", False), ("shard_regather", True)])
+def test_what_parameters_gives_is_no_copy_and_takes_writes(two_ranks, kind, assigns):
+    for apart in two_ranks.run(averaged, kind, assigns):
+        assert apart < 1e-6
