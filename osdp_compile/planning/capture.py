@@ -14,12 +14,13 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
 
 from osdp_compile import _torch
+from osdp_compile.runtime.written_reads import refuse_write
 from passes.capture.captured_step import add_markers, mark_inputs
 from passes.graph.captured import Captured
 from passes.graph.fx_utils import output_node
 from passes.pipeline import Pass, Stage, run
 from passes.recompute.rng_states import settle_rng_states
-from passes.recompute.written_inputs import save_reads_of_written_inputs
+from passes.recompute.written_inputs import save_reads_of_written_inputs, written_inputs
 from passes.types.context import Context, Phase
 from passes.types.decision import Decision
 from passes.types.plan import Plan
@@ -52,6 +53,7 @@ def capture(
 
     Raises:
         NeedsNoGradients: if no graph output needs gradients.
+        OsdpError: if the forward writes into a trained parameter.
     """
     everything_again = ctx.replace(
         plan=Plan.uniform(_named(ctx), Decision.SHARD_REGATHER, world_size=1)
@@ -68,6 +70,9 @@ def capture(
             if index is not None and index in names and node.name.startswith("primals"):
                 shards[node] = names[index]
                 by_index[index] = node
+        for node in written_inputs(joint.graph) & shards.keys():
+            if ctx.parameter(shards[node]).requires_grad:
+                refuse_write(shards[node])
         gradients: dict[int, fx.Node] = {}
         described = output_node(joint.graph).meta.get("desc") or []
         for position, description in enumerate(described):

@@ -54,7 +54,7 @@ def refuse_written_reads() -> None:
     reads = _noted[-1]
     for name, read in reads:
         if _torch.is_written(read):
-            _refuse(name)
+            refuse_write(name)
     reads.clear()
 
 
@@ -84,10 +84,10 @@ def refuse_assigned_reads(gm: fx.GraphModule, assigned: Collection[str]) -> None
         if node.target in (UNSHARD, UNSHARD.overloadpacket):
             name = unshard_of(node).name
             if name in assigned:
-                _refuse(name)
+                refuse_write(name)
 
 
-def _refuse(name: str) -> NoReturn:
+def refuse_write(name: str) -> NoReturn:
     """Refuse a forward that writes into this parameter."""
     raise OsdpError(
         f"the forward writes into parameter {name!r}, which it reads as a copy: the write would be "

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes._torch import CheckpointPolicy, InputMutationAOTOutput
+from passes._torch import CheckpointPolicy
 from passes.annotate.annotate_costs import cost_of
 from passes.graph.fx_utils import bytes_of, is_collective, is_getitem, output_node, root_of
 from passes.graph.metadata import (
@@ -52,6 +52,7 @@ from passes.graph.metadata import (
 from passes.graph.module_path import module_path
 from passes.graph.step_module import graphs_of, saved_input, saved_name
 from passes.ops.markers import REDUCE_GRAD, UNSHARD, unshard_of
+from passes.recompute.written_inputs import written_inputs
 from passes.types.context import Context
 from passes.types.plan import Plan
 
@@ -100,7 +101,7 @@ class PartitionBoundary:
                 self.saved[origin] = node
             elif node.op == origin.op and node.target == origin.target:
                 self.there[origin] = node
-        self._written = _written(forward)
+        self._written = written_inputs(forward)
 
     def chain(
         self, node: fx.Node, besides: Collection[fx.Node] = ()
@@ -135,22 +136,6 @@ class PartitionBoundary:
                     found[source] = None
                     stack.append(source)
         return list(found), list(reads)
-
-
-def _written(forward: fx.Graph) -> set[fx.Node]:
-    """The inputs that the step mutates: the backward no longer sees their original values."""
-    inputs = forward.find_nodes(op="placeholder")
-    described = output_node(forward).meta.get("desc") or ()
-    later = [one.mutated_input for one in described if isinstance(one, InputMutationAOTOutput)]
-    return {node for node in inputs if node.meta.get("desc") in later} | {
-        node.args[0]
-        for node in forward.nodes
-        if node.op == "call_function" and node.args and _writes(node.target)
-    }
-
-
-def _writes(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
 def is_repeatable(node: fx.Node) -> bool:

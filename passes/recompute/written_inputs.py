@@ -19,13 +19,31 @@ for torch's partitioner.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
-from passes._torch import CheckpointPolicy
-from passes.graph.fx_utils import is_view
+from passes._torch import CheckpointPolicy, InputMutationAOTOutput
+from passes.graph.fx_utils import is_view, output_node
 
 _WRITE = torch.ops.aten.copy_.default
+
+
+def written_inputs(graph: fx.Graph) -> set[fx.Node]:
+    """The inputs that a forward or a joint graph writes, or returns to be written."""
+    inputs = graph.find_nodes(op="placeholder")
+    described = output_node(graph).meta.get("desc") or ()
+    later = [one.mutated_input for one in described if isinstance(one, InputMutationAOTOutput)]
+    return {node for node in inputs if node.meta.get("desc") in later} | {
+        node.args[0]
+        for node in graph.nodes
+        if node.op == "call_function" and node.args and _writes(node.target)
+    }
+
+
+def _writes(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
 def save_reads_of_written_inputs(joint: fx.GraphModule) -> None:
