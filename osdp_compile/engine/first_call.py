@@ -44,10 +44,12 @@ from osdp_compile.model.shard_in_place import (
     keep_in_place,
     shard_in_place,
 )
+from osdp_compile.model.shard_in_place import lay_out as lay_out_tensor
 from osdp_compile.model.synchronize import synchronize, synchronized
 from osdp_compile.optim.checks import check_works_on_rows
 from osdp_compile.optim.muon import share_matrices
 from osdp_compile.optim.rebind import OptimizerIndex
+from osdp_compile.optim.whole_state import is_laid_out
 from osdp_compile.options import CheckedOptions
 from osdp_compile.planning.frames import captured_frames
 from osdp_compile.planning.planner_inputs import (
@@ -283,11 +285,24 @@ def _session(step: Step, options: CheckedOptions, to_train: bool = True) -> Sess
     )
     named = list(zip([entry.name for entry in entries], renewed, strict=True))
     remember(session, [root for _, root in step.roots], named)
-    share_matrices(named, context)
+    _tell_optimizers(named, context)
     _watch(session, renewed, others.watched_bytes + others.pending_bytes)
     _trace_steps(session, decision.step_key, groups)
     begin_if_waiting(session)
     return session
+
+
+def _tell_optimizers(named: Sequence[tuple[str, nn.Parameter]], ctx: Context) -> None:
+    """Let optimizers know who owns a matrix, and how whole state that they load is laid out."""
+    share_matrices(named, ctx)
+    if ctx.model_groups:  # state is a part, on other mesh dimensions
+        return
+    for name, parameter in named:
+        if isinstance(parameter, DTensor):
+            decision, cut = ctx.plan.decision(name), ctx.layout_of(name)
+            mesh = parameter.device_mesh
+            alike = functools.partial(lay_out_tensor, mesh=mesh, decision=decision, cut=cut)
+            is_laid_out(parameter, alike)
 
 
 def _planned_and_synchronized(

@@ -20,6 +20,7 @@ from osdp_compile.errors import OsdpError
 from osdp_compile.optim.adafactor import step_on_rows
 from osdp_compile.optim.dtensor_values import handle_values
 from osdp_compile.optim.step_hooks import before_steps
+from osdp_compile.optim.whole_state import take_parts
 
 #: Optimizers whose steps DTensors refuse, with an error that does not help the user.
 _NOT_ON_ROWS = ("LBFGS", "Rprop", "SparseAdam")
@@ -61,7 +62,8 @@ def replaced(old: nn.Parameter, name: str) -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if _looked_at.get(optimizer) == len(held):
+    looked_at = _looked_at.get(optimizer)
+    if looked_at == len(held):
         return
     for parameter in held:
         name = _replaced.get(parameter)
@@ -72,6 +74,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             )
     if any(isinstance(parameter, DTensor) for parameter in held):
         check_works_on_rows(optimizer)
+    if looked_at is None:
+        take_parts(optimizer)
     _looked_at[optimizer] = len(held)
 
 

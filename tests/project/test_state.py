@@ -44,6 +44,7 @@ REASONS = {
     "osdp_compile/optim/checks.py": {"_replaced": FACTS, "_looked_at": FACTS, "_watching": ONCE},
     "osdp_compile/optim/muon.py": {"_handled": ONCE},
     "osdp_compile/optim/step_hooks.py": {"_own": FACTS},
+    "osdp_compile/optim/whole_state.py": {"_lay_out": FACTS},
     "osdp_compile/optim/owner_ranks.py": {"_shared": FACTS, "_rows": CACHE},
     "osdp_compile/planning/frames.py": {
         "_collectors": "the step being traced; Dynamo calls the backend without it"

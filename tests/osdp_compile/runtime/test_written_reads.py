@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from osdp_compile import OsdpError, Plan
-from tests.training import SLOW, normal_batch, whole
-
-MOMENTUM = 0.9
+from tests.training import SLOW, normal_batch
 
 
 class Scaled(nn.Module):
@@ -114,52 +109,3 @@ def evaluated(rank, world_size):
 def test_a_write_in_an_evaluation_is_refused_too(two_ranks):
     for trained, evaluation in two_ranks.run(evaluated):
         assert trained == "" and "the forward writes into parameter 'scale'" in evaluation
-
-
-class Momentum(nn.Module):
-    """MoCo's second encoder: an average of the first, written in the forward by ``parameters()``.
-
-    ``assigns``: by new data, as in MoCo's own code, in place of writes in place.
-    """
-
-    def __init__(self, assigns: bool):
-        super().__init__()
-        torch.manual_seed(0)
-        self.query = nn.Linear(8, 4)
-        self.key = copy.deepcopy(self.query).requires_grad_(False)
-        self.assigns = assigns
-
-    def forward(self, x: Tensor) -> Tensor:
-        query = self.query(x)
-        with torch.no_grad():
-            for one, mean in zip(self.query.parameters(), self.key.parameters(), strict=True):
-                if self.assigns:
-                    mean.data = mean.data * MOMENTUM + one.data * (1 - MOMENTUM)
-                else:
-                    mean.mul_(MOMENTUM).add_(one, alpha=1 - MOMENTUM)
-            key = self.key(x)
-        return F.mse_loss(query, 2 * key)
-
-
-def averaged(rank, world_size, kind, assigns):
-    """The distance to a model that runs in eager mode, with the mean of both ranks' gradients."""
-    model, reference = Momentum(assigns), Momentum(assigns)
-    compiled = torch.compile(model, backend="osdp", options=options_for(model, kind))
-    optimizers = [torch.optim.SGD(one.query.parameters(), lr=0.1) for one in (model, reference)]
-    for step in range(3):
-        compiled(normal_batch(step, 0, rank)).backward()
-        before = copy.deepcopy(reference.state_dict())
-        for other in range(world_size):  # each rank's forward starts from the same average
-            reference.load_state_dict(before)
-            (reference(normal_batch(step, 0, other)) / world_size).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    return max((whole(p) - q).abs().max().item() for p, q in pairs)
-
-
-@pytest.mark.parametrize(("kind", "assigns"), [("replicate", False), ("shard_regather", True)])
-def test_what_parameters_gives_is_no_copy_and_takes_writes(two_ranks, kind, assigns):
-    for apart in two_ranks.run(averaged, kind, assigns):
-        assert apart < 1e-6
