@@ -180,15 +180,17 @@ def check_shardable(parameters: Sequence[ModelParameter]) -> None:
     """Refuse parameters that a replacement would silently break.
 
     Raises:
-        OsdpError: naming the first parameter that has a gradient hook or is a DTensor already.
+        OsdpError: naming the first parameter that has a gradient hook, gets sparse gradients, or is
+            a DTensor already.
     """
     for entry in parameters:
         parameter = entry.parameter
         if isinstance(parameter, DTensor):
             raise OsdpError(
                 f"parameter {entry.name!r} is a DTensor already: backend='osdp' shards plain "
-                "parameters itself. Do not wrap the model in FSDP or shard it first. Of a model "
-                "that parallelize_module distributed over mesh['tp'], give the other dimension: "
+                "parameters itself. Do not wrap the model in FSDP or shard it first, and add "
+                "modules before its first call. Of a model that parallelize_module distributed "
+                "over mesh['tp'], give the other dimension: "
                 "options={'mesh': mesh['dp']}, or osdp_compile.shard(..., mesh=mesh['dp'])"
             )
         hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
@@ -196,6 +198,11 @@ def check_shardable(parameters: Sequence[ModelParameter]) -> None:
             raise OsdpError(
                 f"parameter {entry.name!r} has a gradient hook, which would be lost: register it "
                 "on the model's parameter after the first call"
+            )
+        if any(getattr(module, "sparse", False) is True for module, _ in entry.places):
+            raise OsdpError(
+                f"parameter {entry.name!r} is the table of an embedding with sparse=True: sparse "
+                "gradients are not reduced, leave sparse out"
             )
 
 

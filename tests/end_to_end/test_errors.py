@@ -328,6 +328,15 @@ class Lazy(nn.Module):
         return self.layer(x)
 
 
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(12, 8, sparse=True)
+
+    def forward(self, x):
+        return self.table((x.abs() * 2).long())
+
+
 def call_kind(rank, world_size, make_model):
     model = make_model()
     return call(model, normal_batch(0, 0, rank))
@@ -338,6 +347,7 @@ def call_kind(rank, world_size, make_model):
     [
         (Hooked, "parameter 'layer.weight' has a gradient hook"),
         (Lazy, "parameter 'later.weight' is lazy"),
+        (Sparse, "parameter 'table.weight' is the table of an embedding with sparse=True"),
     ],
 )
 def test_what_sharding_would_silently_break_is_refused(two_ranks, make_model, said):
