@@ -24,7 +24,7 @@ import osdp_compile.private_names  # noqa: F401
 from osdp_compile import _torch
 from osdp_compile.engine.first_call import first_call, first_call_of_sharded
 from osdp_compile.engine.lower import Compiler, lower, session_of
-from osdp_compile.engine.uncaught import raise_briefly
+from osdp_compile.engine.uncaught import print_for_users, raise_briefly
 from osdp_compile.errors import OsdpError
 from osdp_compile.log_lines import NAMES, OF_ALL_RANKS, ensure_visible, leave_to_torch
 from osdp_compile.model.find_modules import plain_parameters
@@ -120,6 +120,7 @@ def compile_graph(
     session = session_of(gm, inputs)
     if session is None:
         return _torch.compile_fx(gm, list(inputs), config_patches=dict(options.inductor or {}))
+    print_for_users()
     check_kept(session, options)
     if session.reading.leaves is not None:
         check_no_sync()

@@ -5,6 +5,8 @@ package, and every rank prints all frames. This module prints the sentence first
 user's own frames only. If all ranks raise the same error, rank 0 alone prints it. torchrun repeats
 the sentence in its summary, the last lines that a person sees.
 
+After a model is sharded, some errors of torch about DTensors get a line that says what to do.
+
 ``OSDP_DEBUG=1`` or ``TORCHDYNAMO_VERBOSE=1`` shows all frames on all ranks.
 """
 
@@ -36,6 +38,24 @@ _NOT_THE_USERS = tuple(
     if file is not None
 )
 
+#: Parts of torch's messages about DTensors -> what to do.
+_HINTS = {
+    "got mixed torch.Tensor and DTensor": (
+        "since the first call parameters are DTensors: every rank has its rows. A copy of the "
+        "model, an average (EMA) of it or a state dict from before is plain: make it after the "
+        "first call, or after osdp_compile.shard. For a penalty of weights, add the full_tensor() "
+        "of its sum, on every rank"
+    ),
+    "is not supported for tensor subclasses": (
+        "since the first call parameters are DTensors: call full_tensor() before, on every rank"
+    ),
+    "does not have a sharding strategy registered": (
+        "since the first call parameters are DTensors, which lack this operator: write a whole "
+        "tensor with copy_, or this rank's rows through to_local()"
+    ),
+    "Couldn't swap": "move or convert a model before its first call",
+}
+
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
@@ -56,12 +76,12 @@ def raise_briefly(error: Exception) -> NoReturn:
     """
     if is_verbose():
         _torch.raise_to_user(error)
-    _print_briefly()
+    print_for_users()
     _torch.raise_to_user(error, mixin=Brief)
 
 
-def _print_briefly() -> None:
-    """From now on, print an uncaught :class:`Brief` error briefly, and others as before."""
+def print_for_users() -> None:
+    """From now on, print an uncaught :class:`Brief` error briefly, and others with a hint."""
     before = sys.excepthook
     if not isinstance(before, _Printer):
         sys.excepthook = _Printer(before)
@@ -78,6 +98,7 @@ class _Printer:
     ) -> None:
         if not isinstance(error, Brief) or is_verbose():
             self._before(kind, error, trace)
+            sys.stderr.writelines(f"[osdp] {hint}.\n" for hint in _hints(error))
             return
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         rank = dist.get_rank() if ranks > 1 else 0
@@ -102,6 +123,11 @@ def brief_text(error: BaseException, trace: TracebackType | None) -> str:
     ]
     said = " ".join(str(error).split())
     return f"{_name(error)}: {said}\n" + "".join(traceback.format_list(frames))
+
+
+def _hints(error: BaseException) -> list[str]:
+    """What to do about an error of torch; often nothing."""
+    return [hint for part, hint in _HINTS.items() if part in str(error)]
 
 
 def _name(error: BaseException) -> str:

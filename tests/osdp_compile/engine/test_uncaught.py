@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[3]
 
@@ -28,8 +29,13 @@ train_step(torch.compile(nn.Linear(8, 8), backend="osdp", options=options))
 
 def failed(folder: Path, limit: str, ranks: int) -> str:
     """What a script prints whose limit is refused."""
+    return run(folder, SCRIPT.format(limit=limit, ranks=ranks), ranks)
+
+
+def run(folder: Path, text: str, ranks: int) -> str:
+    """What a script prints that fails."""
     script = folder / "train.py"
-    script.write_text(SCRIPT.format(limit=limit, ranks=ranks))
+    script.write_text(text)
     command = [sys.executable, str(script)]
     if ranks > 1:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -66,10 +72,67 @@ def test_other_errors_are_printed_as_before(monkeypatch, capsys):
 
     printed = []
     monkeypatch.setattr(sys, "excepthook", lambda *error: printed.append(error))
-    uncaught._print_briefly()
+    uncaught.print_for_users()
     sys.excepthook(KeyError, KeyError("x"), None)
     assert [kind for kind, _, _ in printed] == [KeyError]
     assert capsys.readouterr().err == ""
+
+
+AVERAGE = """
+import copy
+import torch
+import torch.distributed as dist
+from osdp_compile import Plan
+from torch import nn
+
+dist.init_process_group("gloo")
+model = nn.Linear(8, 8)
+average = copy.deepcopy(model).requires_grad_(False)
+plan = Plan.uniform(model.named_parameters(), "shard_keep", world_size=2)
+options = {"plan": plan, "hardware": "cpu-gloo"}
+compiled = torch.compile(model, backend="osdp", options=options)
+compiled(torch.ones(2, 8)).sum().backward()
+with torch.no_grad():
+    average.weight.lerp_(model.weight, 0.1)
+"""
+
+
+@pytest.mark.thorough
+def test_an_average_of_a_copy_from_before_is_told_what_to_do(tmp_path):
+    said = run(tmp_path, AVERAGE, ranks=2)
+    assert "got mixed torch.Tensor and DTensor" in said
+    assert "[osdp] since the first call parameters are DTensors" in said
+    assert "an average (EMA) of it" in said and "osdp_compile.shard" in said
+
+
+def messages_of_dtensors():
+    """What torch says of DTensors here, by the operation."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    from osdp_compile.trace import fake_world
+
+    with fake_world(2):
+        sharded = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)))
+        for operation in (lambda: torch.ones(4, 4).add_(sharded), sharded.numpy, sharded.tolist):
+            with pytest.raises(Exception) as raised:
+                operation()
+            yield raised.value
+        try:
+            sharded[1] = 2.0  # torch 2.15 does
+        except NotImplementedError as error:
+            yield error
+
+
+def test_errors_of_torch_about_dtensors_get_a_hint(monkeypatch, capsys):
+    from osdp_compile.engine import uncaught
+
+    monkeypatch.setattr(sys, "excepthook", lambda *error: None)
+    uncaught.print_for_users()
+    for error in messages_of_dtensors():
+        sys.excepthook(type(error), error, None)
+        said = capsys.readouterr().err
+        assert "[osdp] since the first call parameters are DTensors" in said, error
 
 
 def test_an_error_that_is_caught_has_its_type_and_text_and_can_be_sent(monkeypatch):
