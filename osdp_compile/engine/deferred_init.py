@@ -19,59 +19,22 @@ hold for pending models:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
 from osdp_compile.optim.dtensor_values import item
+from osdp_compile.optim.written_rows import VIEWS, part_of
+from osdp_compile.runtime.meshes import cuts_of, own_rows, span_of
 from osdp_compile.tracking.pending_model import any_waits, is_waiting
-from passes.types.shard_layout import ShardLayout
 
 _aten = torch.ops.aten
-
-
-def _cuts_of(tensor: DTensor) -> list[tuple[int, int]] | None:
-    """A tensor's cuts in their order: pairs of a mesh dimension and the dimension that it cuts.
-
-    Those of ``parallelize_module`` come before ours, which are strided placements along the same
-    dimension. None: rows are strided otherwise, in a view of a parameter.
-    """
-    mesh: DeviceMesh = tensor.device_mesh
-    placements: Sequence[Any] = tensor.placements
-    cuts = [(at, one.dim) for at, one in enumerate(placements) if not one.is_replicate()]
-    strided = {at: _torch.split_factor(placements[at]) for at, _ in cuts}
-    first = [cut for cut in cuts if strided[cut[0]] is None]
-    then = [cut for cut in cuts if strided[cut[0]] is not None]
-    for at, dim in then:
-        before = math.prod(mesh.size(one) for one, cut in first if one > at and cut == dim)
-        if strided[at] != before:
-            return None
-    return [*first, *then]
-
-
-def _span(tensor: DTensor, mesh_dim: int, place: int, total: int) -> tuple[int, int]:
-    """First and last (exclusive) of ``total`` rows that a place along a mesh dimension has."""
-    return ShardLayout(tensor.device_mesh.size(mesh_dim), place, "").rows(total)
-
-
-def _local_part(full: Tensor, tensor: DTensor) -> Tensor:
-    """This rank's part of ``full``, cut as ``tensor`` is: a view, where its rows are adjacent."""
-    mesh, cuts = tensor.device_mesh, _cuts_of(tensor)
-    if cuts is None:
-        everywhere = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        return everywhere.redistribute(placements=tensor.placements).to_local()
-    for mesh_dim, dim in cuts:
-        start, stop = _span(tensor, mesh_dim, mesh.get_local_rank(mesh_dim), full.shape[dim])
-        full = full.narrow(dim, start, stop - start)
-    return full
 
 
 def _fill(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -86,7 +49,7 @@ def _fill(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             tensor.shape, tensor.stride(), dtype=local.dtype, device=local.device
         )
         operator(whole, *args[1:], **kwargs)
-        local.copy_(_local_part(whole, tensor))
+        local.copy_(own_rows(whole, tensor))
     return tensor
 
 
@@ -101,15 +64,15 @@ def _copy(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, source = args[:2]
     if not _ours(tensor) or isinstance(source, DTensor):
         return _torch.without_dtensor_handler(operator, args, kwargs)
-    tensor.to_local().copy_(_local_part(source.expand(tensor.shape), tensor))
+    tensor.to_local().copy_(own_rows(source.expand(tensor.shape), tensor))
     return tensor
 
 
 def _row(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dim, index = args
     if not _is_cut(tensor, dim) or tensor.is_meta:
-        return _torch.without_dtensor_handler(operator, args, kwargs)
-    cuts = _cuts_of(tensor)
+        return part_of(operator, args, kwargs)
+    cuts = cuts_of(tensor)
     if cuts is None:
         raise _lost(tensor)
     dim, total = dim % tensor.dim(), tensor.shape[dim]
@@ -119,7 +82,7 @@ def _row(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     mesh, local = tensor.device_mesh, tensor.to_local()
     owner: dict[int, int] = {}  # place by mesh dimension
     for mesh_dim in (one for one, cut in cuts if cut == dim):
-        spans = [_span(tensor, mesh_dim, place, total) for place in range(mesh.size(mesh_dim))]
+        spans = [span_of(tensor, mesh_dim, place, total) for place in range(mesh.size(mesh_dim))]
         place = next(p for p, (start, stop) in enumerate(spans) if start <= index < stop)
         start, stop = spans[place]
         owner[mesh_dim], index, total = place, index - start, stop - start
@@ -179,7 +142,7 @@ def _part(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     dim = dict(zip(_names(operator), args, strict=False)).get("dim", 0)
     if not _is_cut(tensor, dim) or _is_all(operator, args):
-        return _torch.without_dtensor_handler(operator, args, kwargs)
+        return part_of(operator, args, kwargs)
     raise _lost(tensor)
 
 
@@ -218,7 +181,7 @@ def _is_cut(tensor: Any, dim: int) -> bool:
     """Whether other ranks have some of the rows that ``dim`` counts."""
     if not _ours(tensor):
         return False
-    cuts = _cuts_of(tensor)
+    cuts = cuts_of(tensor)
     return cuts is None or any(one == dim % tensor.dim() for _, one in cuts)
 
 
@@ -257,6 +220,9 @@ _HANDLERS = {
     ),
 }
 
+#: The handlers of models that train.
+_AFTER = {_aten._local_scalar_dense.default: item, **dict.fromkeys(VIEWS, part_of)}
+
 
 def write_as_into_whole_ones() -> None:
     """Install the handlers if any model is pending, else remove them.
@@ -267,5 +233,5 @@ def write_as_into_whole_ones() -> None:
     waits = any_waits()
     for handler, operators in _HANDLERS.items():
         for operator in operators:
-            after = item if handler is _scalar else None
+            after = _AFTER.get(operator)
             _torch.handle_dtensor_operator(operator, _without_grad(handler) if waits else after)

@@ -21,6 +21,7 @@ from osdp_compile.optim.adafactor import step_on_rows
 from osdp_compile.optim.dtensor_values import handle_values
 from osdp_compile.optim.step_hooks import before_steps
 from osdp_compile.optim.whole_state import take_parts
+from osdp_compile.optim.written_rows import keep_writes
 
 #: Optimizers whose steps DTensors refuse, with an error that does not help the user.
 _NOT_ON_ROWS = ("LBFGS", "Rprop", "SparseAdam")
@@ -58,6 +59,7 @@ def replaced(old: nn.Parameter, name: str) -> None:
             _torch.handle_dtensor_operator(getattr(torch.ops.aten, operator).default, _on_rows)
         _torch.handle_adafactor(step_on_rows)
         handle_values()
+        keep_writes()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from osdp_compile import _torch
 from osdp_compile.runtime.collectives import Group
 from passes.types.context import MeshDim
 from passes.types.hardware import Hardware
 from passes.types.plan import Plan
+from passes.types.shard_layout import ShardLayout
 
 
 def number_of_ranks(mesh: DeviceMesh | None) -> int:
@@ -80,6 +83,42 @@ def placed_like(parameter: DTensor, local: Tensor) -> DTensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+
+
+def cuts_of(tensor: DTensor) -> list[tuple[int, int]] | None:
+    """A tensor's cuts in their order: pairs of a mesh dimension and the dimension that it cuts.
+
+    Those of ``parallelize_module`` come before ours, which are strided placements along the same
+    dimension. None: rows are strided otherwise, in a view of a parameter.
+    """
+    mesh: DeviceMesh = tensor.device_mesh
+    placements: Sequence[Any] = tensor.placements
+    cuts = [(at, one.dim) for at, one in enumerate(placements) if not one.is_replicate()]
+    strided = {at: _torch.split_factor(placements[at]) for at, _ in cuts}
+    first = [cut for cut in cuts if strided[cut[0]] is None]
+    then = [cut for cut in cuts if strided[cut[0]] is not None]
+    for at, dim in then:
+        before = math.prod(mesh.size(one) for one, cut in first if one > at and cut == dim)
+        if strided[at] != before:
+            return None
+    return [*first, *then]
+
+
+def span_of(tensor: DTensor, mesh_dim: int, place: int, total: int) -> tuple[int, int]:
+    """First and last (exclusive) of ``total`` rows that a place along a mesh dimension has."""
+    return ShardLayout(tensor.device_mesh.size(mesh_dim), place, "").rows(total)
+
+
+def own_rows(full: Tensor, tensor: DTensor) -> Tensor:
+    """This rank's part of ``full``, cut as ``tensor`` is: a view, where its rows are adjacent."""
+    mesh, cuts = tensor.device_mesh, cuts_of(tensor)
+    if cuts is None:
+        everywhere = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return everywhere.redistribute(placements=tensor.placements).to_local()
+    for mesh_dim, dim in cuts:
+        start, stop = span_of(tensor, mesh_dim, mesh.get_local_rank(mesh_dim), full.shape[dim])
+        full = full.narrow(dim, start, stop - start)
+    return full
 
 
 def groups_along(mesh: DeviceMesh | None) -> dict[str, dist.ProcessGroup]:
