@@ -110,16 +110,17 @@ class Part(DTensor):
         func(*local[0], **local[1])
         for part in written:
             part.write.back(part.to_local())
-        return written[0]
+        return written[0] if func._schema.returns else None
 
 
 def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator that writes no part. A view of a part is written back with it."""
     given = _torch.tree_map_only(Part, _plain, (args, kwargs))
     result = func(*given[0], **given[1])
+    part = args[0] if args else None
     for one in _torch.tree_leaves(result):
-        if isinstance(one, DTensor) and type(args[0]) is Part and _shares_memory(one, args[0]):
-            _make_part(one, _Through(args[0]))
+        if type(part) is Part and isinstance(one, DTensor) and _shares_memory(one, part):
+            _make_part(one, _Through(part))
     return result
 
 
@@ -134,11 +135,11 @@ class _Through:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that an operator writes."""
+    """The tensors that an operator writes."""
     schema = func._schema.arguments
     given = {**dict(zip((one.name for one in schema), args, strict=False)), **kwargs}
     writes = (one.name for one in schema if one.alias_info and one.alias_info.is_write)
-    return [given[name] for name in writes if name in given]
+    return [one for name in writes for one in _torch.tree_leaves(given.get(name))]
 
 
 def _check(func: Any, part: Part) -> None:

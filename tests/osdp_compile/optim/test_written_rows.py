@@ -60,6 +60,7 @@ def diagonal(w):
 def from_other_parts(w):
     w[0:2] = w[4:6] * 2
     w[5].add_(w[6])
+    torch._foreach_mul_([w[1], w[7]], 3)
 
 
 def as_it_was(w):
