@@ -1,7 +1,7 @@
 """Whole optimizer state, loaded after the sharding: each rank keeps its part.
 
-``optimizer.load_state_dict`` takes what a file has, also tensors of a training without sharding.
-Beside a sharded parameter they would fail in the next step. Every rank loads the same values.
+``optimizer.load_state_dict`` also takes the tensors of a training without sharding. They fail in
+the next step of a sharded parameter. Every rank loads the same values.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 """Written rows: writes into parts of sharded parameters and gradients, such as ``weight[:4] = 0``.
 
-Torch gathers the part, because its rows lie on several ranks. A write changes what was gathered and
-is lost, without a message. So a part knows its tensor: after a write each rank copies its own rows
-out of the part. The ranks have to write the same, in the same order.
+Torch gathers such a part. A write changes the gathered copy and not the rows of the ranks. So each
+rank copies its own rows out of the part after a write. All ranks make the same writes in the same
+order.
 
-2.11.0 asks the class of the part for no operator. There such a write is lost.
+Torch 2.11.0 does not dispatch to the class of the part, so the write is lost there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
-from osdp_compile.runtime.meshes import own_rows
+from osdp_compile.runtime.meshes import own_rows, placed_like
 
 _aten = torch.ops.aten
 #: Operators whose result is a view of any other tensor.
@@ -46,13 +47,31 @@ def part_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     many = isinstance(result, list | tuple)
     for place, one in enumerate(result if many else [result]):
         if not _shares_memory(one, tensor):
-            _make_part(one, Write(tensor, operator, args[1:], kwargs, place if many else None))
+            view = functools.partial(_view, operator, args[1:], kwargs, place if many else None)
+            _make_part(one, functools.partial(_copy_back, tensor, view))
     return result
 
 
-def _make_part(tensor: DTensor, write: Write | _Through) -> None:
+def _view(
+    operator: Any, args: Sequence[Any], kwargs: dict[str, Any], place: int | None, whole: Tensor
+) -> Tensor:
+    """The part of a whole tensor. ``place``: which of several results."""
+    result: Any = operator(whole, *args, **kwargs)
+    view: Tensor = result if place is None else result[place]
+    return view
+
+
+@torch.no_grad()
+def _copy_back(tensor: DTensor, view: Callable[[Tensor], Tensor], part: Tensor) -> None:
+    """Copy this rank's rows out of a part, which is whole. Collective."""
+    whole = tensor.full_tensor()
+    view(whole).copy_(part)
+    tensor.to_local().copy_(own_rows(whole, tensor))
+
+
+def _make_part(tensor: DTensor, copy_back: Callable[[Tensor], None]) -> None:
     tensor.__class__ = Part
-    tensor.__dict__["write"] = write
+    tensor.__dict__["copy_back"] = copy_back
 
 
 def _shares_memory(one: DTensor, other: DTensor) -> bool:
@@ -60,37 +79,13 @@ def _shares_memory(one: DTensor, other: DTensor) -> bool:
     return len(set(pointers)) == 1
 
 
-class Write:
-    """How a part is written back.
+class Part(DTensor):
+    """A gathered part of a sharded tensor, whole on every rank. Writes reach the tensor.
 
-    ``tensor``: of which it is a part. ``operator``, ``args`` (after the tensor), ``kwargs``: the
-    view. ``place``: which of several results.
+    ``copy_back``: takes the local tensor after a write.
     """
 
-    def __init__(
-        self,
-        tensor: DTensor,
-        operator: Any,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        place: int | None,
-    ) -> None:
-        self._tensor, self._view, self._place = tensor, (operator, args, kwargs), place
-
-    @torch.no_grad()
-    def back(self, part: Tensor) -> None:
-        """Copy this rank's rows out of the whole part. Collective."""
-        operator, args, kwargs = self._view
-        whole = self._tensor.full_tensor()
-        view = operator(whole, *args, **kwargs)
-        (view if self._place is None else view[self._place]).copy_(part)
-        self._tensor.to_local().copy_(own_rows(whole, self._tensor))
-
-
-class Part(DTensor):
-    """A gathered part of a sharded tensor, whole on every rank. Writes reach the tensor."""
-
-    write: Write | _Through
+    copy_back: Callable[[Tensor], None]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -109,29 +104,19 @@ class Part(DTensor):
         local = _torch.tree_map_only(DTensor, _whole, (args, kwargs))
         func(*local[0], **local[1])
         for part in written:
-            part.write.back(part.to_local())
+            part.copy_back(part.to_local())
         return written[0] if func._schema.returns else None
 
 
 def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator that writes no part. A view of a part is written back with it."""
-    given = _torch.tree_map_only(Part, _plain, (args, kwargs))
+    given = _torch.tree_map_only(Part, lambda one: placed_like(one, one.to_local()), (args, kwargs))
     result = func(*given[0], **given[1])
     part = args[0] if args else None
     for one in _torch.tree_leaves(result):
         if type(part) is Part and isinstance(one, DTensor) and _shares_memory(one, part):
-            _make_part(one, _Through(part))
+            _make_part(one, lambda _: part.copy_back(part.to_local()))  # the part has the values
     return result
-
-
-class _Through:
-    """The write of a view of a part: the part has the values already."""
-
-    def __init__(self, part: Part) -> None:
-        self._part = part
-
-    def back(self, _: Tensor) -> None:
-        self._part.write.back(self._part.to_local())
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -157,14 +142,3 @@ def _check(func: Any, part: Part) -> None:
 
 def _whole(tensor: DTensor) -> Tensor:
     return tensor.to_local() if type(tensor) is Part else tensor.full_tensor()
-
-
-def _plain(part: Part) -> DTensor:
-    return DTensor.from_local(
-        part.to_local(),
-        part.device_mesh,
-        part.placements,
-        run_check=False,
-        shape=part.shape,
-        stride=part.stride(),
-    )

@@ -5,8 +5,8 @@ Inside a forward a parameter reads as a copy, gathered from the ranks::
     with torch.no_grad():
         self.weight.clamp_(-1, 1)  # changes the copy
 
-The parameter would stay as it was, without a message. So the write is an error. AOTAutograd's
-functional tensors know which of them are written, through views and ``.data`` too.
+The write would not reach the parameter. So it is an error. A functional tensor of AOTAutograd knows
+whether it was written, also through a view or ``.data``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from osdp_compile.errors import OsdpError
 from passes.graph.fx_utils import output_node
 from passes.ops.markers import UNSHARD, unshard_of
 
-#: Of each graph being compiled its reads: names of parameters, and what the markers gave.
+#: The reads of each graph being compiled: the name of the parameter, and the marker's result.
 _noted: list[list[tuple[str, Tensor]]] = []
 
 

@@ -42,8 +42,9 @@ _OF_HEADS = 3
 def sequences_around(product: fx.Node, ends: Callable[[fx.Node], bool]) -> int:
     """The number of sequences if a group's first product leads to attention; else 0.
 
-    One search follows the readers to the next products. Another one begins at those that end chunks
-    (``ends``), and follows their inputs back: a gate beside attention leads to none by itself.
+    The first search follows the readers up to the next products. The second search begins at those
+    of them that end chunks (``ends``), and follows their inputs back. It finds the attention beside
+    a gate.
     """
     ahead = _reached(product.users, lambda node: node.users)
     last = [node for node in ahead if node.target in PRODUCTS and ends(node)]

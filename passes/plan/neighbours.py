@@ -211,7 +211,7 @@ class Neighbourhood:
     ) -> list[tuple[Change, Candidate]]:
         """Changes by their forecasts, without those that promise too much memory or time.
 
-        A folded step that needs no memory keeps those that promise a gain: evaluations take long.
+        Folded steps take long to evaluate. Without need of memory, only changes with a gain stay.
 
         ``exact``: the forecast of the memory is, as of changes of decisions only.
         """
