@@ -404,13 +404,13 @@ def _accumulate(value: Any) -> Accumulate:
 
 def _inductor(value: Any) -> dict[str, Any]:
     if isinstance(value, str):
-        modes = _torch.inductor_modes()
+        modes = _torch.inductor.modes()
         if value not in modes:
             raise ValueError(f"{value!r} is no mode of torch.compile.{_closest(value, modes)}")
         value = modes[value]
     if not isinstance(value, Mapping):
         raise ValueError(f"{value!r} is neither a mapping of settings nor the name of a mode")
-    known = _torch.inductor_settings()
+    known = _torch.inductor.settings()
     found: dict[str, Any] = {}
     for given, setting in value.items():
         name = str(given).replace("-", "_")
@@ -428,7 +428,7 @@ def _inductor(value: Any) -> dict[str, Any]:
 _MEMORY = "it changes the memory that the plan counts"
 _OURS = "the plan is carried out by it"
 #: Settings of Inductor -> why the value that is not allowed is refused, beside those that change
-#: the order (``_torch.KEEP_ORDER``).
+#: the order (``_torch.inductor.KEEP_ORDER``).
 _REFUSED: dict[str, tuple[Any, str]] = {
     "triton.cudagraphs": (False, "CUDA graphs hold memory of their own, which no plan counts"),
     "memory_planning": (False, _MEMORY),
@@ -442,7 +442,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
 
 def _why_refused(name: str, setting: Any) -> str:
     """Why a setting of Inductor is refused; "": it is allowed."""
-    if name in _torch.KEEP_ORDER and setting != _torch.KEEP_ORDER[name]:
+    if name in _torch.inductor.KEEP_ORDER and setting != _torch.inductor.KEEP_ORDER[name]:
         return "it would undo the plan's schedule"
     allowed, why = _REFUSED.get(name, (setting, ""))
     return why if setting != allowed else ""

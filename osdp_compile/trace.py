@@ -40,7 +40,9 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
         raise OsdpError(
             "a process group is initialized in this process: trace in a process of its own"
         )
-    dist.init_process_group("fake", store=_torch.fake_store(), rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "fake", store=_torch.distributed.fake_store(), rank=rank, world_size=world_size
+    )
     try:
         yield
     finally:
@@ -122,5 +124,5 @@ def _mesh(model: nn.Module, mesh: Mapping[str, int], world_size: int) -> DeviceM
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    leaves = _torch.tree_leaves(value)
+    leaves = _torch.tensors.tree_leaves(value)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -10,6 +10,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+# 2.11.0 to 2.15.0: an assertion on values, checked where the kernel runs.
+from torch import _assert_async as assert_async
 from torch import fx
 
 # 2.11.0 to 2.15.0: the origin of a joint graph's output that writes into an input
@@ -18,6 +20,9 @@ from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
 # 2.11.0 to 2.15.0: thresholds of `StorageBox.should_realize_on_reuse`.
 from torch._inductor import config as _inductor_settings
+
+# 2.11.0 to 2.15.0: an operator for given types of arguments, and one for all types.
+from torch._ops import OpOverload, OpOverloadPacket
 
 # 2.11.0 to 2.15.0: the partitioner's wrappers that run a random operator twice with the
 # same generator state.
@@ -40,7 +45,10 @@ __all__ = [
     "CheckpointPolicy",
     "FakeTensorMode",
     "InputMutationAOTOutput",
+    "OpOverload",
+    "OpOverloadPacket",
     "RealizeThresholds",
+    "assert_async",
     "called",
     "copied_graph",
     "realize_thresholds",

@@ -12,7 +12,7 @@ from torch import fx
 
 from osdp_compile import _torch
 
-_compile_fx = _torch.compile_fx
+_compile_fx = _torch.inductor.compile_fx
 
 
 def without_inductor() -> AbstractContextManager[Any]:

@@ -213,7 +213,7 @@ def library_bytes(device: torch.device) -> int:
     """
     if device.type != "cuda":
         return 0
-    _torch.free_cublas_workspaces()
+    _torch.memory.free_cublas_workspaces()
     before_bytes = torch.cuda.memory_allocated(device)
     for dtype in (torch.float32, torch.bfloat16):
         with torch.enable_grad():

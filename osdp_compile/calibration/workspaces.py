@@ -79,6 +79,6 @@ def _freed_bytes(device: torch.device) -> int:
 
 
 def _on_cpu(node: fx.Node) -> int:
-    changes_bytes = _torch.allocations_of(on_made_up_inputs(node, _CPU))
+    changes_bytes = _torch.memory.allocations_of(on_made_up_inputs(node, _CPU))
     alive_bytes = list(itertools.accumulate(changes_bytes, initial=0))
     return max(alive_bytes) - alive_bytes[-1]

@@ -78,7 +78,7 @@ def osdp(
     except OsdpError as error:
         raise_briefly(error)
     except ValueError as error:
-        _torch.raise_to_user(error)
+        _torch.dynamo.raise_to_user(error)
 
 
 def compile_graph(
@@ -94,7 +94,7 @@ def compile_graph(
     """
     if is_collecting():
         return collected(gm, inputs)
-    leave_to_torch(_torch.shown_by_torch(NAMES))
+    leave_to_torch(_torch.logs.shown_by_torch(NAMES))
     _warn_of_newer_torch()
     alone = why_alone(options)
     if alone is not None and options.plan is None:
@@ -104,14 +104,18 @@ def compile_graph(
     if alone is not None and not plans and not _is_planned(inputs):
         say_once(f"{alone}: compiling with Inductor, nothing is sharded")
         leave_alone(inputs)
-        return _torch.compile_fx(gm, list(inputs), config_patches=dict(options.inductor or {}))
+        return _torch.inductor.compile_fx(
+            gm, list(inputs), config_patches=dict(options.inductor or {})
+        )
     check_not_wrapped(gm, inputs)
     check_ranks(options.mesh)
     given_mesh = options.mesh
     options = dataclasses.replace(options, mesh=beside_theirs(inputs, given_mesh))
     if _is_on_other_dims(inputs, options):
         if not torch.is_grad_enabled():
-            return _torch.compile_fx(gm, list(inputs), config_patches=dict(options.inductor or {}))
+            return _torch.inductor.compile_fx(
+                gm, list(inputs), config_patches=dict(options.inductor or {})
+            )
         _take_local(gm, inputs, options.mesh, has_own_data=options.mesh is not given_mesh)
     _first_call_of_sharded(gm, inputs, options)
     unplanned = [p for _, p in plain_parameters(gm, inputs) if find(p) is None]
@@ -119,7 +123,9 @@ def compile_graph(
         _first_call(gm, inputs, options)
     session = session_of(gm, inputs)
     if session is None:
-        return _torch.compile_fx(gm, list(inputs), config_patches=dict(options.inductor or {}))
+        return _torch.inductor.compile_fx(
+            gm, list(inputs), config_patches=dict(options.inductor or {})
+        )
     print_for_users()
     check_kept(session, options)
     if session.reading.leaves is not None:
@@ -132,15 +138,15 @@ def _first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: CheckedOptio
     modules = _modules(gm, inputs)
     if not is_cast(modules, options.precision):
         cast_while_traced(modules, options.precision)
-        _torch.restart_tracing()
+        _torch.dynamo.restart_tracing()
     try:
         # The trace to come has no readers of this one: the restart below clears Dynamo's log.
-        with contextlib.suppress(_torch.RestartTracing):
+        with contextlib.suppress(_torch.dynamo.RestartTracing):
             first_call(gm, inputs, options)
     finally:  # also after an error
         end_casting(modules)
         give_back()
-    _torch.restart_tracing()
+    _torch.dynamo.restart_tracing()
 
 
 def _first_call_of_sharded(
@@ -152,11 +158,11 @@ def _first_call_of_sharded(
             _check_is_one_graph(gm, inputs)
         parts = compiled_models(osdp)
         if laid_out.read_in(root, options.precision, inputs, parts):
-            _torch.restart_tracing()
+            _torch.dynamo.restart_tracing()
         before = laid_out.reading.leaves
         first_call_of_sharded(gm, inputs, options, root, laid_out)
         if laid_out.reading.leaves is not before:  # the call is inside no_sync
-            _torch.restart_tracing()
+            _torch.dynamo.restart_tracing()
 
 
 def _take_local(
@@ -174,13 +180,13 @@ def _take_local(
         assert ours is not None and theirs is not None
         check_batches(inputs, ours, theirs)
     take_local(modules, has_own_data)
-    _torch.restart_tracing()
+    _torch.dynamo.restart_tracing()
 
 
 def _check_is_one_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
     """Refuse a part of the step of a model on other mesh dimensions too."""
     if interrupted_call(gm, inputs) is not None:
-        _torch.forget_placements()  # this graph may end with an embedding's partial sum
+        _torch.dtensor.forget_placements()  # this graph may end with an embedding's partial sum
         raise OsdpError(
             "the model's parameters are on other mesh dimensions too (parallelize_module), and its "
             "step is several graphs: that is not supported. torch.compile(..., fullgraph=True) "

@@ -40,7 +40,7 @@ _aten = torch.ops.aten
 def _fill(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     if not _ours(tensor):
-        return _torch.without_dtensor_handler(operator, args, kwargs)
+        return _torch.dtensor.without_handler(operator, args, kwargs)
     local = tensor.to_local()
     if all(one.is_replicate() for one in tensor.placements):
         operator(local, *args[1:], **kwargs)
@@ -55,7 +55,7 @@ def _fill(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _like(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _ours(args[0]):
-        return _torch.without_dtensor_handler(operator, args, kwargs)
+        return _torch.dtensor.without_handler(operator, args, kwargs)
     empty = torch.empty_like(args[0], **kwargs)
     return empty.normal_() if operator is _aten.randn_like.default else empty.uniform_()
 
@@ -63,7 +63,7 @@ def _like(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _copy(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, source = args[:2]
     if not _ours(tensor) or isinstance(source, DTensor):
-        return _torch.without_dtensor_handler(operator, args, kwargs)
+        return _torch.dtensor.without_handler(operator, args, kwargs)
     tensor.to_local().copy_(own_rows(source.expand(tensor.shape), tensor))
     return tensor
 
@@ -111,14 +111,14 @@ def _row_placement(placement: Any, dim: int) -> Placement:
     """A row's placement on a mesh dimension, from its tensor's; ``dim`` counts the rows."""
     if placement.is_replicate() or placement.dim == dim:
         return Replicate()
-    own, factor = placement.dim - (placement.dim > dim), _torch.split_factor(placement)
-    return Shard(own) if factor is None else _torch.strided_shard(own, factor)
+    own, factor = placement.dim - (placement.dim > dim), _torch.dtensor.split_factor(placement)
+    return Shard(own) if factor is None else _torch.dtensor.strided_shard(own, factor)
 
 
 def _constant(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, value = args
     if not _ours(tensor) or isinstance(value, DTensor):
-        return _torch.without_dtensor_handler(operator, args, kwargs)
+        return _torch.dtensor.without_handler(operator, args, kwargs)
     tensor.to_local().fill_(value)
     return tensor
 
@@ -126,7 +126,7 @@ def _constant(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def _out(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = kwargs["out"]
     if not _ours(tensor):
-        return _torch.without_dtensor_handler(operator, args, kwargs)
+        return _torch.dtensor.without_handler(operator, args, kwargs)
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return tensor.copy_(operator(*args, **{**kwargs, "out": whole}))
 
@@ -234,4 +234,4 @@ def write_as_into_whole_ones() -> None:
     for handler, operators in _HANDLERS.items():
         for operator in operators:
             after = _AFTER.get(operator)
-            _torch.handle_dtensor_operator(operator, _without_grad(handler) if waits else after)
+            _torch.dtensor.handle_operator(operator, _without_grad(handler) if waits else after)

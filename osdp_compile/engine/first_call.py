@@ -138,7 +138,7 @@ def first_call(gm: fx.GraphModule, inputs: Sequence[Any], options: CheckedOption
         own = own_mesh(mesh, options.mesh, context.plan)
         return shard_in_place(entries, own, context, optimizers, reading)
 
-    given = inputs if call is None else _torch.tree_leaves((call.args, call.kwargs))
+    given = inputs if call is None else _torch.tensors.tree_leaves((call.args, call.kwargs))
     step = Step(
         gm,
         given,
@@ -457,7 +457,7 @@ def _log(session: Session) -> None:
     """Log the plan on rank 0."""
     if session.context.rank != 0:
         return
-    log_plan(session.plan, log, in_one_line=bool(_torch.shown_by_torch(NAMES)))
+    log_plan(session.plan, log, in_one_line=bool(_torch.logs.shown_by_torch(NAMES)))
     learned = session.context.hardware.in_force
     if learned.steps:
         log.info("planned with what %d earlier steps taught: %s", learned.steps, learned)

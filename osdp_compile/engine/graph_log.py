@@ -45,9 +45,9 @@ class GraphLog:
         The names of its artifacts then start with ``osdp_gathers_all``.
         """
         self._logs = is_rank_zero() and log.isEnabledFor(logging.DEBUG)
-        self._traces = _torch.is_traced()
+        self._traces = _torch.logs.is_traced()
         self._start = "osdp_" if gathers_for is None else "osdp_gathers_all_"
-        self._compiled: _torch.CompileId | None = _torch.compile_id()
+        self._compiled: _torch.dynamo.CompileId | None = _torch.dynamo.compile_id()
         if gathers_for is not None:
             self._compiled = gathers_for._compiled
         self._numbers = {one.name: number for number, one in enumerate(passes)}
@@ -71,7 +71,7 @@ class GraphLog:
 
     def _artifact(self, name: str, payload: Callable[[], str], encoding: str = "string") -> None:
         if self._traces:
-            _torch.trace_artifact(self._start + name, encoding, payload, self._compiled)
+            _torch.logs.trace_artifact(self._start + name, encoding, payload, self._compiled)
 
 
 def _logged(one: Pass) -> Pass:

@@ -41,7 +41,7 @@ _needed: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
 _last_readers: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
 
 
-class InPlace(_torch.InductorChoices):
+class InPlace(_torch.fusion.InductorChoices):
     """Inductor's choices, but no result waits for an extern kernel that it does not need."""
 
     @staticmethod
@@ -51,7 +51,7 @@ class InPlace(_torch.InductorChoices):
             _has_others(node1, node2) or _frees_bytes(scheduler, node1)
         ):
             return False
-        choose = _torch.InductorChoices.can_fuse_vertical
+        choose = _torch.fusion.InductorChoices.can_fuse_vertical
         return choose(scheduler, node1, node2, shared_data_score)
 
     @staticmethod
@@ -59,16 +59,16 @@ class InPlace(_torch.InductorChoices):
         """Whether to fuse two nodes that read one tensor."""
         if _puts_off(scheduler, node1, node2) or _puts_off(scheduler, node2, node1):
             return False
-        choose = _torch.InductorChoices.can_fuse_horizontal
+        choose = _torch.fusion.InductorChoices.can_fuse_horizontal
         return choose(scheduler, node1, node2, shared_data_score)
 
 
 @contextlib.contextmanager
 def in_place() -> Iterator[None]:
     """A context in which Inductor uses :class:`InPlace` and :func:`in_order`."""
-    ordered = _torch.after_fusion(in_order, f"osdp_compile, fusion {_source_digest()}")
-    apart = _torch.with_products_apart(puts_off_product)
-    with _torch.with_choices(InPlace()), ordered, apart:
+    ordered = _torch.fusion.after_fusion(in_order, f"osdp_compile, fusion {_source_digest()}")
+    apart = _torch.fusion.with_products_apart(puts_off_product)
+    with _torch.fusion.with_choices(InPlace()), ordered, apart:
         yield
 
 
@@ -200,7 +200,7 @@ def _has_others(node: Any, reader: Any) -> bool:
     return any(
         one.get_name() not in own
         for user in users
-        if isinstance(user, _torch.BaseSchedulerNode)  # not the graph's output
+        if isinstance(user, _torch.fusion.BaseSchedulerNode)  # not the graph's output
         for one in user.get_nodes()
     )
 
@@ -214,7 +214,7 @@ def _frees_bytes(scheduler: Any, node: Any) -> bool:
                 last[read.name] = max(last.get(read.name, -1), one.min_order)
         _last_readers[scheduler] = last
     last = _last_readers[scheduler]
-    graph = _torch.V.graph
+    graph = _torch.fusion.V.graph
     own = node.get_buffer_names()
     # The caller of a forward keeps its inputs.
     kept = own if graph.is_backward else {*own, *graph.graph_inputs}

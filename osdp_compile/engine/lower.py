@@ -167,22 +167,24 @@ def _lowered(
         context = context.replace(moves_activations=False)
     of_first_form = None if gathers_for is None else gathers_for.log
     graph_log = GraphLog(session.plan, session.passes, of_first_form)
-    inner = compile_inner or _torch.compile_fx_inner
+    inner = compile_inner or _torch.inductor.compile_fx_inner
     lowering = _Lowering(gm, inputs, session, inner, observe, context, graph_log)
     if gathers_for is not None:
         lowering.step.frame = gathers_for.step.frame
     shown: AbstractContextManager[None] = contextlib.nullcontext()
     if compile_inner is None:  # Inductor is slow
-        shown = progress.compiling(_torch.recompile_reason(), first=not session.observed.graphs)
-    with shown, _torch.without_autograd_cache(), noting_reads():
-        compiled: Any = _torch.compile_fx(
+        shown = progress.compiling(
+            _torch.dynamo.recompile_reason(), first=not session.observed.graphs
+        )
+    with shown, _torch.aot_autograd.without_cache(), noting_reads():
+        compiled: Any = _torch.inductor.compile_fx(
             gm,
             list(inputs),
             inner_compile=lowering.compile_part,
             config_patches={
                 **(session.options.inductor or {}),
-                **_torch.KEEP_ORDER,
-                "custom_partitioner_fn": _torch.Partitioner(lowering.partition),
+                **_torch.inductor.KEEP_ORDER,
+                "custom_partitioner_fn": _torch.aot_autograd.Partitioner(lowering.partition),
             },
         )
     step = lowering.step
@@ -238,7 +240,7 @@ class _Lowering:
         self._watch = _observer(session, observe, graph_log)
         own = tuple(sorted(name for name in static.values() if name in self._parameters))
         times = session.reading.alike.times_of(own)
-        self.step = CompiledStep((_torch.current_frame(), own), times)
+        self.step = CompiledStep((_torch.dynamo.current_frame(), own), times)
         self._symbols = symbols_of(inputs)
         batch = [inputs[index] for index, name in static.items() if name == "batch"]
         self._growing = of_symbolic_size(batch)
@@ -306,7 +308,7 @@ class _Lowering:
         for key in MODULE_KEYS:
             key.pop(graph)  # Inductor's cache key covers everything in a graph
         with in_place():
-            return self._compile_inner(graph, _torch.real_meshes(example_inputs), **kwargs)
+            return self._compile_inner(graph, _torch.inductor.real_meshes(example_inputs), **kwargs)
 
     def _held_by_alike_frames(self, graph: fx.GraphModule, ctx: Context) -> int:
         """More bytes of other frames in that run of the shared code in which they hold the most.
@@ -515,7 +517,7 @@ def _mark(
 ) -> None:
     names = []
     for node in gm.graph.find_nodes(op="placeholder"):
-        index = _torch.aot_input_index(node)
+        index = _torch.aot_autograd.input_index(node)
         names.append(static.get(index) if index is not None else None)
     mark_inputs(gm, names, parameters, phase)
 

@@ -148,7 +148,7 @@ class PlanDecision:
 
     def _trace(self) -> Captured:
         progress.stage("tracing")
-        with _torch.with_settings(self._options.inductor or {}):
+        with _torch.inductor.with_settings(self._options.inductor or {}):
             self._captured = self._step.captured(self.context, self._passes)
         return self._captured
 

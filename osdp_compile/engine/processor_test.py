@@ -26,4 +26,4 @@ def start_processor_test(device: torch.device) -> threading.Thread | None:
 
 def _test() -> None:
     with contextlib.suppress(Exception):  # Inductor repeats the test, and raises
-        _torch.vector_instructions()
+        _torch.inductor.vector_instructions()

@@ -42,11 +42,11 @@ def unmarked(
 
     ``entries``: the parameters of the sharded model. Other inputs of the graph stay unchanged.
     """
-    whole = {id(e.parameter): _torch.whole_stand_in(e.parameter, e.shape) for e in entries}
+    whole = {id(e.parameter): _torch.dynamo.whole_stand_in(e.parameter, e.shape) for e in entries}
     given = [whole.get(id(value), value) for value in inputs]
     copied = _copied(gm, given)
     for node, copy in zip(placeholders(gm), placeholders(copied), strict=True):
-        _torch.copy_source(node, copy)
+        _torch.dynamo.copy_source(node, copy)
     held = [dataclasses.replace(e, parameter=whole[id(e.parameter)]) for e in entries]
     return copied, given, held
 

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+import osdp_compile
 import passes
 from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
@@ -34,7 +35,7 @@ _PATIENCE_SECONDS = 2.0
 #: Code that is not the user's.
 _NOT_THE_USERS = tuple(
     str(Path(file).parent) + os.sep
-    for file in (torch.__file__, _torch.__file__, passes.__file__)
+    for file in (torch.__file__, osdp_compile.__file__, passes.__file__)
     if file is not None
 )
 
@@ -75,9 +76,9 @@ def raise_briefly(error: Exception) -> NoReturn:
     If nobody catches it, it is printed briefly.
     """
     if is_verbose():
-        _torch.raise_to_user(error)
+        _torch.dynamo.raise_to_user(error)
     print_for_users()
-    _torch.raise_to_user(error, mixin=Brief)
+    _torch.dynamo.raise_to_user(error, mixin=Brief)
 
 
 def print_for_users() -> None:

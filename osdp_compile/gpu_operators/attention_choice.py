@@ -74,7 +74,7 @@ def backend_of(given: Attention, gpu: Gpu) -> SDPBackend:
 
 def _order(gpu: Gpu) -> list[SDPBackend]:
     """The kernels, the preferred one first. torch prefers cuDNN's on some GPUs by default."""
-    order = _torch.attention_order()
+    order = _torch.operators.attention_order()
     first = order[0] is SDPBackend.FLASH_ATTENTION and order[1] is SDPBackend.EFFICIENT_ATTENTION
     if first and gpu.capability[0] in (9, 10) and gpu.cudnn > 91500 and _prefers_cudnn():
         order.remove(SDPBackend.CUDNN_ATTENTION)

@@ -67,7 +67,10 @@ _BANNED = "binary_cross_entropy"
 @contextmanager
 def as_autocast_of_gpus() -> Iterator[None]:
     """Context: the CPU's autocast casts as the GPU's, and stands in for it."""
-    with _torch.with_cpu_autocast(_kernels()), _torch.with_entered_autocast(_enter):
+    with (
+        _torch.operators.with_cpu_autocast(_kernels()),
+        _torch.operators.with_entered_autocast(_enter),
+    ):
         if not torch.is_autocast_enabled("cuda"):
             yield
             return
@@ -84,7 +87,7 @@ def _enter(device: str, dtype: torch.dtype | None, *rest: Any) -> tuple[Any, ...
 
 def _kernels() -> dict[str, Callable[..., Any] | None]:
     """Operator -> what autocast makes of a call; None: as without autocast."""
-    of_cpu, of_gpu = (_torch.autocast_operators(device) for device in ("CPU", "CUDA"))
+    of_cpu, of_gpu = (_torch.operators.autocast_operators(device) for device in ("CPU", "CUDA"))
     kernels: dict[str, Callable[..., Any] | None] = dict.fromkeys(of_cpu - of_gpu)
     for name in of_gpu:
         packet, _, overload = name.partition(".")
@@ -114,7 +117,7 @@ def _wide(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _widest(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    given = [one for one in _torch.tree_leaves((args, kwargs)) if _is_cast(one)]
+    given = [one for one in _torch.tensors.tree_leaves((args, kwargs)) if _is_cast(one)]
     is_wide = any(one.dtype is torch.float32 for one in given)
     dtype = torch.float32 if is_wide else torch.get_autocast_dtype("cpu")
     return _called(operator, dtype, args, kwargs)
@@ -155,7 +158,7 @@ def _is_cast(value: object) -> bool:
 
 
 def _called(operator: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
-    cast = functools.partial(_torch.tree_map_only, Tensor, lambda one: _cast(one, dtype))
+    cast = functools.partial(_torch.tensors.tree_map_only, Tensor, lambda one: _cast(one, dtype))
     return operator(*cast(args), **cast(kwargs))
 
 

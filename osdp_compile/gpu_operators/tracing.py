@@ -39,11 +39,11 @@ def as_on(gpu: Gpu | None) -> Iterator[None]:
         return
     attention, norm = _aten.scaled_dot_product_attention.default, _aten.native_layer_norm.default
     with ExitStack() as stack:
-        is_fused = stack.enter_context(_torch.during_joint_passes())
+        is_fused = stack.enter_context(_torch.inductor.during_joint_passes())
         attends = functools.partial(attend, gpu, is_fused)
-        stack.enter_context(_torch.traced_as(attention, attends))
-        norms = functools.partial(_layer_norm, _torch.plain_decomposition(norm))
-        stack.enter_context(_torch.with_decompositions({norm: norms}))
+        stack.enter_context(_torch.operators.traced_as(attention, attends))
+        norms = functools.partial(_layer_norm, _torch.inductor.plain_decomposition(norm))
+        stack.enter_context(_torch.inductor.with_decompositions({norm: norms}))
         stack.enter_context(as_autocast_of_gpus())
         yield
 
@@ -60,6 +60,8 @@ def _layer_norm(
 
 def attentions(graph: fx.Graph) -> list[str]:
     """The attention operators of a graph, in the order of their first call."""
-    targets = [node.target for node in graph.nodes if isinstance(node.target, _torch.OpOverload)]
+    targets = [
+        node.target for node in graph.nodes if isinstance(node.target, _torch.operators.OpOverload)
+    ]
     names = dict.fromkeys(one.overloadpacket.__name__ for one in targets)
     return [name for name in names if name.startswith("_scaled_dot_product")]

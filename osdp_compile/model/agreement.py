@@ -123,9 +123,9 @@ def from_rank_zero(make: Callable[[], T], group: Group) -> T:
         try:
             with _signs_of_life(group):
                 sent = [(make(), None)]
-        except _torch.RestartTracing as restart:
+        except _torch.dynamo.RestartTracing as restart:
             failure = restart
-            sent = [(None, _Restart(_torch.constant_floats()))]
+            sent = [(None, _Restart(_torch.dynamo.constant_floats()))]
         except Exception as error:
             failure = error
             told = OsdpError(f"rank 0: {type(error).__name__}: {error}")
@@ -134,7 +134,7 @@ def from_rank_zero(make: Callable[[], T], group: Group) -> T:
     if failure is not None:
         raise failure
     if isinstance(refused, _Restart):
-        _torch.restart_with_constants(refused.constant_floats)
+        _torch.dynamo.restart_with_constants(refused.constant_floats)
     if refused is not None:
         raise refused
     return made  # type: ignore[no-any-return]

@@ -46,7 +46,7 @@ def static_inputs(
     for index, (node, value) in enumerate(zip(placeholders(gm), inputs, strict=True)):
         if isinstance(value, nn.Parameter):
             names[index] = name_of(value) or node.name
-        elif "_buffers" in (_torch.source_chain(node) or [""])[-1]:
+        elif "_buffers" in (_torch.dynamo.source_chain(node) or [""])[-1]:
             names[index] = node.name
         else:
             names[index] = "batch"
@@ -77,7 +77,7 @@ def find_roots(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[str, nn.
     roots: dict[int, tuple[str, nn.Module]] = {}
     owned: dict[int, frozenset[int]] = {}  # module -> its parameters, both by id
     for node, parameter in plain_parameters(gm, inputs):
-        for expression, owner in _torch.evaluate_prefixes(node):
+        for expression, owner in _torch.dynamo.evaluate_prefixes(node):
             if not isinstance(owner, nn.Module):
                 continue
             if id(owner) not in owned:
@@ -86,7 +86,7 @@ def find_roots(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[str, nn.
                 roots.setdefault(id(owner), (_label(expression), owner))
                 break
         else:
-            where = (_torch.source_chain(node) or [node.name])[-1]
+            where = (_torch.dynamo.source_chain(node) or [node.name])[-1]
             raise OsdpError(
                 f"parameter {where} belongs to no nn.Module, so its reads cannot be redirected to "
                 "a shard: make it an attribute of a module, or compile this function with another "

@@ -52,7 +52,7 @@ def to_leaf(leaf: Tensor, full: Tensor) -> Tensor:
 
 
 # Frames that Dynamo could not trace call it; Dynamo must not compile it by itself.
-_torch.skip_code(to_leaf.__code__)
+_torch.dynamo.skip_code(to_leaf.__code__)
 
 
 class _ToLeaf(torch.autograd.Function):

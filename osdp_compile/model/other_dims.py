@@ -107,7 +107,7 @@ class OtherDims:
         parts = math.prod(
             self.mesh.size(dim) for dim, one in enumerate(self.placements) if one.is_shard(own.dim)
         )
-        return _torch.strided_shard(own.dim, parts) if parts > 1 else own
+        return _torch.dtensor.strided_shard(own.dim, parts) if parts > 1 else own
 
 
 def _shared_gradient(local: Tensor, ranks: int) -> Tensor:
@@ -156,9 +156,9 @@ def local_before(local: Tensor) -> Tensor | None:
     Python code may hold that DTensor for ever. None: there was none, or autograd saved it.
     """
     before: DTensor | None = _before.pop(local, None)
-    if before is None or _torch.is_saved(before):
+    if before is None or _torch.autograd.is_saved(before):
         return None
-    return _torch.tensor_inside(before)
+    return _torch.dtensor.tensor_inside(before)
 
 
 def are_on_other_dims(parameters: Iterable[nn.Parameter], mesh: DeviceMesh | None) -> bool:
@@ -173,8 +173,8 @@ def are_on_other_dims(parameters: Iterable[nn.Parameter], mesh: DeviceMesh | Non
     if found is None:
         return False
     theirs = found.device_mesh
-    root = _torch.root_mesh(theirs)
-    if mesh is None or mesh == theirs or _torch.root_mesh(mesh) != root:
+    root = _torch.distributed.root_mesh(theirs)
+    if mesh is None or mesh == theirs or _torch.distributed.root_mesh(mesh) != root:
         return False  # sharded by another means: refused later
     names = mesh.mesh_dim_names
     if not names or set(names) & set(theirs.mesh_dim_names or ()):
@@ -215,12 +215,12 @@ def others_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> OtherDims | None:
 def whole_mesh(mesh: DeviceMesh, others: DeviceMesh) -> DeviceMesh:
     """The mesh of our dimensions and the others."""
     assert mesh.mesh_dim_names is not None and others.mesh_dim_names is not None
-    return _torch.root_mesh(mesh)[(*mesh.mesh_dim_names, *others.mesh_dim_names)]
+    return _torch.distributed.root_mesh(mesh)[(*mesh.mesh_dim_names, *others.mesh_dim_names)]
 
 
 def group_of_everyone(mesh: DeviceMesh, others: DeviceMesh) -> dist.ProcessGroup:
     """The ranks of our dimensions and the others. Collective."""
-    return _torch.flattened(whole_mesh(mesh, others)).get_group()
+    return _torch.distributed.flattened(whole_mesh(mesh, others)).get_group()
 
 
 def mesh_beside(flat: DeviceMesh, given: DeviceMesh, others: DeviceMesh, plan: Plan) -> DeviceMesh:
@@ -249,7 +249,7 @@ def distributed_modules(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple
     """All modules, with their names, of the models that own the graph's distributed parameters."""
     roots: dict[int, nn.Module] = {}
     for node, value in zip(placeholders(gm), inputs, strict=True):
-        for _, owner in _torch.evaluate_prefixes(node) if _is_distributed(value) else ():
+        for _, owner in _torch.dynamo.evaluate_prefixes(node) if _is_distributed(value) else ():
             if isinstance(owner, nn.Module) and any(one is value for one in owner.parameters()):
                 roots.setdefault(id(owner), owner)
                 break
@@ -362,7 +362,7 @@ def _check_placements(name: str, parameter: DTensor, mesh: DeviceMesh, own_data:
         if isinstance(one, Shard):
             parts[one.dim] *= mesh.size(dim)
     usual = [p for p in parameter.placements if isinstance(p, Shard | Replicate)]
-    strided = any(_torch.split_factor(one) is not None for one in parameter.placements)
+    strided = any(_torch.dtensor.split_factor(one) is not None for one in parameter.placements)
     if len(usual) < mesh.ndim or strided or any(map(operator.mod, parameter.shape, parts)):
         raise OsdpError(
             f"parameter {name!r} of shape {tuple(parameter.shape)} is {parameter.placements} on "

@@ -32,8 +32,8 @@ def beside_theirs(inputs: Sequence[Any], mesh: DeviceMesh | None) -> DeviceMesh 
     if theirs is None or mesh is None:
         return mesh
     names, own = mesh.mesh_dim_names or (), set(theirs.mesh_dim_names or ())
-    root = _torch.root_mesh(mesh)
-    if not own or not own < set(names) or root != _torch.root_mesh(theirs):
+    root = _torch.distributed.root_mesh(mesh)
+    if not own or not own < set(names) or root != _torch.distributed.root_mesh(theirs):
         return mesh
     return root[tuple(one for one in names if one not in own)]
 

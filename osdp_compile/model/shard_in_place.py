@@ -326,7 +326,7 @@ def _reader(
 
     # A frame that Dynamo skips (an nn.Sequential around a graph break) may call ``read``. Dynamo
     # would compile it as a frame of its own, with dynamic sizes as arguments.
-    _torch.skip_code(read.__code__)
+    _torch.dynamo.skip_code(read.__code__)
     return property(read)
 
 
@@ -335,7 +335,7 @@ def _reader(
 @torch.compiler.assume_constant_result
 def raise_replaced(name: str) -> NoReturn:
     """Refuse a model in which a plain tensor replaced a sharded parameter."""
-    _torch.raise_to_user(
+    _torch.dynamo.raise_to_user(
         OsdpError(
             f"parameter {name!r} was replaced by a plain tensor after the model was sharded: write "
             "into the parameter instead (load_state_dict without assign=True, copy_). Inside "
@@ -347,7 +347,7 @@ def raise_replaced(name: str) -> NoReturn:
 @torch.compiler.assume_constant_result
 def raise_on_meta(what: str) -> NoReturn:
     """Refuse a parameter or buffer without memory."""
-    _torch.raise_to_user(
+    _torch.dynamo.raise_to_user(
         OsdpError(
             f"{what} is still on the meta device: call model.to_empty(device=...) and initialise "
             "the model before the first compiled call"
@@ -431,7 +431,7 @@ def _free_whole(old: nn.Parameter) -> None:
     before = local_before(old)
     if before is not None:
         _free(before)
-    if not _torch.is_saved(old):
+    if not _torch.autograd.is_saved(old):
         _free(old)
 
 
@@ -496,7 +496,7 @@ def _hand_on_gradients(
     local = local_part(held)
 
     def hand_on(old: Tensor) -> None:
-        gradient = _torch.take_gradient(old)
+        gradient = _torch.autograd.take_gradient(old)
         mean: Tensor = torch.ops.osdp.reduce_grad(
             gradient, local, name, decision.sharded, *cut.marks
         )

@@ -24,9 +24,9 @@ def check_not_wrapped(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
     Raises:
         OsdpError: naming the wrapper to leave out.
     """
-    ways = [_torch.evaluate_prefixes(node) for node in placeholders(gm)]
+    ways = [_torch.dynamo.evaluate_prefixes(node) for node in placeholders(gm)]
     read = [value for way in ways for _, value in way[-1:]]  # DDP's graph splits have fake inputs
-    reduced = {id(parameter) for parameter in _torch.reduced_by_ddp()}
+    reduced = {id(parameter) for parameter in _torch.distributed.reduced_by_ddp()}
     if any(id(value) in reduced for value in (*inputs, *read)):
         raise OsdpError(
             "the model is wrapped in DistributedDataParallel, which reduces gradients itself: "
@@ -57,4 +57,4 @@ def check_not_in_fsdp(models: Iterable[nn.Module]) -> None:
 
 def _is_in_fsdp(module: nn.Module) -> bool:
     wrapped = isinstance(module, FSDPModule | FullyShardedDataParallel)
-    return wrapped or _torch.is_marked_by_fsdp(module)
+    return wrapped or _torch.distributed.is_marked_by_fsdp(module)

@@ -56,8 +56,8 @@ def replaced(old: nn.Parameter, name: str) -> None:
     if not _watching:
         _watching.append(before_steps(_before_step))
         for operator in _ON_ROWS_AS_THEY_ARE:
-            _torch.handle_dtensor_operator(getattr(torch.ops.aten, operator).default, _on_rows)
-        _torch.handle_adafactor(step_on_rows)
+            _torch.dtensor.handle_operator(getattr(torch.ops.aten, operator).default, _on_rows)
+        _torch.optimizers.handle_adafactor(step_on_rows)
         handle_values()
         keep_writes()
 
@@ -83,5 +83,5 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 def _on_rows(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an elementwise operator on the local tensor of each DTensor."""
-    local = _torch.tree_map_only(DTensor, lambda one: one.to_local(), (args, kwargs))
+    local = _torch.tensors.tree_map_only(DTensor, lambda one: one.to_local(), (args, kwargs))
     return operator(*local[0], **local[1])

@@ -21,9 +21,9 @@ from osdp_compile.errors import OsdpError
 
 def handle_values() -> None:
     """Handle these three from now on."""
-    _torch.handle_total_norm(_whole)
-    _torch.handle_dtensor_operator(torch.ops.aten._local_scalar_dense.default, item)
-    _torch.handle_dtensor_data(_assign)
+    _torch.optimizers.handle_total_norm(_whole)
+    _torch.dtensor.handle_operator(torch.ops.aten._local_scalar_dense.default, item)
+    _torch.dtensor.handle_data(_assign)
 
 
 def _whole(norm: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def share_matrices(parameters: Iterable[tuple[str, nn.Parameter]], ctx: Context)
         share(parameter, name, ctx)
     if not _handled:
         _handled.append(True)
-        _torch.handle_muon(is_shared, step_by_owners)
+        _torch.optimizers.handle_muon(is_shared, step_by_owners)
 
 
 def step_by_owners(

@@ -39,7 +39,9 @@ class ReplacedParameter(nn.Parameter):
     ) -> Any:
         if torch.compiler.is_dynamo_compiling():
             _refuse_in_forward()
-        args, kwargs = _torch.tree_map_only(ReplacedParameter, _new_of, (args, kwargs or {}))
+        args, kwargs = _torch.tensors.tree_map_only(
+            ReplacedParameter, _new_of, (args, kwargs or {})
+        )
         return function(*args, **kwargs)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override, unused-ignore]
@@ -60,7 +62,7 @@ def _new_of(old: nn.Parameter) -> nn.Parameter:
 # Dynamo calls this during the trace and does not trace it: the error ends the compilation.
 @torch.compiler.assume_constant_result
 def _refuse_in_forward() -> NoReturn:
-    _torch.raise_to_user(
+    _torch.dynamo.raise_to_user(
         OsdpError(
             "a forward reads a parameter from a list or another place outside of its module, which "
             "was filled before the model was sharded: read it as the module's attribute, or make "

@@ -35,12 +35,12 @@ VIEWS = (
 def keep_writes() -> None:
     """Keep writes into parts of DTensors from now on."""
     for operator in VIEWS:
-        _torch.handle_dtensor_operator(operator, part_of)
+        _torch.dtensor.handle_operator(operator, part_of)
 
 
 def part_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a view operator; what it gathers is a :class:`Part`."""
-    tensor, result = args[0], _torch.without_dtensor_handler(operator, args, kwargs)
+    tensor, result = args[0], _torch.dtensor.without_handler(operator, args, kwargs)
     # While torch traces, the local tensor is a fake one.
     if type(tensor.to_local()) is not Tensor:
         return result
@@ -101,7 +101,7 @@ class Part(DTensor):
             return _read(func, args, kwargs)
         for part in written:
             _check(func, part)
-        local = _torch.tree_map_only(DTensor, _whole, (args, kwargs))
+        local = _torch.tensors.tree_map_only(DTensor, _whole, (args, kwargs))
         func(*local[0], **local[1])
         for part in written:
             part.copy_back(part.to_local())
@@ -110,10 +110,12 @@ class Part(DTensor):
 
 def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator that writes no part. A view of a part is written back with it."""
-    given = _torch.tree_map_only(Part, lambda one: placed_like(one, one.to_local()), (args, kwargs))
+    given = _torch.tensors.tree_map_only(
+        Part, lambda one: placed_like(one, one.to_local()), (args, kwargs)
+    )
     result = func(*given[0], **given[1])
     part = args[0] if args else None
-    for one in _torch.tree_leaves(result):
+    for one in _torch.tensors.tree_leaves(result):
         if type(part) is Part and isinstance(one, DTensor) and _shares_memory(one, part):
             _make_part(one, lambda _: part.copy_back(part.to_local()))  # the part has the values
     return result
@@ -124,7 +126,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any
     schema = func._schema.arguments
     given = {**dict(zip((one.name for one in schema), args, strict=False)), **kwargs}
     writes = (one.name for one in schema if one.alias_info and one.alias_info.is_write)
-    return [one for name in writes for one in _torch.tree_leaves(given.get(name))]
+    return [one for name in writes for one in _torch.tensors.tree_leaves(given.get(name))]
 
 
 def _check(func: Any, part: Part) -> None:

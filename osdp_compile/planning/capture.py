@@ -66,7 +66,7 @@ def capture(
         shards: dict[fx.Node, str] = {}
         by_index: dict[int, fx.Node] = {}
         for node in joint.graph.find_nodes(op="placeholder"):
-            index = _torch.aot_input_index(node)
+            index = _torch.aot_autograd.input_index(node)
             if index is not None and index in names and node.name.startswith("primals"):
                 shards[node] = names[index]
                 by_index[index] = node
@@ -76,25 +76,29 @@ def capture(
         gradients: dict[int, fx.Node] = {}
         described = output_node(joint.graph).meta.get("desc") or []
         for position, description in enumerate(described):
-            index = _torch.gradient_input_index(description)
+            index = _torch.aot_autograd.gradient_input_index(description)
             if index is not None and index in by_index:
                 gradients[position] = by_index[index]
         add_markers(joint, shards, gradients, ctx)
         joint = run(passes, Stage.JOINT, joint, everything_again)
         forward, backward = partitioned(joint, joint_inputs, **kwargs)
         for part, phase in ((forward, Phase.FORWARD), (backward, Phase.BACKWARD)):
-            found = [_torch.aot_input_index(n) for n in part.graph.find_nodes(op="placeholder")]
+            found = [
+                _torch.aot_autograd.input_index(n) for n in part.graph.find_nodes(op="placeholder")
+            ]
             mark_inputs(
                 part, [static.get(i) if i is not None else None for i in found], known, phase
             )
         raise _Done(Captured(forward, backward))
 
     try:
-        with _torch.without_autograd_cache():
-            _torch.compile_fx(
+        with _torch.aot_autograd.without_cache():
+            _torch.inductor.compile_fx(
                 gm,
                 list(inputs),
-                config_patches={"custom_partitioner_fn": _torch.Partitioner(partition)},
+                config_patches={
+                    "custom_partitioner_fn": _torch.aot_autograd.Partitioner(partition)
+                },
                 inner_compile=_compiles_nothing,
             )
     except _Done as done:
@@ -113,7 +117,9 @@ def partitioned(
     """
     free = set(kwargs.pop("static_lifetime_input_indices", None) or ())
     inputs = joint.graph.find_nodes(op="placeholder")
-    own = [place for place, node in enumerate(inputs) if _torch.aot_input_index(node) in free]
+    own = [
+        place for place, node in enumerate(inputs) if _torch.aot_autograd.input_index(node) in free
+    ]
     save_reads_of_written_inputs(joint)
     forward, backward = min_cut_rematerialization_partition(
         joint, joint_inputs, static_lifetime_input_indices=own, **kwargs

@@ -22,7 +22,7 @@ def fake_models(models: Sequence[nn.Module], inputs: Any, device: torch.device) 
     ``inputs``: any container of tensors; yields the same with fake tensors. Tied parameters stay
     tied. On exit the models get their tensors back.
     """
-    mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+    mode = _torch.tensors.FakeTensorMode(allow_non_fake_inputs=True)
     made: dict[int, Tensor] = {}
 
     def stand_in(tensor: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def fake_models(models: Sequence[nn.Module], inputs: Any, device: torch.device) 
     try:
         for held, name, tensor in places:
             held[name] = stand_in(tensor)  # type: ignore[assignment]
-        yield _torch.tree_map_only(Tensor, stand_in, inputs)
+        yield _torch.tensors.tree_map_only(Tensor, stand_in, inputs)
     finally:
         for held, name, tensor in places:
             held[name] = tensor  # type: ignore[assignment]

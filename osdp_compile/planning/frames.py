@@ -136,7 +136,9 @@ def _call(
     kwargs: Mapping[str, Any],
 ) -> None:
     collector.entries = model_parameters(roots)
-    under_way = _torch.code_being_compiled() if _torch.current_frame() is not None else None
+    under_way = (
+        _torch.dynamo.code_being_compiled() if _torch.dynamo.current_frame() is not None else None
+    )
     target = call.target
     if not isinstance(target, nn.Module):  # its compiled wrapper is not on the stack
         target = torch.compile(target, backend=collector.compile)
@@ -160,7 +162,7 @@ class _Collector:
         self._ended = False
 
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        self._codes.add(_torch.code_being_compiled())
+        self._codes.add(_torch.dynamo.code_being_compiled())
         needed = any(isinstance(one, Tensor) and one.requires_grad for one in inputs)
         if not (needed and torch.is_grad_enabled()):
             return gm
@@ -196,7 +198,7 @@ class _Collector:
         busy = {_place(frame.f_code) for frame in stack()}
         for code in self._codes:
             if code is not under_way and _place(code) not in busy:
-                _torch.forget_compiled(code)
+                _torch.dynamo.forget_compiled(code)
         self._codes.clear()
 
     def _names(self, inputs: Sequence[Any]) -> dict[int, str]:
@@ -211,19 +213,19 @@ class _Collector:
         forward, backward = captured.forward.graph, captured.backward.graph
         inputs, outputs, tangents, gradients = {}, {}, {}, {}
         for node in forward.find_nodes(op="placeholder"):
-            index = _torch.aot_input_index(node)
+            index = _torch.aot_autograd.input_index(node)
             if index is not None:
                 inputs[node.name] = taken[index]
         for position, said in enumerate(output_node(forward).meta.get("desc") or ()):
-            index = _torch.result_index(said)
+            index = _torch.aot_autograd.result_index(said)
             if index is not None:
                 outputs[position] = given[index]
         for node in backward.find_nodes(op="placeholder"):
-            index = _torch.tangent_result_index(node.meta.get("desc"))
+            index = _torch.aot_autograd.tangent_result_index(node.meta.get("desc"))
             if index is not None:
                 tangents[node.name] = given[index]
         for position, said in enumerate(output_node(backward).meta.get("desc") or ()):
-            index = _torch.gradient_input_index(said)
+            index = _torch.aot_autograd.gradient_input_index(said)
             if index is not None:
                 gradients[position] = taken[index]
         return FrameRun(captured, names, inputs, outputs, tangents, gradients)

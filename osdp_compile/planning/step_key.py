@@ -71,18 +71,18 @@ def dynamo_lines(gm: fx.GraphModule, inputs: Sequence[Any], names: Mapping[int, 
     for node in gm.graph.nodes:
         if not _is_torchs(node):
             raise Uncertain(f"{node.op} {node.target}")
-    if _torch.hooks_saved_tensors():
+    if _torch.autograd.hooks_saved_tensors():
         raise Uncertain("hooks on saved tensors")
     static = {**static_inputs(gm, inputs), **names}
     storages: dict[int, int] = {}
     lines = [f"{static[i]}: {_input_text(value, storages)}" for i, value in enumerate(inputs)]
-    return [*lines, *map(text_of, _torch.settings()), *_graph_lines(gm)]
+    return [*lines, *map(text_of, _torch.aot_autograd.settings()), *_graph_lines(gm)]
 
 
 def _is_torchs(node: fx.Node) -> bool:
     """Whether the node is one of torch's own operators, of which the name says everything."""
     target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if isinstance(target, _torch.operators.OpOverload | _torch.operators.OpOverloadPacket):
         return str(target).split(".")[0] in _NAMESPACES
     if node.op in ("placeholder", "output", "call_method"):
         return True
@@ -111,7 +111,9 @@ def _graph_lines(gm: fx.GraphModule) -> list[str]:
 def _node_text(node: fx.Node) -> str:
     value = node.meta.get("val", node.meta.get("example_value"))
     target: Any = node.target
-    if not isinstance(target, str | torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if not isinstance(
+        target, str | _torch.operators.OpOverload | _torch.operators.OpOverloadPacket
+    ):
         target = f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
     stack = node.meta.get("nn_module_stack")
     parts = [

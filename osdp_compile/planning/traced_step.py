@@ -438,14 +438,14 @@ def _backend(training: _Training, layers: FewLayers | None = None) -> Callable[.
         if not any(parameter.requires_grad for _, parameter in plain_parameters(gm, inputs)):
             return gm
         if interrupted_call(gm, inputs) is not None:
-            _torch.raise_to_user(_SeveralFrames("the step is several graphs"))
+            _torch.dynamo.raise_to_user(_SeveralFrames("the step is several graphs"))
         try:
             if layers is not None:
                 layers.connect(gm)
             found = _traced(gm, inputs, training)
         except OsdpError as error:
-            _torch.raise_to_user(error)
-        _torch.raise_to_user(_Found(found))
+            _torch.dynamo.raise_to_user(error)
+        _torch.dynamo.raise_to_user(_Found(found))
 
     return backend
 
@@ -472,7 +472,7 @@ def _traced_frames(
     captured = captured_frames(call, roots, ctx, training.passes, _device_of(model))
     if captured is None:
         raise OsdpError(NOTHING_TO_PLAN)
-    held_bytes = held_bytes_of(roots, _torch.tree_leaves((call.args, call.kwargs)), entries)
+    held_bytes = held_bytes_of(roots, _torch.tensors.tree_leaves((call.args, call.kwargs)), entries)
     held_bytes += unseen_bytes_of(captured, ctx)
     return _step(captured, ctx, entries, held_bytes, training, _device_of(model))
 

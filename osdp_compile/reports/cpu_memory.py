@@ -62,6 +62,6 @@ def _library() -> ctypes.CDLL:
     c10 = next((Path(torch.__file__).parent / "lib").glob("libc10.*"))
     ctypes.CDLL(str(c10), mode=ctypes.RTLD_GLOBAL)
     source = resources.files("osdp_compile.reports").joinpath(_SOURCE).read_text()
-    library = _torch.compiled_library(source)
+    library = _torch.inductor.compiled_library(source)
     library.osdp_was_counted.restype = ctypes.c_bool
     return library

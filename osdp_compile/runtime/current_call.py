@@ -53,36 +53,36 @@ def current_call(holds: Callable[[nn.Module], bool]) -> Call | None:
     modules: list[nn.Module] = []
     first: int | None = None
     for index, frame in enumerate(frames):
-        called = _torch.called_module(frame)
+        called = _torch.dynamo.called_module(frame)
         if called is not None:
             module = getattr(called, "_orig_mod", called)
             if holds(module):
                 modules.append(module)
                 first = index if first is None else first
-        elif first is None and _torch.called_function(frame) is not None:
+        elif first is None and _torch.dynamo.called_function(frame) is not None:
             first = index
     if first is None:
         return None
     frame = frames[first]
-    module = _torch.called_module(frame)
-    target = module if module is not None else _torch.called_function(frame)
+    module = _torch.dynamo.called_module(frame)
+    target = module if module is not None else _torch.dynamo.called_function(frame)
     assert target is not None
     return Call(
         target,
         tuple(frame.f_locals["args"]),
         dict(frame.f_locals["kwargs"]),
         tuple(dict.fromkeys(modules)),
-        is_whole=not any(map(_torch.is_users_code, _until_dynamo(frames[first:]))),
+        is_whole=not any(map(_torch.dynamo.is_users_code, _until_dynamo(frames[first:]))),
     )
 
 
 def modules_being_called() -> Iterator[nn.Module]:
     """The modules on the call stack, the innermost first, up to the innermost compiled callable."""
     for frame in stack():
-        called = _torch.called_module(frame)
+        called = _torch.dynamo.called_module(frame)
         if called is not None:
             yield called
-        elif _torch.called_function(frame) is not None:
+        elif _torch.dynamo.called_function(frame) is not None:
             return
 
 
@@ -90,7 +90,7 @@ def interrupted_call(gm: fx.GraphModule, inputs: Sequence[Any]) -> Call | None:
     """The current call, if the graph is only a part of it; None: the graph is the whole step."""
     parameters = {id(one) for one in inputs if isinstance(one, nn.Parameter)}
     call = current_call(holding(parameters))
-    if call is None or (call.is_whole and not _torch.ends_at_graph_break(gm)):
+    if call is None or (call.is_whole and not _torch.dynamo.ends_at_graph_break(gm)):
         return None
     return call
 
@@ -162,7 +162,7 @@ def stack() -> Iterator[FrameType]:
 def _until_dynamo(frames: Sequence[FrameType]) -> Iterator[FrameType]:
     """The frames up to the first one of Dynamo's compiler."""
     for frame in frames:
-        if _torch.is_dynamos_compiler(frame):
+        if _torch.dynamo.is_dynamos_compiler(frame):
             return
         yield frame
 

@@ -156,4 +156,4 @@ def read(
 
 
 # Frames that Dynamo could not trace (nn.LSTM's) call this; Dynamo must not compile it by itself.
-_torch.skip_code(read.__code__)
+_torch.dynamo.skip_code(read.__code__)

@@ -29,7 +29,14 @@ from osdp_compile import _torch
 
 #: Ids of code objects: Python does not cache the hash of a code object.
 _FORWARDS = frozenset(
-    map(id, (*_torch.MODULE_CALLS, *_torch.COMPILED_CALLS, *_torch.CUSTOM_BACKWARDS))
+    map(
+        id,
+        (
+            *_torch.dynamo.MODULE_CALLS,
+            *_torch.dynamo.COMPILED_CALLS,
+            *_torch.autograd.CUSTOM_BACKWARDS,
+        ),
+    )
 )
 _CHECKPOINT = torch.utils.checkpoint.__file__
 #: The property of a parametrized weight.

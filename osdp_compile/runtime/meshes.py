@@ -37,7 +37,7 @@ def flat_mesh(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
     """
     if mesh is None:
         return init_device_mesh(device_type, (dist.get_world_size(),))
-    return mesh if mesh.ndim == 1 else _torch.flattened(mesh)
+    return mesh if mesh.ndim == 1 else _torch.distributed.flattened(mesh)
 
 
 def group_of_mesh(mesh: DeviceMesh | None) -> Group:
@@ -94,7 +94,7 @@ def cuts_of(tensor: DTensor) -> list[tuple[int, int]] | None:
     mesh: DeviceMesh = tensor.device_mesh
     placements: Sequence[Any] = tensor.placements
     cuts = [(at, one.dim) for at, one in enumerate(placements) if not one.is_replicate()]
-    strided = {at: _torch.split_factor(placements[at]) for at, _ in cuts}
+    strided = {at: _torch.dtensor.split_factor(placements[at]) for at, _ in cuts}
     first = [cut for cut in cuts if strided[cut[0]] is None]
     then = [cut for cut in cuts if strided[cut[0]] is not None]
     for at, dim in then:

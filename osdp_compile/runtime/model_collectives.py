@@ -22,11 +22,13 @@ _c10d = torch.ops._c10d_functional
 def groups_named(node: fx.Node) -> list[str]:
     """The process groups that an operator names: a collective, or a custom one with some inside."""
     given = (*node.args, *node.kwargs.values())
-    return [one for one in given if isinstance(one, str) and _torch.is_process_group(one)]
+    return [
+        one for one in given if isinstance(one, str) and _torch.distributed.is_process_group(one)
+    ]
 
 
 def _group_of(name: Any) -> dist.ProcessGroup:
-    return _torch.process_group(name)
+    return _torch.distributed.process_group(name)
 
 
 def _waited(started: Tensor) -> Tensor:

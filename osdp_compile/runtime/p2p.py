@@ -92,5 +92,5 @@ def _exchange(packed: Tensor, ranks: int, group_name: str) -> Tensor:
 def _until_waited_for(tensor: Tensor, works: list[dist.Work]) -> Tensor:
     """Register works: ``wait_tensor(tensor)`` waits for all of them."""
     for work in works:
-        _torch.register_work(tensor, work)
+        _torch.distributed.register_work(tensor, work)
     return tensor

@@ -34,14 +34,14 @@ class Pipeline:
 
 def current_pipeline() -> Pipeline | None:
     """The pipeline of which a stage is being called; None: there is none."""
-    found = [part for part in map(_torch.pipeline_part, stack()) if part is not None]
+    found = [part for part in map(_torch.distributed.pipeline_part, stack()) if part is not None]
     stages = [one for one in found if hasattr(one, "stage_index")]
     if not stages:
         return None
     group = dist.group.WORLD if stages[0].group is None else stages[0].group
     schedules = [one for one in found if not hasattr(one, "stage_index")]
     scales = any(one.scale_grads for one in schedules)
-    microbatches = max((_torch.microbatches_of(one) for one in schedules), default=1)
+    microbatches = max((_torch.distributed.microbatches_of(one) for one in schedules), default=1)
     in_flight = microbatches
     if schedules and all(type(one).__name__ == "Schedule1F1B" for one in schedules):
         in_flight = min(microbatches, stages[0].num_stages - stages[0].stage_index)

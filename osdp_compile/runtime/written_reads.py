@@ -32,7 +32,7 @@ def _note(args: Sequence[Any], read: Tensor) -> None:
         _noted[-1].append((args[1], read))
 
 
-_torch.watch_functional(UNSHARD, _note)
+_torch.aot_autograd.watch_functional(UNSHARD, _note)
 
 
 @contextlib.contextmanager
@@ -53,7 +53,7 @@ def refuse_written_reads() -> None:
     """
     reads = _noted[-1]
     for name, read in reads:
-        if _torch.is_written(read):
+        if _torch.aot_autograd.is_written(read):
             refuse_write(name)
     reads.clear()
 

@@ -33,7 +33,7 @@ def of_symbolic_size(values: Any) -> list[torch.Tensor]:
     """The tensors in nested containers with a symbolic size; they hold no memory."""
     return [
         one
-        for one in _torch.tree_leaves(values)
+        for one in _torch.tensors.tree_leaves(values)
         if isinstance(one, torch.Tensor)
         and any(isinstance(size, torch.SymInt) for size in one.shape)
     ]

@@ -119,7 +119,7 @@ class Watch:
         """Count a forward's saved bytes until its backward runs or its graph is freed."""
         nodes = (
             leaf.grad_fn
-            for leaf in _torch.tree_leaves(outputs)
+            for leaf in _torch.tensors.tree_leaves(outputs)
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
         )
         node = next(nodes, None)

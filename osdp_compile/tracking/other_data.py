@@ -46,7 +46,7 @@ def check_same_data(stepping: Sequence[nn.Parameter]) -> None:
         averaged = set(session.mesh.mesh.flatten().tolist())
         names: Sequence[Any] = session.model_groups
         for name in names:
-            group = _torch.process_group(name)
+            group = _torch.distributed.process_group(name)
             ranks = dist.get_process_group_ranks(group)
             if not averaged.issuperset(ranks):
                 _check(session, parameters, group, ranks)

@@ -147,7 +147,7 @@ def planned_under_share(
 def _storage(tensor: Tensor) -> int | None:
     """The address of a tensor's local storage; None: there is no memory to count."""
     local = _local(tensor)
-    if isinstance(local, _torch.FakeTensor):
+    if isinstance(local, _torch.tensors.FakeTensor):
         return None
     try:
         return local.untyped_storage().data_ptr() or None

@@ -47,7 +47,7 @@ def ranges_of(graph: fx.Graph, timeline: Timeline) -> tuple[Range, ...]:
     return tuple(found)
 
 
-class _Ranges(_torch.TorchDispatchMode):
+class _Ranges(_torch.autograd.TorchDispatchMode):
     """Gives the calls of one graph their ranges. The first call out of order ends them."""
 
     def __init__(self, phase: Phase, ranges: Sequence[Range]) -> None:
@@ -79,7 +79,7 @@ class _Ranges(_torch.TorchDispatchMode):
 
     def stop(self) -> None:
         """End it, also where autograd ended it because of an error in a backward."""
-        _torch.leave_mode(self)
+        _torch.autograd.leave_mode(self)
         self._phase.__exit__(None, None, None)
 
 
@@ -102,7 +102,7 @@ class ProfilerRanges:
         return outputs
 
     def _start(self, phase: Phase) -> None:
-        if _torch.is_profiled():
+        if _torch.autograd.is_profiled():
             self._open.append(_Ranges(phase, self.of.get(phase, ())))
             self._open[-1].start()
 

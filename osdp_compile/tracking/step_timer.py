@@ -184,7 +184,7 @@ def timed(
 
     def stamped(*args: Any, **kwargs: Any) -> Any:
         observed.forward_started(step.frame)
-        if _torch.is_profiled():
+        if _torch.autograd.is_profiled():
             return step.ranges.forward(function, args, kwargs)
         traces = observed.traces_of(step)
         if traces is not None:

@@ -33,7 +33,7 @@ _MOST_SPREAD = 1.3
 _MOST_STEPS = 32
 
 
-class CallTimes(_torch.TorchDispatchMode):
+class CallTimes(_torch.autograd.TorchDispatchMode):
     """The operators that one compiled graph calls, with the times of each call."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class CallTimes(_torch.TorchDispatchMode):
         """End it, also where autograd ended it because of an error in a backward."""
         if self.begin and not self.end:
             self.end = time.perf_counter()
-            _torch.leave_mode(self)
+            _torch.autograd.leave_mode(self)
 
     def along(self, skeleton: fx.Graph) -> MeasuredGraph | None:
         """The times along a skeleton; None: other collectives and waits were called."""

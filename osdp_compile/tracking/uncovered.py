@@ -138,11 +138,11 @@ def compiled_models(backend: Callable[..., Any]) -> Iterator[nn.Module]:
     """The live modules that are compiled with a backend, or that such a function refers to."""
     for module in list(living(nn.Module)):
         inner = module.__dict__.get("_compiled_call_impl")
-        if inner is not None and _torch.backend_of_compiled(inner) is backend:
+        if inner is not None and _torch.dynamo.backend_of_compiled(inner) is backend:
             yield module
-        elif _torch.backend_of_compiled(module) is backend:
+        elif _torch.dynamo.backend_of_compiled(module) is backend:
             yield getattr(module, "_orig_mod", module)
     for function in list(living(types.FunctionType)):
-        if _torch.backend_of_compiled(function) is backend:
-            for _, module in referred_to(_torch.original_function(function)):
+        if _torch.dynamo.backend_of_compiled(function) is backend:
+            for _, module in referred_to(_torch.dynamo.original_function(function)):
                 yield module

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from passes._torch import FakeTensorMode, called, copied_graph
+from passes._torch import FakeTensorMode, OpOverload, called, copied_graph
 from passes.ops.markers import LEFT_OUT, REDUCE_GRAD, UNSHARD
 from passes.ops.model_collectives import kind_of
 from passes.ops.p2p import EXCHANGE, GATHER_PARTS
@@ -412,4 +412,4 @@ def last_of(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
 def gives_nothing(node: fx.Node) -> bool:
     """Whether an operator returns no value, as linalg's error check; it has no ``meta["val"]``."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and not target._schema.returns
+    return isinstance(target, OpOverload) and not target._schema.returns

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
+from passes._torch import OpOverload
 from passes.graph.metadata import COLLECTIVE, INPUT, PARAMETER
 from passes.ops.markers import REDUCE_GRAD
 from passes.ops.packing import TRIM_ROWS
@@ -72,7 +73,7 @@ def _line(node: fx.Node, names: Mapping[fx.Node, str], ctx: Context, uneven: set
 
 
 def _target(node: fx.Node) -> str:
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return str(node.target).removeprefix("aten.").removesuffix(".default")
     return getattr(node.target, "__name__", str(node.target))
 

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
-from passes._torch import FakeTensorMode
+from passes._torch import FakeTensorMode, OpOverload
 from passes.graph.fx_utils import (
     ALL_REDUCE,
     COLLECTIVES,
@@ -117,7 +117,7 @@ def _check_value(node: fx.Node, pass_name: str) -> None:
     said = node.meta["val"]
     if not isinstance(said, torch.Tensor) or node.target in (UNSHARD, REDUCE_GRAD):
         return
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return
     tags = node.target.tags
     if torch.Tag.nondeterministic_seeded in tags or torch.Tag.data_dependent_output in tags:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from passes._torch import OpOverload
 from passes.graph.fx_utils import RESHAPES, always_equal
 from passes.move.layouts import dim_after
 from passes.move.placed import Placed
@@ -80,7 +81,7 @@ def attended(mover: Mover, node: fx.Node) -> Placed:
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
     """An operator's arguments by name, in their order: positional ones, then others."""
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, OpOverload)
     names = (argument.name for argument in node.target._schema.arguments)
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from passes._torch import OpOverload
 from passes.graph.fx_utils import CAST, always_equal, bytes_of
 from passes.move.token_collectives import all_stacked, all_tokens
 
@@ -180,6 +181,6 @@ def _slice(mover: Mover, node: fx.Node, dim: int) -> fx.Node:
 def named(node: fx.Node) -> str:
     """An operator's name in reasons."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target).removeprefix("aten.").removesuffix(".default")
     return str(getattr(target, "__name__", target))

@@ -22,6 +22,8 @@ import math
 import torch
 from torch import Tensor
 
+from passes._torch import assert_async
+
 _LIBRARY = torch.library.Library("osdp", "FRAGMENT")
 _LIBRARY.define("tokens_of(Tensor gathered, int[] inner, Tensor? sent=None) -> Tensor")
 _LIBRARY.define("take_rows(Tensor table, Tensor ids, int start, int total) -> Tensor")
@@ -64,7 +66,7 @@ def _check_ids(ids: Tensor, total: int) -> None:
     inside = (ids >= 0) & (ids < total)
     if ids.device.type == "cpu" and not bool(inside.all()):
         raise IndexError("index out of range in self")  # as aten.embedding says
-    torch._assert_async(inside.all())
+    assert_async(inside.all())
 
 
 @torch.library.register_fake("osdp::take_columns")

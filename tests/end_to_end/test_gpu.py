@@ -237,7 +237,7 @@ def peak(rank: int, world_size: int, limit_bytes: int | None) -> tuple[int, int]
     """
     hardware = dataclasses.replace(SLOW, library_bytes=library_bytes(torch.device(DEVICE)))
     if DEVICE == "cuda":  # so that those of the training are counted
-        _torch.free_cublas_workspaces()
+        _torch.memory.free_cublas_workspaces()
     options = {"hardware": hardware, "memory_limit": limit_bytes}
     with PeakMemory(DEVICE) as memory:
         torch.manual_seed(0)

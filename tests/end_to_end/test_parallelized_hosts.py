@@ -244,7 +244,7 @@ def traced(rank, options_of):
     ours, own = set(), set()
 
     def ranks_of(name):
-        return tuple(dist.get_process_group_ranks(_torch.process_group(name)))
+        return tuple(dist.get_process_group_ranks(_torch.distributed.process_group(name)))
 
     def observe(one, gm, ctx):
         if one.name != "reorder":
@@ -315,7 +315,7 @@ def test_the_plan_is_equal_on_all_ranks(rank, short_search):
 def test_adafactor_is_refused_for_rows_that_three_dimensions_shard():
     with fake_world(8):
         mesh = three_dimensions()
-        strided = _torch.strided_shard(0, 2)
+        strided = _torch.dtensor.strided_shard(0, 2)
         row = DTensor.from_local(torch.ones(2, 4), mesh, [strided, strided, Shard(0)])
         with pytest.raises(OsdpError, match="another optimizer, such as AdamW"):
             step_on_rows(

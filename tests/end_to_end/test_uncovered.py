@@ -223,7 +223,7 @@ def compile_the_step(rank, world_size):
 
     optimizer = sgd(other.parameters())
     optimizer.step = torch.compile(optimizer.step)
-    with mock.patch("osdp_compile._torch.backend_of_compiled", backend_of_compiled):
+    with mock.patch("osdp_compile._torch.dynamo.backend_of_compiled", backend_of_compiled):
         _step(other, optimizer, rank)
     return set(traced)
 

@@ -124,10 +124,10 @@ def seen_by_inductor(**options):
     seen = []
 
     def compile_inner(gm, inputs, **_):
-        seen.append(_torch.inductor_settings())
+        seen.append(_torch.inductor.settings())
         return make_boxed_func(gm.forward)
 
-    with mock.patch.object(_torch, "compile_fx_inner", compile_inner):
+    with mock.patch.object(_torch.inductor, "compile_fx_inner", compile_inner):
         model = torch.compile(nn.Linear(2, 2), backend="osdp", options=options)
         model(torch.ones(1, 2)).sum().backward()
     return seen
@@ -141,11 +141,11 @@ def test_settings_reach_inductor_for_forward_and_backward(spelled):
     for one in found:
         assert one["max_autotune"] and one["max_fusion_size"] == 8
         assert not one["allow_buffer_reuse"] and not one["reorder_for_peak_memory"]
-    assert not _torch.inductor_settings()["max_autotune"]
+    assert not _torch.inductor.settings()["max_autotune"]
 
 
 def test_settings_reach_inductor_where_nothing_is_planned():
-    with mock.patch.object(_torch, "compile_fx") as compile_fx:
+    with mock.patch.object(_torch.inductor, "compile_fx") as compile_fx:
         compile_fx.return_value = lambda *args: (torch.ones(1, 2),)
         call_with(inductor="max-autotune-no-cudagraphs")
     patches = compile_fx.call_args.kwargs["config_patches"]

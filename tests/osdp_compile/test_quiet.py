@@ -31,9 +31,9 @@ def test_rank_zero_hides_what_no_user_can_act_on_and_other_ranks_all_of_inductor
 ):
     with (
         fake_world(2, rank),
-        mock.patch.object(_torch.inductor, name, compiles_and_warns),
+        mock.patch.object(_torch.inductor.entry, name, compiles_and_warns),
         warnings.catch_warnings(record=True) as seen,
     ):
         warnings.simplefilter("always")
-        getattr(_torch, name)(None, [])
+        getattr(_torch.inductor, name)(None, [])
     assert [str(one.message) for one in seen] == shown

@@ -125,7 +125,7 @@ def test_an_environment_keeps_a_torch_that_is_there_and_follows_the_one_beside_p
 
 def test_inductor_is_told_to_keep_the_order_by_settings_that_it_has():
     known = torch._inductor.config.get_config_copy()
-    assert {"reorder_for_peak_memory", "reorder_for_locality"} <= set(_torch.KEEP_ORDER)
-    assert set(_torch.KEEP_ORDER) <= set(known)
+    assert {"reorder_for_peak_memory", "reorder_for_locality"} <= set(_torch.inductor.KEEP_ORDER)
+    assert set(_torch.inductor.KEEP_ORDER) <= set(known)
     simple_overlap = "aten_distributed_optimizations.enable_simple_overlap"
-    assert (simple_overlap in _torch.KEEP_ORDER) == (release(torch.__version__) >= (2, 14))
+    assert (simple_overlap in _torch.inductor.KEEP_ORDER) == (release(torch.__version__) >= (2, 14))

@@ -51,7 +51,7 @@ def test_groups_of_ours_on_the_links_of_a_models_own(ranks_of_a_host, beside):
     with fake_world(8):
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=NAMES)
         ours = mesh["outer", "inner"]
-        flat = _torch.flattened(ours).get_group()
+        flat = _torch.distributed.flattened(ours).get_group()
         found = model_groups(ours, mesh["tp"], flat, dist.group.WORLD, given)
         named = {flat.group_name: "flat"}
         named |= {mesh.get_group(name).group_name: name for name in NAMES[:2]}

@@ -188,9 +188,9 @@ def test_the_form_that_gathers_all_weights_has_names_of_its_own_and_the_id_of_th
     written = []
     plan = Plan((), world_size=2)
     with (
-        mock.patch.object(_torch, "is_traced", lambda: True),
-        mock.patch.object(_torch, "compile_id", mock.Mock(side_effect=["first", None])),
-        mock.patch.object(_torch, "trace_artifact", lambda *given: written.append(given)),
+        mock.patch.object(_torch.logs, "is_traced", lambda: True),
+        mock.patch.object(_torch.dynamo, "compile_id", mock.Mock(side_effect=["first", None])),
+        mock.patch.object(_torch.logs, "trace_artifact", lambda *given: written.append(given)),
     ):
         GraphLog(plan, (), GraphLog(plan, ()))
     assert [(name, compiled) for name, _, _, compiled in written] == [

@@ -11,17 +11,19 @@ from osdp_compile.engine.processor_test import start_processor_test
 
 
 def test_a_thread_tests_what_inductor_asks_for():
-    _torch.vector_instructions.cache_clear()
+    _torch.inductor.vector_instructions.cache_clear()
     thread = start_processor_test(torch.device("cpu"))
     thread.join()
-    before = _torch.vector_instructions.cache_info()
+    before = _torch.inductor.vector_instructions.cache_info()
     assert (before.misses, before.currsize) == (1, 1)
-    _torch.vector_instructions()
-    assert _torch.vector_instructions.cache_info().hits == before.hits + 1
+    _torch.inductor.vector_instructions()
+    assert _torch.inductor.vector_instructions.cache_info().hits == before.hits + 1
 
 
 def test_an_error_waits_for_inductor():
-    with mock.patch.object(_torch, "vector_instructions", side_effect=OSError("no compiler")):
+    with mock.patch.object(
+        _torch.inductor, "vector_instructions", side_effect=OSError("no compiler")
+    ):
         start_processor_test(torch.device("cpu")).join()
 
 

@@ -43,14 +43,16 @@ def test_the_lists_are_torchs(name, ours):
     theirs = in_header(name)
     assert theirs <= set(ours)
     later = set(ours) - theirs - {"linalg_matrix_sqrth"}
-    assert not later & _torch.autocast_operators("CUDA"), "torch casts these in another way"
+    assert not later & _torch.operators.autocast_operators("CUDA"), (
+        "torch casts these in another way"
+    )
 
 
 def test_all_other_operators_that_torch_casts_are_narrow():
     others = in_header("LOWER_PRECISION_FP") | {"binary_cross_entropy"}
     others |= {"cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn"}
     lists = (autocast._WIDE, autocast._WIDE_RESULT, autocast._WIDE_OVERLOAD, autocast._WIDEST)
-    assert _torch.autocast_operators("CUDA") - set().union(*lists) <= others
+    assert _torch.operators.autocast_operators("CUDA") - set().union(*lists) <= others
 
 
 x = torch.ones(4, 8)
@@ -102,7 +104,7 @@ def test_the_data_types_are_those_of_a_gpu(case):
 def test_they_are_those_that_torch_gives_cuda_tensors(case):
     """A build with CUDA makes fake CUDA tensors, and runs forwards on them, without a GPU."""
     call, args, wanted = CALLS[case]
-    with _torch.FakeTensorMode():
+    with _torch.tensors.FakeTensorMode():
         given = [
             torch.empty(one.shape, dtype=one.dtype, device="cuda")
             if isinstance(one, Tensor)

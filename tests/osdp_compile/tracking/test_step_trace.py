@@ -95,7 +95,7 @@ def test_a_backward_that_fails_leaves_no_mode_behind():
     with pytest.raises(ValueError, match="no memory"):
         out.sum().backward()
     traces.next_step(0.0, {})
-    assert _torch._get_current_dispatch_mode() is None
+    assert _torch.autograd._get_current_dispatch_mode() is None
     assert not torch.utils._python_dispatch.is_in_torch_dispatch_mode()
     assert traces.steps == []
 
