@@ -17,7 +17,7 @@ _compile_fx = _torch.inductor.compile_fx
 
 def without_inductor() -> AbstractContextManager[Any]:
     """Partition, passes and autograd are those of a compiled step; only kernels are eager."""
-    return mock.patch.multiple(_torch, compile_fx=_boxed_fx, compile_fx_inner=_boxed)
+    return mock.patch.multiple(_torch.inductor, compile_fx=_boxed_fx, compile_fx_inner=_boxed)
 
 
 def _boxed(gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:

@@ -23,6 +23,7 @@ __all__ = [
     "is_saved",
     "leave_mode",
     "take_gradient",
+    "version_of",
 ]
 
 #: Code objects on the stack during the backward of an autograd.Function.
@@ -46,6 +47,11 @@ def is_saved(tensor: Tensor) -> bool:
     # 2.11.0 to 2.15.0: C++ references; all Python references count as one.
     counted: Any = tensor
     return bool(counted._use_count() > 1)
+
+
+def version_of(tensor: Tensor) -> int:
+    """The number of writes into a tensor, its views and what it was detached from."""
+    return tensor._version  # 2.11.0, 2.13.0, 2.15.0
 
 
 def is_profiled() -> bool:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
 # 2.13.0, 2.15.0: the placement of FSDP2 after tensor parallelism.
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
+
+from osdp_compile.torch_versions import release
 
 
 def forget_placements() -> None:
@@ -42,6 +45,16 @@ def split_factor(placement: Placement) -> int | None:
 
 # 2.13.0: DTensor's operator -> custom handler(operator, args, kwargs).
 _handlers: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
+
+
+#: Whether operators on a subclass of DTensor go to its ``__torch_dispatch__``. 2.11.0: they go to
+#: DTensor's.
+DISPATCHES_TO_SUBCLASSES = release(torch.__version__) > (2, 11)
+
+
+def has_handler(operator: Any) -> bool:
+    """Whether an operator on DTensors has a handler of ours, or one of torch's."""
+    return operator in _handlers
 
 
 def handle_operator(operator: Any, handler: Callable[..., Any] | None) -> None:

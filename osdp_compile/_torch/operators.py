@@ -19,12 +19,22 @@ from osdp_compile._torch.replaced import replaced
 __all__ = [
     "OpOverload",
     "OpOverloadPacket",
+    "all_aten",
     "attention_order",
     "autocast_operators",
     "traced_as",
     "with_cpu_autocast",
     "with_entered_autocast",
 ]
+
+
+def all_aten() -> Iterator[OpOverload]:
+    """All operators of aten."""
+    for name in torch._C._dispatch_get_all_op_names():  # 2.11.0, 2.13.0, 2.15.0
+        namespace, _, rest = name.partition("::")
+        if namespace == "aten":
+            packet, _, overload = rest.partition(".")
+            yield getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 def attention_order() -> list[SDPBackend]:

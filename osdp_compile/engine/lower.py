@@ -31,6 +31,7 @@ from osdp_compile.runtime.written_reads import (
     noting_reads,
     refuse_assigned_reads,
     refuse_written_reads,
+    watching_returned,
 )
 from osdp_compile.tracking.larger_inputs import GrowingPeak, of_symbolic_size, symbols_of
 from osdp_compile.tracking.memory_watch import GraphInput, watched
@@ -194,6 +195,8 @@ def _lowered(
         if limit_bytes is not None:
             compiled = watched(compiled, session.watch, step, limit_bytes)
         compiled = refusing_double_backward(compiled)
+    sharded = {row.name for row in session.plan.parameters if row.decision.sharded}
+    compiled = watching_returned(compiled, gm, sharded)
     return _comparing(compiled, session, *lowering.gathered), lowering
 
 

@@ -25,7 +25,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-import osdp_compile
 import passes
 from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
@@ -34,9 +33,12 @@ from osdp_compile.errors import OsdpError
 _PATIENCE_SECONDS = 2.0
 #: Code that is not the user's.
 _NOT_THE_USERS = tuple(
-    str(Path(file).parent) + os.sep
-    for file in (torch.__file__, osdp_compile.__file__, passes.__file__)
-    if file is not None
+    str(folder) + os.sep
+    for folder in (
+        Path(torch.__file__).parent,
+        Path(passes.__file__ or "").parent,
+        Path(__file__).parents[1],
+    )
 )
 
 #: Parts of torch's messages about DTensors -> what to do.

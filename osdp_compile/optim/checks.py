@@ -22,6 +22,7 @@ from osdp_compile.optim.dtensor_values import handle_values
 from osdp_compile.optim.step_hooks import before_steps
 from osdp_compile.optim.whole_state import take_parts
 from osdp_compile.optim.written_rows import keep_writes
+from osdp_compile.runtime.written_reads import refuse_written_gathered
 
 #: Optimizers whose steps DTensors refuse, with an error that does not help the user.
 _NOT_ON_ROWS = ("LBFGS", "Rprop", "SparseAdam")
@@ -63,6 +64,7 @@ def replaced(old: nn.Parameter, name: str) -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    refuse_written_gathered()
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     looked_at = _looked_at.get(optimizer)
     if looked_at == len(held):

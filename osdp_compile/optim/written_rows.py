@@ -4,7 +4,8 @@ Torch gathers such a part. A write changes the gathered copy and not the rows of
 rank copies its own rows out of the part after a write. All ranks make the same writes in the same
 order.
 
-Torch 2.11.0 does not dispatch to the class of the part, so the write is lost there.
+Torch 2.11.0 does not dispatch to the class of the part. There handlers of all operators that write
+or view take its place, from the first part on.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ def keep_writes() -> None:
 
 def part_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a view operator; what it gathers is a :class:`Part`."""
-    tensor, result = args[0], _torch.dtensor.without_handler(operator, args, kwargs)
+    tensor = args[0]
+    if type(tensor) is Part:
+        return _run(operator, args, kwargs)
+    result = _torch.dtensor.without_handler(operator, args, kwargs)
     # While torch traces, the local tensor is a fake one.
     if type(tensor.to_local()) is not Tensor:
         return result
@@ -64,12 +68,14 @@ def _view(
 @torch.no_grad()
 def _copy_back(tensor: DTensor, view: Callable[[Tensor], Tensor], part: Tensor) -> None:
     """Copy this rank's rows out of a part, which is whole. Collective."""
-    whole = tensor.full_tensor()
+    whole = tensor.detach().full_tensor()
     view(whole).copy_(part)
     tensor.to_local().copy_(own_rows(whole, tensor))
 
 
 def _make_part(tensor: DTensor, copy_back: Callable[[Tensor], None]) -> None:
+    if not _torch.dtensor.DISPATCHES_TO_SUBCLASSES:
+        _handle_all()
     tensor.__class__ = Part
     tensor.__dict__["copy_back"] = copy_back
 
@@ -95,17 +101,36 @@ class Part(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        written = [one for one in _written(func, args, kwargs) if isinstance(one, Part)]
-        if not written:
-            return _read(func, args, kwargs)
-        for part in written:
-            _check(func, part)
-        local = _torch.tensors.tree_map_only(DTensor, _whole, (args, kwargs))
-        func(*local[0], **local[1])
-        for part in written:
-            part.copy_back(part.to_local())
-        return written[0] if func._schema.returns else None
+        return _run(func, args, kwargs or {})
+
+
+@functools.cache
+def _handle_all() -> None:
+    """Let each operator that writes or views look for parts, if it has no handler."""
+    for operator in _torch.operators.all_aten():
+        aliases = any(one.alias_info for one in operator._schema.arguments)
+        if aliases and not _torch.dtensor.has_handler(operator):
+            _torch.dtensor.handle_operator(operator, _run_if_part)
+
+
+def _run_if_part(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if any(type(one) is Part for one in _torch.tensors.tree_leaves((args, kwargs))):
+        return _run(operator, args, kwargs)
+    return _torch.dtensor.without_handler(operator, args, kwargs)
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on parts and other tensors."""
+    written = [one for one in _written(func, args, kwargs) if isinstance(one, Part)]
+    if not written:
+        return _read(func, args, kwargs)
+    for part in written:
+        _check(func, part)
+    local = _torch.tensors.tree_map_only(DTensor, _whole, (args, kwargs))
+    func(*local[0], **local[1])
+    for part in written:
+        part.copy_back(part.to_local())
+    return written[0] if func._schema.returns else None
 
 
 def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -18,6 +18,7 @@ import passes.ops.markers
 import passes.ops.packing  # noqa: F401  (these two define the operators)
 from osdp_compile import _torch
 from osdp_compile.runtime.collectives import all_gather_single, reduce_scatter_single
+from osdp_compile.runtime.written_reads import watch_gathered
 
 # Weak references: ``destroy_process_group`` does not tear down a group that is still referenced,
 # and that group's threads may abort the process while Python shuts down.
@@ -150,6 +151,8 @@ def read(
     whole: Tensor = local
     if sharded or dtypes or torch.compiler.is_compiling():
         whole = torch.ops.osdp.unshard(local, name, shape, sharded, *marks, **dtypes)
+        if sharded and not torch.compiler.is_compiling():
+            watch_gathered(name, whole)
     elif torch.is_grad_enabled() and marks[0]:
         whole = _Replicated.apply(local, name, *marks)  # type: ignore[no-untyped-call, unused-ignore]
     return whole

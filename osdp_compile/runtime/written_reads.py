@@ -6,13 +6,15 @@ Inside a forward a parameter reads as a copy, gathered from the ranks::
         self.weight.clamp_(-1, 1)  # changes the copy
 
 The write would not reach the parameter. So it is an error. A functional tensor of AOTAutograd knows
-whether it was written, also through a view or ``.data``.
+whether it was written, also through a view or ``.data``. In code that Dynamo leaves to Python the
+version of a gathered tensor tells it, but not of writes through ``.data``.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -25,6 +27,10 @@ from passes.ops.markers import UNSHARD, unshard_of
 
 #: The reads of each graph being compiled: the name of the parameter, and the marker's result.
 _noted: list[list[tuple[str, Tensor]]] = []
+
+#: Last gathered reads outside of compiled code: the name of the parameter, an empty tensor with the
+#: version counter of the gathered one, and its version then.
+_gathered: deque[tuple[str, Tensor, int]] = deque(maxlen=256)
 
 
 def _note(args: Sequence[Any], read: Tensor) -> None:
@@ -58,6 +64,63 @@ def refuse_written_reads() -> None:
     reads.clear()
 
 
+def watch_gathered(name: str, gathered: Tensor) -> None:
+    """Watch a parameter gathered outside of compiled code.
+
+    Raises:
+        OsdpError: if the forward wrote into one gathered before.
+    """
+    refuse_written_gathered()
+    if not gathered.is_inference():  # such a tensor has no version
+        counter = gathered.detach()
+        counter.data = gathered.new_empty(0)  # frees the memory, keeps the version counter
+        _gathered.append((name, counter, _torch.autograd.version_of(counter)))
+
+
+def refuse_written_gathered() -> None:
+    """Refuse a forward that wrote into a parameter gathered outside of compiled code.
+
+    Raises:
+        OsdpError: if one did.
+    """
+    for name, counter, version in _gathered:
+        if _torch.autograd.version_of(counter) != version:
+            _gathered.clear()
+            refuse_write(name)
+
+
+# Frames that Dynamo could not trace call these; Dynamo must not compile them by themselves.
+for _function in (watch_gathered, refuse_written_gathered, _torch.autograd.version_of):
+    _torch.dynamo.skip_code(_function.__code__)
+
+
+def watching_returned(
+    function: Callable[..., Any], gm: fx.GraphModule, names: Collection[str]
+) -> Callable[..., Any]:
+    """Wrap the compiled function of a graph that ends before a write into a read, as at a print.
+
+    ``names``: the sharded parameters.
+    """
+    returned = [
+        (place, unshard_of(node).name)
+        for place, node in enumerate(_results(gm))
+        if isinstance(node, fx.Node) and node.target in (UNSHARD, UNSHARD.overloadpacket)
+    ]
+    returned = [(place, name) for place, name in returned if name in names]
+    if not returned:
+        return function
+
+    def watching(*args: Any, **kwargs: Any) -> Any:
+        results = function(*args, **kwargs)
+        for place, name in returned:
+            watch_gathered(name, results[place])
+        return results
+
+    # AOTAutograd sets attributes for Dynamo.
+    vars(watching).update(getattr(function, "__dict__", {}))
+    return watching
+
+
 def assigned_in(gm: fx.GraphModule, inputs: Sequence[Any], names: Mapping[int, str]) -> set[str]:
     """The names of parameters whose ``data`` a Dynamo graph assigns.
 
@@ -85,6 +148,11 @@ def refuse_assigned_reads(gm: fx.GraphModule, assigned: Collection[str]) -> None
             name = unshard_of(node).name
             if name in assigned:
                 refuse_write(name)
+
+
+def _results(gm: fx.GraphModule) -> Sequence[Any]:
+    results: Any = output_node(gm.graph).args[0]
+    return results if isinstance(results, list | tuple) else [results]
 
 
 def refuse_write(name: str) -> NoReturn:

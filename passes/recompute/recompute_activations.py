@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes._torch import CheckpointPolicy
+from passes._torch import CheckpointPolicy, OpOverload
 from passes.annotate.annotate_costs import cost_of
 from passes.graph.fx_utils import bytes_of, is_collective, is_getitem, output_node, root_of
 from passes.graph.metadata import (
@@ -77,7 +77,7 @@ def keys_of(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def _operator(target: Any) -> str:
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return str(getattr(target, "__name__", target))
     return str(target).removeprefix("aten.").removesuffix(".default")
 
@@ -147,7 +147,7 @@ def is_repeatable(node: fx.Node) -> bool:
     if node.meta.get("recompute") in _SAVE:
         return False
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return getattr(target, "__module__", None) in ("_operator", "math")  # symbolic sizes
     if target._schema.is_mutable or target.namespace.startswith(("_c10d", "c10d")):
         return False
@@ -160,9 +160,7 @@ def is_repeatable(node: fx.Node) -> bool:
     return drops_nothing(target, node.args, node.kwargs)
 
 
-def drops_nothing(
-    target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> bool:
+def drops_nothing(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operator has an argument ``dropout_p`` of 0, and so is not random."""
     for index, argument in enumerate(target._schema.arguments):
         if argument.name == "dropout_p":

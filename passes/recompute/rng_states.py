@@ -28,7 +28,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from passes._torch import GRAPHSAFE_RUN_WITH_RNG_STATE, RUN_AND_SAVE_RNG_STATE, RUN_WITH_RNG_STATE
+from passes._torch import (
+    GRAPHSAFE_RUN_WITH_RNG_STATE,
+    RUN_AND_SAVE_RNG_STATE,
+    RUN_WITH_RNG_STATE,
+    OpOverload,
+)
 from passes.graph.fx_utils import fake_mode_of, is_getitem, output_node
 from passes.graph.metadata import SAVES
 from passes.recompute.recompute_activations import drops_nothing
@@ -41,7 +46,7 @@ class _Twice(NamedTuple):
     nodes that hold the state. ``result``: the forward's node of the operator's own result.
     """
 
-    operator: torch._ops.OpOverload
+    operator: OpOverload
     args: tuple[tuple[Any, ...], tuple[Any, ...]]
     kwargs: tuple[dict[str, Any], dict[str, Any]]
     calls: tuple[fx.Node, fx.Node]

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes._torch import CheckpointPolicy, InputMutationAOTOutput
+from passes._torch import CheckpointPolicy, InputMutationAOTOutput, OpOverload
 from passes.graph.fx_utils import is_view, output_node
 
 _WRITE = torch.ops.aten.copy_.default
@@ -43,7 +43,7 @@ def written_inputs(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _writes(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    return isinstance(target, OpOverload) and target._schema.is_mutable
 
 
 def save_reads_of_written_inputs(joint: fx.GraphModule) -> None:

@@ -46,6 +46,7 @@ REASONS = {
     "osdp_compile/optim/step_hooks.py": {"_own": FACTS},
     "osdp_compile/optim/whole_state.py": {"_lay_out": FACTS},
     "osdp_compile/optim/owner_ranks.py": {"_shared": FACTS, "_rows": CACHE},
+    "osdp_compile/optim/written_rows.py": {"_handle_all": ONCE},
     "osdp_compile/planning/frames.py": {
         "_collectors": "the step being traced; Dynamo calls the backend without it"
     },
@@ -57,14 +58,15 @@ REASONS = {
     },
     "osdp_compile/runtime/eager_markers.py": {"_groups": "process groups by their unique names"},
     "osdp_compile/runtime/written_reads.py": {
-        "_noted": "graphs being compiled; torch gives a functional operator its tensors alone"
+        "_noted": "graphs being compiled; torch gives a functional operator its tensors alone",
+        "_gathered": "the last reads in code left to Python, of all models",
     },
     "osdp_compile/tracking/memory_watch.py": {"_watches": "all live watches: memory is shared"},
     "osdp_compile/tracking/pending_model.py": {"_of_root": FACTS, "_plans_of_one_rank": FACTS},
     "osdp_compile/tracking/session.py": {"_of_parameter": FACTS, "_of_module": FACTS},
     "osdp_compile/tracking/uncovered.py": {"_looked_at": FACTS, "_alone": FACTS, "_watching": ONCE},
 }
-_CONTAINERS = ("dict", "list", "set", "defaultdict", "OrderedDict", "Counter", "deque", "local")
+_CONTAINERS = ("dict", "list", "set", "defaultdict", "OrderedDict", "Counter", "local")
 
 
 def _is_state(value: ast.expr | None) -> bool:
@@ -76,7 +78,7 @@ def _is_state(value: ast.expr | None) -> bool:
     name = ast.unparse(value.func).rpartition(".")[2]
     return (
         name.startswith("Weak")
-        or name == "ContextVar"
+        or name in ("ContextVar", "deque")
         or (name in _CONTAINERS and not value.args and not value.keywords)
     )
 

@@ -9,7 +9,7 @@ import torch
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
-from osdp_compile._torch import KEEP_ORDER
+from osdp_compile._torch.inductor import KEEP_ORDER
 from osdp_compile.engine.inductor_fusion import in_place
 
 pytestmark = pytest.mark.inductor

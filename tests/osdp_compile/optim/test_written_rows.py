@@ -11,10 +11,6 @@ from osdp_compile import OsdpError, Plan
 from osdp_compile.optim.written_rows import Part
 from tests.training import SLOW, normal_batch, whole
 
-pytestmark = pytest.mark.skipif(
-    torch.__version__.startswith("2.11."), reason="2.11 asks the class of a part for no operator"
-)
-
 
 def one_row(w):
     w[1] = 5.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from osdp_compile import OsdpError, Plan
 from tests.training import SLOW, normal_batch
@@ -44,6 +45,12 @@ def a_row(model, y):
 
 def new_data(model, y):
     model.scale.data = y.std(0)
+
+
+@torch.compiler.disable
+def reads_in_python(model, y):
+    scale = model.scale.detach().clone()
+    scale.clamp_(0.1, 0.2)
 
 
 class Words(nn.Module):
@@ -96,6 +103,58 @@ def errors(rank, world_size, write, kind):
 def test_a_write_is_refused_by_name(two_ranks, write, name, kind):
     for text in two_ranks.run(errors, write, kind):
         assert f"the forward writes into parameter {name!r}" in text
+
+
+@torch.compiler.disable
+def left_to_python(model, y):
+    with torch.no_grad():
+        model.scale.clamp_(0.1, 0.2)
+
+
+def after_a_graph_break(model, y):
+    scale = model.scale
+    torch._dynamo.graph_break()
+    with torch.no_grad():
+        scale.clamp_(0.1, 0.2)
+
+
+@torch.compiler.disable
+def shortened_rows(model, y):
+    F.embedding(torch.tensor([1]), model.linear.weight, max_norm=0.1)
+
+
+def errors_of_the_step(rank, world_size, write, kind):
+    """The text of the error of two steps; empty: there is none."""
+    model = nn.Sequential(nn.Linear(8, 8), Scaled(write))
+    compiled = torch.compile(model, backend="osdp", options=options_for(model, kind))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    said = ""
+    try:
+        for step in range(2):
+            compiled(normal_batch(step, 0, rank)).backward()
+            optimizer.step()
+    except OsdpError as error:
+        said = str(error)
+    finally:
+        torch._dynamo.reset()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (left_to_python, "1.scale"),
+        (after_a_graph_break, "1.scale"),
+        (shortened_rows, "1.linear.weight"),
+    ],
+)
+def test_a_write_in_code_left_to_python_is_refused_too(two_ranks, write, name):
+    for text in two_ranks.run(errors_of_the_step, write, "shard_regather"):
+        assert f"the forward writes into parameter {name!r}" in text
+
+
+def test_a_model_that_only_reads_in_such_code_trains(two_ranks):
+    assert two_ranks.run(errors_of_the_step, reads_in_python, "shard_regather") == ["", ""]
 
 
 def evaluated(rank, world_size):
