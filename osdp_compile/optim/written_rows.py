@@ -68,7 +68,8 @@ def _view(
 @torch.no_grad()
 def _copy_back(tensor: DTensor, view: Callable[[Tensor], Tensor], part: Tensor) -> None:
     """Copy this rank's rows out of a part, which is whole. Collective."""
-    whole = tensor.detach().full_tensor()
+    detached: Any = tensor.detach()
+    whole: Tensor = detached.full_tensor()
     view(whole).copy_(part)
     tensor.to_local().copy_(own_rows(whole, tensor))
 
