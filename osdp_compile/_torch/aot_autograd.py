@@ -61,10 +61,13 @@ def _plain_index(description: Any) -> int | None:
 
 
 class Partitioner(CustomPartitionerFn):
-    """A plain function as a partitioner for Inductor's settings."""
+    """A plain function as a partitioner for Inductor's settings.
 
-    def __init__(self, function: Partition) -> None:
-        self.function = function
+    ``token``: stands for all that the partition depends on, in the key of AOTAutograd's cache.
+    """
+
+    def __init__(self, function: Partition, token: str = "") -> None:
+        self.function, self.token = function, token
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -73,8 +76,8 @@ class Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> str:
         # Inductor's cache keys hold the graphs after our passes. So this key needs only the changed
-        # fusion (``osdp_compile/engine/inductor_fusion.py``).
-        return "osdp_compile, kernels in place"
+        # fusion (``osdp_compile/lowering/inductor_fusion.py``).
+        return f"osdp_compile, kernels in place{self.token}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (self.uuid(),)  # enough for the cache's key
@@ -84,6 +87,13 @@ def without_cache() -> Any:
     """A context without AOTAutograd's cache of Dynamo graphs: its key lacks the plan, on which the
     result depends."""
     return functorch_config.patch(enable_autograd_cache=False)
+
+
+def has_cache() -> bool:
+    """Whether AOTAutograd's cache and Inductor's, on which it depends, are on."""
+    # 2.11.0, 2.13.0, 2.15.0
+    off = torch.compiler.config.force_disable_caches
+    return functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache and not off
 
 
 def watch_functional(

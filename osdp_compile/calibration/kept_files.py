@@ -7,12 +7,16 @@ nothing is read or written.
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
 import stat
 import tempfile
 from pathlib import Path
 
 import platformdirs
+
+log = logging.getLogger("osdp_compile")
 
 
 def cache_folder() -> Path | None:
@@ -43,6 +47,67 @@ def read_own(path: Path) -> str:
             if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise ValueError("other users may write it")
         return file.read().decode()
+
+
+def read_checked(path: Path) -> str:
+    """The text that :func:`write_checked` wrote.
+
+    Raises:
+        FileNotFoundError, OSError, ValueError: as :func:`read_own`; or the file is damaged.
+    """
+    checksum, _, body = read_own(path).partition("\n")
+    body = body.rstrip("\n")
+    if checksum != _checksum(body):
+        raise ValueError("its checksum is another")
+    return body
+
+
+def write_checked(path: Path, body: str) -> None:
+    """Write a file with a checksum of its text, as :func:`write_own`."""
+    write_own(path, f"{_checksum(body)}\n{body}\n")
+
+
+def _checksum(body: str) -> str:
+    return hashlib.sha256(body.encode()).hexdigest()
+
+
+def kept_files(folder: Path) -> list[tuple[Path, os.stat_result]]:
+    """The JSON files of a folder. Other jobs may remove some at the same time."""
+    found = []
+    for entry in os.scandir(folder):
+        if entry.name.endswith(".json"):
+            try:
+                found.append((Path(entry.path), entry.stat()))
+            except FileNotFoundError:
+                continue
+    return found
+
+
+def trim(folder: Path, most_bytes: int) -> None:
+    """Remove the longest unused JSON files of a folder above this size."""
+    files = [(about.st_mtime, about.st_size, path) for path, about in kept_files(folder)]
+    total_bytes = sum(size for _, size, _ in files)
+    for _, size, path in sorted(files):
+        if total_bytes <= most_bytes:
+            return
+        remove(path)
+        total_bytes -= size
+
+
+def is_used(path: Path) -> None:
+    """Mark a file as used now."""
+    try:
+        os.utime(path)
+    except OSError as error:
+        log.debug("%s stays as old as it is: %s", path, error)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, if that is possible."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.info("%s cannot be removed: %s", path, error)
 
 
 def write_own(path: Path, text: str) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import osdp_compile.private_names  # noqa: F401
 from osdp_compile import _torch
 from osdp_compile.engine.first_call import first_call, first_call_of_sharded
-from osdp_compile.engine.lower import Compiler, lower, session_of
+from osdp_compile.lowering.lower import Compiler, lower, session_of
 from osdp_compile.engine.uncaught import print_for_users, raise_briefly
 from osdp_compile.errors import OsdpError
 from osdp_compile.log_lines import NAMES, OF_ALL_RANKS, ensure_visible, leave_to_torch
@@ -90,7 +90,7 @@ def compile_graph(
 ) -> Any:
     """Compile one Dynamo graph with checked options.
 
-    ``compile_inner``, ``observe``: see :func:`osdp_compile.engine.lower.lower`.
+    ``compile_inner``, ``observe``: see :func:`osdp_compile.lowering.lower.lower`.
     """
     if is_collecting():
         return collected(gm, inputs)

@@ -14,7 +14,6 @@ import functools
 import hashlib
 import json
 import logging
-import os
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +24,14 @@ import numpy
 import torch
 
 import passes
-from osdp_compile.calibration.kept_files import cache_folder, read_own, write_own
+from osdp_compile.calibration.kept_files import (
+    cache_folder,
+    is_used,
+    read_checked,
+    remove,
+    trim,
+    write_checked,
+)
 from osdp_compile.planning.step_key import Uncertain, text_of
 from passes.pipeline import Pass
 from passes.types.context import Context
@@ -56,7 +62,7 @@ def path_of(step: Sequence[str], ctx: Context) -> Path | None:
     folder = plans_folder()
     if folder is None:
         return None
-    lines = [*_versions(), source_digest(), *_context_lines(ctx), *step]
+    lines = [*versions(), source_digest(), *_context_lines(ctx), *step]
     return folder / f"{hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:32]}.json"
 
 
@@ -87,7 +93,7 @@ class KeptPlan:
 def find(path: Path, ctx: Context) -> KeptPlan | None:
     """The plan that this file holds, if it was made with the operator times of this profile."""
     try:
-        kept = _decoded(read_own(path))
+        kept = _decoded(read_checked(path))
         different = kept.plan.mismatch(
             [(one.name, one.shape, one.dtype) for one in ctx.parameters],
             ctx.world_size,
@@ -99,15 +105,12 @@ def find(path: Path, ctx: Context) -> KeptPlan | None:
         return None
     except (ValueError, KeyError, OSError) as error:
         log.info("the kept plan %s is of no use and dropped: %s", path, error)
-        _remove(path)
+        remove(path)
         return None
     if not kept.kernel_seconds.items() <= ctx.hardware.kernel_seconds.items():
         return None
     log.info("plan found: %s. To plan anew, delete it; OSDP_CACHE_DIR='' keeps none", path)
-    try:
-        os.utime(path)
-    except OSError as error:
-        log.debug("%s stays as old as it is: %s", path, error)
+    is_used(path)
     return kept
 
 
@@ -118,10 +121,9 @@ def keep(plan: Plan, ctx: Context, path: Path) -> None:
         "workspaces": ctx.workspaces,
         "plan": plan.to_dict(),
     }
-    body = json.dumps(data)
     try:
-        write_own(path, f"{_checksum(body)}\n{body}\n")
-        _trim(path.parent)
+        write_checked(path, json.dumps(data))
+        trim(path.parent, _MOST_BYTES)
     except OSError as error:
         log.info("the plan is not kept: %s", error)
 
@@ -137,7 +139,8 @@ def source_digest() -> str:
     return digest.hexdigest()
 
 
-def _versions() -> list[str]:
+def versions() -> list[str]:
+    """Versions of what decides on a plan beside this package."""
     git: str | None = torch.version.git_version
     packages = (torch.__version__, git, numpy.__version__, networkx.__version__)
     return [platform.python_version(), platform.machine(), *map(str, packages)]
@@ -167,42 +170,5 @@ def _context_lines(ctx: Context) -> list[str]:
 
 
 def _decoded(text: str) -> KeptPlan:
-    checksum, _, body = text.partition("\n")
-    if checksum != _checksum(body.rstrip("\n")):
-        raise ValueError("its checksum is another")
-    data = json.loads(body)
+    data = json.loads(text)
     return KeptPlan(Plan.from_dict(data["plan"]), data["kernel_seconds"], data["workspaces"])
-
-
-def _checksum(body: str) -> str:
-    return hashlib.sha256(body.encode()).hexdigest()
-
-
-def _trim(folder: Path) -> None:
-    """Remove the longest unused plans above the limit. Other jobs may do so at the same time."""
-    files = [(about.st_mtime, about.st_size, path) for path, about in kept_plans(folder)]
-    total_bytes = sum(size for _, size, _ in files)
-    for _, size, path in sorted(files):
-        if total_bytes <= _MOST_BYTES:
-            return
-        _remove(path)
-        total_bytes -= size
-
-
-def kept_plans(folder: Path) -> list[tuple[Path, os.stat_result]]:
-    """The files of kept plans."""
-    found = []
-    for entry in os.scandir(folder):
-        if entry.name.endswith(".json"):
-            try:
-                found.append((Path(entry.path), entry.stat()))
-            except FileNotFoundError:
-                continue  # another job removed it
-    return found
-
-
-def _remove(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        log.info("%s cannot be removed: %s", path, error)

@@ -30,7 +30,7 @@ The chunks of attention are whole sequences, and have rules of their own (``chun
 A group has them if its first product leads to attention.
 
 T tokens in C chunks: the first T mod C chunks have one token more. The ranks have equal sizes, so
-their chunks are equal (``osdp_compile/engine/agreeing.py``). Symbolic sizes stay whole.
+their chunks are equal (``osdp_compile/lowering/agreeing.py``). Symbolic sizes stay whole.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ The walk gives every tensor a placement (``passes/move/move_rules.py``). Where a
 rule, the weights that lead to it are not moved in these graphs, and the walk begins again without
 them. The result depends on the graph and the plan only, so it is the same on all ranks with equal
 shapes. Ranks with other shapes must not run the graph together
-(``osdp_compile/engine/agreeing.py``).
+(``osdp_compile/lowering/agreeing.py``).
 """
 
 from __future__ import annotations

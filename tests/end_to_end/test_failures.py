@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from osdp_compile import Plan, plan_of
-from osdp_compile.engine.lower import lower
+from osdp_compile.lowering.lower import lower
 from tests.ranks import RankFailed, Ranks
 from tests.training import SLOW, normal_batch
 

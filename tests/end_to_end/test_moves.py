@@ -43,7 +43,7 @@ def _train(rank, world_size, make, rest, recipe, keep_tokens=False, chunks=1):
     reference = Reference(copy.deepcopy(model), recipe, world_size)
     plan = plan_for(model, world_size, rest, keep_tokens, chunks)
     options = {"hardware": SLOW, "plan": plan, "debug": True}
-    with mock.patch("osdp_compile.engine.agreeing.log.warning") as warned:
+    with mock.patch("osdp_compile.lowering.agreeing.log.warning") as warned:
         trained = train_osdp(model, options, recipe, rank)
     wanted = reference.train(rank)
     apart = trained.distance(wanted)
@@ -130,7 +130,7 @@ def _a_rank_cannot_compile(rank, world_size):
     compiled = torch.compile(model, backend="osdp", options=options, dynamic=False)
     compiled(batch(0, 0, rank)).sum().backward()
     with (
-        mock.patch("osdp_compile.engine.lower._lowered", side_effect=RuntimeError("no compiler"))
+        mock.patch("osdp_compile.lowering.lower._lowered", side_effect=RuntimeError("no compiler"))
         if rank == 0
         else contextlib.nullcontext()
     ):

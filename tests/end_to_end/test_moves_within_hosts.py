@@ -53,7 +53,7 @@ def _train(rank, world_size, make, rest, recipe):
     model = make().double()
     reference = Reference(copy.deepcopy(model), recipe, world_size)
     options = on_hosts(plan_on_hosts(model, rest))
-    with mock.patch("osdp_compile.engine.agreeing.log.warning") as warned:
+    with mock.patch("osdp_compile.lowering.agreeing.log.warning") as warned:
         trained = train_osdp(model, options, recipe, rank)
     wanted = reference.train(rank)
     norms = [a / b - 1 for a, b in zip(trained.norms, wanted.norms, strict=True)]

@@ -26,7 +26,7 @@ REASONS = {
         "_files": "the file of each of these profiles",
     },
     "osdp_compile/engine/backend.py": {"_said": ONCE},
-    "osdp_compile/engine/inductor_fusion.py": {
+    "osdp_compile/lowering/inductor_fusion.py": {
         "_needed": CACHE,
         "_last_readers": CACHE,
         "_source_digest": CACHE,

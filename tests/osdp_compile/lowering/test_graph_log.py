@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from osdp_compile import Plan, _torch
-from osdp_compile.engine import graph_log
-from osdp_compile.engine.graph_log import GraphLog
+from osdp_compile.lowering import graph_log
+from osdp_compile.lowering.graph_log import GraphLog
 from osdp_compile.trace import fake_world
 from passes.pipeline import Stage, default_passes
 from tests.boxed import without_inductor

@@ -10,7 +10,7 @@ from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
 from osdp_compile._torch.inductor import KEEP_ORDER
-from osdp_compile.engine.inductor_fusion import in_place
+from osdp_compile.lowering.inductor_fusion import in_place
 
 pytestmark = pytest.mark.inductor
 

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 
 import osdp_compile.runtime.p2p  # noqa: F401
 from osdp_compile import _torch, progress
-from osdp_compile.engine.agreeing import Sent, agreeing
-from osdp_compile.engine.double_backward import refusing_double_backward
-from osdp_compile.engine.graph_log import GraphLog
-from osdp_compile.engine.inductor_fusion import in_place
+from osdp_compile.lowering.agreeing import Sent, agreeing
+from osdp_compile.lowering.double_backward import refusing_double_backward
+from osdp_compile.lowering.graph_log import GraphLog
+from osdp_compile.lowering.inductor_fusion import in_place
 from osdp_compile.errors import OsdpError
 from osdp_compile.model.find_modules import marked_name, placeholders, static_inputs
 from osdp_compile.model.same_parameters import comparing, gathered_in
@@ -337,7 +337,7 @@ class _Lowering:
         return buffer_bytes + in_flight_bytes(graph, returned, ctx, self.log.passes)
 
     def key(self, args: Sequence[Any]) -> int:
-        """A number for the tokens that a call sends (``osdp_compile/engine/agreeing.py``)."""
+        """A number for the tokens that a call sends (``osdp_compile/lowering/agreeing.py``)."""
         return self._sent.key(args, self._session.context.rank)
 
     def _sends(self, graphs: Sequence[fx.GraphModule], refused: Mapping[str, str]) -> None:
