@@ -186,7 +186,7 @@ def compiled_step(
             return scheduled
 
         with config.patch(_post_fusion_custom_pass=keep):
-            code = code_of(_torch.compile_fx_inner, copy.deepcopy(gm), inputs, **kwargs)
+            code = code_of(_torch.inductor.compile_fx_inner, copy.deepcopy(gm), inputs, **kwargs)
         phase = "backward" if kwargs.get("is_backward") else "forward"
         found.append(Compiled(phase, gm.graph, kernels, code))
         return make_boxed_func(gm.forward)  # the fake ranks' collectives give no values
