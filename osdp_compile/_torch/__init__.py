@@ -1,22 +1,30 @@
 """All private names of torch that the package uses, each with the checked versions.
 
-No other folder of ``osdp_compile/`` imports from ``torch._*``.
+No other folder of ``osdp_compile/`` imports from ``torch._*``. A module of this folder is imported
+at its first use: ``TORCH_LOGS=osdp_compile`` imports this file while torch itself is imported.
 """
 
-from osdp_compile._torch import (
-    aot_autograd,
-    autograd,
-    distributed,
-    dtensor,
-    dynamo,
-    fusion,
-    inductor,
-    logs,
-    memory,
-    operators,
-    optimizers,
-    tensors,
-)
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from osdp_compile._torch import (
+        aot_autograd,
+        autograd,
+        distributed,
+        dtensor,
+        dynamo,
+        fusion,
+        inductor,
+        logs,
+        memory,
+        operators,
+        optimizers,
+        tensors,
+    )
 
 __all__ = [
     "aot_autograd",
@@ -32,3 +40,9 @@ __all__ = [
     "optimizers",
     "tensors",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")
