@@ -21,9 +21,9 @@ from osdp_compile.engine.deferred_init import write_as_into_whole_ones
 from osdp_compile.engine.no_sync import begin_if_waiting, check_if_waiting
 from osdp_compile.engine.plan_decision import Groups, PlanDecision, Step
 from osdp_compile.engine.processor_test import start_processor_test
-from osdp_compile.lowering.strip_markers import only_reads, unmarked
 from osdp_compile.errors import OsdpError
 from osdp_compile.log_lines import NAMES, OF_ALL_RANKS
+from osdp_compile.lowering.strip_markers import only_reads, unmarked
 from osdp_compile.model.agreement import agree, fingerprint, from_rank_zero, on_every_rank
 from osdp_compile.model.find_modules import plain_parameters
 from osdp_compile.model.mixed_precision import end_casting

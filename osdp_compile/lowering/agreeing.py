@@ -28,6 +28,8 @@ from passes.graph.metadata import COLLECTIVE
 
 log = logging.getLogger("osdp_compile")
 
+#: A collective of tokens, as text, and the sizes of its result.
+Line = tuple[str, list[Any]]
 #: The key of a graph that gathers all weights.
 GATHERS_ALL = 0
 
@@ -38,9 +40,12 @@ class Sent:
     ``symbols``: symbols of sizes, by the index of the argument that has their value.
     """
 
-    def __init__(self, graphs: Iterable[fx.Graph], symbols: Symbols) -> None:
+    def __init__(
+        self, graphs: Iterable[fx.Graph], symbols: Symbols, lines: Sequence[Line] = ()
+    ) -> None:
+        """``lines``: in place of graphs, those of an earlier start."""
         self._symbols = symbols
-        self._lines: list[tuple[str, list[Any]]] = [
+        self.lines: list[Line] = list(lines) or [
             (
                 f"{COLLECTIVE.of(node)} {node.target} {node.meta['val'].dtype}",
                 [
@@ -56,14 +61,14 @@ class Sent:
 
     def key(self, args: Sequence[Any], rank: int) -> int:
         """A number for what a call with these arguments sends. Equal on ranks that send alike."""
-        if not self._lines:
+        if not self.lines:
             return GATHERS_ALL
         numbers = tuple(int(args[index]) for index in self._symbols)
         if numbers not in self._known:
             values = dict(zip(self._symbols.values(), numbers, strict=True))
             sizes = [
                 [size if isinstance(size, int) else size.subs(values) for size in shape]
-                for _, shape in self._lines
+                for _, shape in self.lines
             ]
             flat = [size for shape in sizes for size in shape]
             if any(not isinstance(size, int) and size.free_symbols for size in flat):
@@ -71,7 +76,7 @@ class Sent:
             else:
                 text = [
                     f"{line} {list(map(int, shape))}"
-                    for (line, _), shape in zip(self._lines, sizes, strict=True)
+                    for (line, _), shape in zip(self.lines, sizes, strict=True)
                 ]
                 self._known[numbers] = checksum(text)
         return self._known[numbers]

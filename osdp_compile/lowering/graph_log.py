@@ -55,6 +55,11 @@ class GraphLog:
         self._artifact("plan", plan.to_json, "json")
         self._artifact("plan_table", lambda: plan_text(plan, width=_WIDTH))
 
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is logged or traced."""
+        return self._logs or self._traces
+
     def after(self, one: Pass, gm: fx.GraphModule, ctx: Context) -> None:
         """Trace the graph after a pass: ``osdp_forward_09_shard``, numbered as the passes are."""
         name = f"{graph_name(one, ctx)}_{self._numbers[one.name]:02d}_{one.name}"

@@ -16,11 +16,13 @@ from torch.distributed.tensor import DTensor
 
 import osdp_compile.runtime.p2p  # noqa: F401
 from osdp_compile import _torch, progress
+from osdp_compile.errors import OsdpError
+from osdp_compile.lowering import kept_graphs
 from osdp_compile.lowering.agreeing import Sent, agreeing
 from osdp_compile.lowering.double_backward import refusing_double_backward
 from osdp_compile.lowering.graph_log import GraphLog
 from osdp_compile.lowering.inductor_fusion import in_place
-from osdp_compile.errors import OsdpError
+from osdp_compile.lowering.kept_graphs import KeptGraph, KeptPhase, Record
 from osdp_compile.model.find_modules import marked_name, placeholders, static_inputs
 from osdp_compile.model.same_parameters import comparing, gathered_in
 from osdp_compile.planning.capture import partitioned
@@ -59,7 +61,7 @@ from passes.pipeline import Observer, Pass, Stage, graph_name, run
 from passes.pricing.predict import in_flight_bytes, kept_bytes_of
 from passes.simulate.lent import output_bytes, returned_bytes
 from passes.simulate.simulator import simulate
-from passes.simulate.skeleton import skeleton_of
+from passes.simulate.skeleton import of_rows, rows_of, skeleton_of
 from passes.simulate.timeline import timeline_of
 from passes.types.context import Context, Phase
 from passes.types.plan import OF_INPUT
@@ -172,12 +174,15 @@ def _lowered(
     lowering = _Lowering(gm, inputs, session, inner, observe, context, graph_log)
     if gathers_for is not None:
         lowering.step.frame = gathers_for.step.frame
+    kept = lowering.find_kept(gm, inputs) if compile_inner is None and observe is None else None
+    token = "" if kept is None else kept.token
+    cached = _torch.aot_autograd.without_cache() if kept is None else contextlib.nullcontext()
     shown: AbstractContextManager[None] = contextlib.nullcontext()
     if compile_inner is None:  # Inductor is slow
         shown = progress.compiling(
             _torch.dynamo.recompile_reason(), first=not session.observed.graphs
         )
-    with shown, _torch.aot_autograd.without_cache(), noting_reads():
+    with shown, cached, noting_reads():
         compiled: Any = _torch.inductor.compile_fx(
             gm,
             list(inputs),
@@ -185,10 +190,11 @@ def _lowered(
             config_patches={
                 **(session.options.inductor or {}),
                 **_torch.inductor.KEEP_ORDER,
-                "custom_partitioner_fn": _torch.aot_autograd.Partitioner(lowering.partition),
+                "custom_partitioner_fn": _torch.aot_autograd.Partitioner(lowering.partition, token),
             },
         )
     step = lowering.step
+    lowering.take_if_found()
     if Phase.FORWARD in step.timelines:
         compiled = timed(compiled, session.observed, step)
         limit_bytes = session.options.memory_limit_bytes
@@ -247,15 +253,78 @@ class _Lowering:
         self._symbols = symbols_of(inputs)
         batch = [inputs[index] for index, name in static.items() if name == "batch"]
         self._growing = of_symbolic_size(batch)
+        self._kept: KeptGraph | None = None
+        self._phases: dict[str, KeptPhase] = {}
+        self._inference_bytes: int | None = None
+        self._was_lowered, self._has_warned = False, False
         called_with = _called_with(inputs, static)
         self._difference = session.watch.lowers(self.step.frame, called_with, session.frames)
         session.observed.interrupted()
+
+    def find_kept(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> KeptGraph | None:
+        """The place where the compiled graph is kept; None: it cannot be kept."""
+        session = self._session
+        alone = not session.frames and self.step.times == 1 and session.reading.leaves is None
+        if alone and not (self._symbols or session.options.debug or self.log.is_on):
+            given = session.plan, session.passes
+            self._kept = kept_graphs.find(gm, inputs, self._static, self._context, *given)
+        return self._kept
+
+    def take_if_found(self) -> None:
+        """Note what the record says, if AOTAutograd has found the graph and nothing was lowered."""
+        if self._kept is not None and not self._was_lowered:
+            assert self._kept.record is not None  # AOTAutograd's key has its token
+            self._take(self._kept.record)
+
+    def _keep(self) -> None:
+        """Keep what lowering noted, of both phases; AOTAutograd keeps the graph then, too."""
+        step = self.step
+        if self._kept is None or self._has_warned:
+            return
+        self._kept.keep(
+            Record(
+                token=self._kept.token,
+                phases=self._phases,
+                inference_bytes=self._inference_bytes,
+                gathered=self.gathered,
+                parameters=tuple(sorted(step.parameters)),
+                model_groups=tuple(self._session.model_groups),
+                returned_bytes=step.returned_bytes,
+                kept_bytes=step.kept_bytes,
+                sent=self._sent.lines,
+            )
+        )
+
+    def _take(self, record: Record) -> None:
+        session, step = self._session, self.step
+        self.gathered, self._sent = record.gathered, Sent((), self._symbols, record.sent)
+        step.parameters = frozenset(record.parameters)
+        step.returned_bytes, step.kept_bytes = record.returned_bytes, record.kept_bytes
+        known = session.model_groups
+        known += [name for name in record.model_groups if name not in known]
+        for name, one in record.phases.items():
+            self._note(Phase(name), one, of_rows(one.skeleton))
+        if record.inference_bytes is not None:
+            _warn_above_limit(
+                session, step, Phase.INFERENCE, record.inference_bytes, self._difference
+            )
+
+    def _note(self, phase: Phase, kept: KeptPhase, skeleton: fx.Graph) -> None:
+        """Note a lowered forward or backward for timers, watches, profilers and reports."""
+        session, step, timeline = self._session, self.step, kept.timeline
+        self._phases[phase.value] = kept
+        step.skeletons[phase] = skeleton
+        step.ranges.of[phase] = kept.ranges
+        session.observed.compiled(step, phase, timeline)
+        session.watch.runs(timeline.peak_bytes - timeline.base_bytes + kept.others_bytes)
+        _warn_above_limit(session, step, phase, timeline.peak_bytes, self._difference)
 
     def partition(
         self, joint: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Partition a joint graph into forward and backward, and run the passes before lowering."""
         refuse_written_reads()
+        self._was_lowered = True
         session, step = self._session, self.step
         _mark(joint, self._static, self._parameters, Phase.FORWARD)
         joint = run(self.log.passes, Stage.JOINT, joint, self._context, self._watch)
@@ -269,7 +338,9 @@ class _Lowering:
         _warn_of_rows_at_once(forward, step.parameters, session)
         both = step_module(forward, backward)
         both = run(self.log.passes, Stage.STEP, both, self._context, self._watch)
-        _warn_of_not_recomputed(forward, NOT_RECOMPUTED.get(both, []), session)
+        missing = NOT_RECOMPUTED.get(both, [])
+        self._has_warned |= bool(missing or NOT_CHUNKED.get(both, {}))
+        _warn_of_not_recomputed(forward, missing, session)
         forward, backward = graphs_of(both)
         self._sends([forward, backward], NOT_MOVED.get(both, {}))
         _warn_of_whole_tokens(NOT_CHUNKED.get(both, {}))
@@ -282,6 +353,7 @@ class _Lowering:
         self, graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
     ) -> Any:
         """Lower and compile a forward, a backward, or a graph for inference."""
+        self._was_lowered = True
         session, step = self._session, self.step
         phase = Phase.BACKWARD if kwargs.get("is_backward") else Phase.FORWARD
         if kwargs.get("is_inference"):
@@ -302,16 +374,62 @@ class _Lowering:
         if phase is Phase.INFERENCE:
             step.parameters = read
             self._sends([graph], NOT_MOVED.get(graph, {}))
+            self._has_warned |= bool(NOT_CHUNKED.get(graph, {}))
             _warn_of_whole_tokens(NOT_CHUNKED.get(graph, {}))
-        _look_at(graph, ctx, session, step, others_bytes, self._difference, self.log)
+        self._look_at(graph, ctx, others_bytes)
         if self._symbols and phase in step.timelines:
             alive = {one.name for one in step.timelines[phase].peak_buffers}
             growing = GrowingPeak(graph.graph, alive, self._growing, self._symbols)
             step.growing[phase] = growing
         for key in MODULE_KEYS:
             key.pop(graph)  # Inductor's cache key covers everything in a graph
-        with in_place():
-            return self._compile_inner(graph, _torch.inductor.real_meshes(example_inputs), **kwargs)
+        with in_place(), self._without_token():
+            meshes = _torch.inductor.real_meshes(example_inputs)
+            compiled = self._compile_inner(graph, meshes, **kwargs)
+        if phase is not Phase.FORWARD:
+            self._keep()
+        return compiled
+
+    def _without_token(self) -> AbstractContextManager[None]:
+        """A context in which Inductor's key of a lowered graph has no token.
+
+        That graph says everything.
+        """
+        plain = _torch.aot_autograd.Partitioner(self.partition)
+        return _torch.inductor.with_settings({"custom_partitioner_fn": plain})
+
+    def _look_at(self, gm: fx.GraphModule, ctx: Context, others_bytes: int) -> None:
+        """Simulate a lowered graph in its final order; note its timeline.
+
+        ``others_bytes``: held by other frames and calls.
+        """
+        session, step = self._session, self.step
+        base = base_parts(session)
+        if others_bytes:
+            base[OTHER_FRAMES] = others_bytes
+        if session.reading.leaves is not None:
+            # The room is for the gradients of two backwards; the graph itself holds those of one.
+            own_bytes = ctx.accumulated_bytes // 2
+            ctx = ctx.replace(base_bytes=ctx.base_bytes - own_bytes)
+            base["accumulated"] = own_bytes
+        if ctx.phase is Phase.BACKWARD:
+            base["returned"] = step.returned_bytes
+        simulation = simulate(gm.graph)
+        described = functools.partial(
+            timeline_of, gm.graph, simulation, phase=ctx.phase.value, base=base
+        )
+        if ctx.phase is Phase.INFERENCE:
+            self.log.schedule(ctx.phase.value, described)
+            peak_bytes = self._inference_bytes = ctx.base_bytes + simulation.peak_bytes
+            _warn_above_limit(session, step, ctx.phase, peak_bytes, self._difference)
+            return
+        if ctx.phase is Phase.FORWARD:
+            step.kept_bytes = simulation.memory.kept_bytes
+        timeline = described()
+        self.log.schedule(ctx.phase.value, lambda: timeline)
+        skeleton, ranges = skeleton_of(gm.graph), ranges_of(gm.graph, timeline)
+        kept = KeptPhase(timeline, rows_of(skeleton), ranges, others_bytes)
+        self._note(ctx.phase, kept, skeleton)
 
     def _held_by_alike_frames(self, graph: fx.GraphModule, ctx: Context) -> int:
         """More bytes of other frames in that run of the shared code in which they hold the most.
@@ -343,6 +461,7 @@ class _Lowering:
     def _sends(self, graphs: Sequence[fx.GraphModule], refused: Mapping[str, str]) -> None:
         """Remember what the graphs send; warn of weights that they gather all the same."""
         self._sent = Sent((gm.graph for gm in graphs), self._symbols)
+        self._has_warned |= bool(refused)
         for name, reason in sorted(refused.items())[:1]:
             log.warning(
                 "%d of the weights that stay where they are travel in this graph: %r, %s",
@@ -440,49 +559,6 @@ def _warn_of_rows_at_once(forward: fx.GraphModule, read: frozenset[str], session
             "predicted. torch.compile(..., dynamic=False) slices, with a graph for each length",
             ", ".join(names),
         )
-
-
-def _look_at(
-    gm: fx.GraphModule,
-    ctx: Context,
-    session: Session,
-    step: CompiledStep,
-    others_bytes: int,
-    difference: str,
-    graph_log: GraphLog,
-) -> None:
-    """Simulate a lowered graph in its final order; keep its timeline, compare it with the limit.
-
-    ``others_bytes``: held by other frames. ``difference``: from the planned graph, as text.
-    """
-    base = base_parts(session)
-    if others_bytes:
-        base[OTHER_FRAMES] = others_bytes
-    if session.reading.leaves is not None:
-        # The room is for the gradients of two backwards; the graph itself holds those of one.
-        own_bytes = ctx.accumulated_bytes // 2
-        ctx = ctx.replace(base_bytes=ctx.base_bytes - own_bytes)
-        base["accumulated"] = own_bytes
-    if ctx.phase is Phase.BACKWARD:
-        base["returned"] = step.returned_bytes
-    simulation = simulate(gm.graph)
-    described = functools.partial(
-        timeline_of, gm.graph, simulation, phase=ctx.phase.value, base=base
-    )
-    if ctx.phase is Phase.INFERENCE:
-        graph_log.schedule(ctx.phase.value, described)
-        peak_bytes = ctx.base_bytes + simulation.peak_bytes
-        _warn_above_limit(session, step, ctx.phase, peak_bytes, difference)
-        return
-    if ctx.phase is Phase.FORWARD:
-        step.kept_bytes = simulation.memory.kept_bytes
-    timeline = described()
-    graph_log.schedule(ctx.phase.value, lambda: timeline)
-    step.skeletons[ctx.phase] = skeleton_of(gm.graph)
-    step.ranges.of[ctx.phase] = ranges_of(gm.graph, timeline)
-    session.observed.compiled(step, ctx.phase, timeline)
-    session.watch.runs(timeline.peak_bytes - timeline.base_bytes + others_bytes)
-    _warn_above_limit(session, step, ctx.phase, timeline.peak_bytes, difference)
 
 
 def _mark_kept(forward: fx.GraphModule, backward: fx.GraphModule) -> None:

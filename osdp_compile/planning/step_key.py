@@ -27,7 +27,8 @@ _KEYS = sorted(
 )
 #: Metadata of torch that the planner and the passes read.
 _READ_KEYS = (*_KEYS, "recompute", "desc", "saved_tensor_with_no_vc_check")
-_NAMESPACES = ("aten", "prims")
+#: Namespaces of torch's own operators, whose name says everything.
+TORCHS = ("aten", "prims")
 _MODULES = ("torch", "_operator", "math", "builtins")
 
 
@@ -56,7 +57,7 @@ def captured_lines(captured: Captured) -> list[str]:
     about = sorted(captured.unread), captured.is_joined, captured.border_bytes
     lines = [text_of(about)]
     for gm in (captured.forward, captured.backward):
-        lines += _graph_lines(gm)
+        lines += graph_lines(gm)
     return lines
 
 
@@ -68,22 +69,33 @@ def dynamo_lines(gm: fx.GraphModule, inputs: Sequence[Any], names: Mapping[int, 
     Raises:
         Uncertain: more than this text decides on the step.
     """
-    for node in gm.graph.nodes:
-        if not _is_torchs(node):
-            raise Uncertain(f"{node.op} {node.target}")
-    if _torch.autograd.hooks_saved_tensors():
-        raise Uncertain("hooks on saved tensors")
+    check_certain(gm, TORCHS)
     static = {**static_inputs(gm, inputs), **names}
     storages: dict[int, int] = {}
     lines = [f"{static[i]}: {_input_text(value, storages)}" for i, value in enumerate(inputs)]
-    return [*lines, *map(text_of, _torch.aot_autograd.settings()), *_graph_lines(gm)]
+    return [*lines, *map(text_of, _torch.aot_autograd.settings()), *graph_lines(gm)]
 
 
-def _is_torchs(node: fx.Node) -> bool:
-    """Whether the node is one of torch's own operators, of which the name says everything."""
+def check_certain(gm: fx.GraphModule, namespaces: Sequence[str]) -> None:
+    """Check that the text of a Dynamo graph decides on the graphs that follow from it.
+
+    ``namespaces``: of operators whose name says everything.
+
+    Raises:
+        Uncertain
+    """
+    for node in gm.graph.nodes:
+        if not _is_known(node, namespaces):
+            raise Uncertain(f"{node.op} {node.target}")
+    if _torch.autograd.hooks_saved_tensors():
+        raise Uncertain("hooks on saved tensors")
+
+
+def _is_known(node: fx.Node, namespaces: Sequence[str]) -> bool:
+    """Whether the name of a node's operator says everything about it."""
     target: Any = node.target
     if isinstance(target, _torch.operators.OpOverload | _torch.operators.OpOverloadPacket):
-        return str(target).split(".")[0] in _NAMESPACES
+        return str(target).split(".")[0] in namespaces
     if node.op in ("placeholder", "output", "call_method"):
         return True
     name = getattr(target, "__qualname__", None)
@@ -101,10 +113,15 @@ def _input_text(value: Any, storages: dict[int, int]) -> str:
         raise Uncertain(f"an input of type {type(value).__name__}")
     own = storages.setdefault(value.untyped_storage().data_ptr(), len(storages))
     about = own, value.storage_offset(), value.is_leaf, value.is_contiguous(), value._is_view()
-    return f"{_value_text(value)} {about}"
+    return f"{value_text(value)} {about}"
 
 
-def _graph_lines(gm: fx.GraphModule) -> list[str]:
+def graph_lines(gm: fx.GraphModule) -> list[str]:
+    """A graph and the graphs that it calls, as text.
+
+    Raises:
+        Uncertain
+    """
     return [_node_text(node) for graph in graphs_of(gm) for node in graph.nodes]
 
 
@@ -121,22 +138,27 @@ def _node_text(node: fx.Node) -> str:
         node.op,
         str(target),
         text_of((node.args, node.kwargs)),
-        _value_text(value),
+        value_text(value),
         text_of(list(stack.values())[-1][0] if stack else ""),
         *(f"{key}={text_of(node.meta[key])}" for key in _READ_KEYS if key in node.meta),
     ]
     return " ".join(parts)
 
 
-def _value_text(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """Type, shape, strides, data type and device of a tensor; a number; as text.
+
+    Raises:
+        Uncertain
+    """
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             raise Uncertain(f"a tensor of layout {value.layout}")
-        sizes = [_value_text(size) for size in (*value.shape, *value.stride())]
+        sizes = [value_text(size) for size in (*value.shape, *value.stride())]
         about = value.dtype, value.device, value.requires_grad
         return f"{type(value).__name__}{sizes}{about}"
     if isinstance(value, torch.SymInt):
         return f"{value}={hint(value)}"
     if isinstance(value, list | tuple):
-        return str([_value_text(one) for one in value])
+        return str([value_text(one) for one in value])
     return text_of(value) if value is None or isinstance(value, int | float) else str(type(value))

@@ -17,6 +17,10 @@ Before::                              The skeleton::
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
 from torch import fx
 
 from passes.annotate.annotate_costs import cost_of, stands_alone
@@ -31,6 +35,9 @@ def kernels() -> None:
 
 def fused() -> None:
     """Stands for all other computing between two collectives or waits."""
+
+
+_COMPUTING = {"kernels": kernels, "fused": fused}
 
 
 def skeleton_of(graph: fx.Graph) -> fx.Graph:
@@ -57,6 +64,55 @@ def skeleton_of(graph: fx.Graph) -> fx.Graph:
         else:
             seconds[kernels if stands_alone(node) else fused] += cost_of(node).seconds
     computing()
+    skeleton.output(None)
+    return skeleton
+
+
+class Row(NamedTuple):
+    """One node of a skeleton.
+
+    ``operator``: ``kernels``, ``fused``, or the name of an operator.
+    ``group``: the process group of a collective; None: it is none, or has none.
+    ``waits_for``: the row of the collective that a wait is for.
+    """
+
+    operator: str
+    group: str | None
+    waits_for: int | None
+    cost: Cost
+
+
+def rows_of(skeleton: fx.Graph) -> tuple[Row, ...]:
+    """A skeleton as plain data; :func:`of_rows` makes it again."""
+    rows: dict[fx.Node, Row] = {}
+    places: dict[fx.Node, int] = {}
+    for node in (one for one in skeleton.nodes if one.op == "call_function"):
+        target: Any = node.target
+        is_ours = is_computing(node)
+        waits_for = places[node.all_input_nodes[0]] if target is WAIT else None
+        group = None if is_ours or waits_for is not None else node.args[1]
+        places[node] = len(rows)
+        name = target.__name__ if is_ours else str(target)
+        rows[node] = Row(name, group, waits_for, COST.of(node))  # type: ignore[arg-type]
+    return tuple(rows.values())
+
+
+def of_rows(rows: Sequence[Row]) -> fx.Graph:
+    """The skeleton with these rows."""
+    skeleton = fx.Graph()
+    source = skeleton.placeholder("x")
+    made: list[fx.Node] = []
+    for row in rows:
+        if row.operator in _COMPUTING:
+            node = skeleton.call_function(_COMPUTING[row.operator])
+        elif row.waits_for is not None:
+            node = skeleton.call_function(WAIT, (made[row.waits_for],))
+        else:
+            namespace, name, overload = row.operator.split(".")
+            target = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+            node = skeleton.call_function(target, (source, row.group))
+        COST.set(node, row.cost)
+        made.append(node)
     skeleton.output(None)
     return skeleton
 
