@@ -178,7 +178,7 @@ def recomputed(backward: Iterable[fx.Node]) -> tuple[int, float]:
     roots = {root_of(node): None for node in copies if RECOMPUTED.of(node)}
     return (
         sum(bytes_of(root.meta["val"]) for root in roots),
-        sum(cost_of(node).seconds for node in copies),
+        sum((cost_of(node).seconds for node in copies), 0.0),
     )
 
 
