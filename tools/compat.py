@@ -28,7 +28,7 @@ CORE = (
     "tests/end_to_end/test_checkpoints.py",
     "tests/end_to_end/test_errors.py",
     "tests/osdp_compile/runtime/test_p2p.py",
-    "tests/osdp_compile/engine/test_inductor_fusion.py",
+    "tests/osdp_compile/lowering/test_inductor_fusion.py",
     "tests/end_to_end/test_native_collectives.py",
     "tests/end_to_end/test_parameter_kinds.py",
     "tests/end_to_end/test_snapshots.py",

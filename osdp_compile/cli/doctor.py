@@ -16,10 +16,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from osdp_compile.calibration.kept_files import cache_folder
+from osdp_compile.calibration.kept_files import cache_folder, kept_files
 from osdp_compile.cli.main import version
 from osdp_compile.gpu_operators.gpu import gpu_of
-from osdp_compile.planning.plan_cache import kept_plans, plans_folder
 from osdp_compile.torch_versions import TESTED, newer_than_tested, release
 from passes.types.hardware import Hardware
 from passes.types.hardware_presets import preset
@@ -154,10 +153,10 @@ def _cache() -> Iterator[Finding]:
     files = sorted(folder.glob("*.json")) if folder.is_dir() else []
     names = [_name_of(file) for file in files]
     yield Finding("profiles", f"{len(files)} in {folder}" + "".join(f"\n{one}" for one in names))
-    plans = plans_folder()
-    if plans is not None:
-        sizes = [about.st_size for _, about in kept_plans(plans)] if plans.is_dir() else []
-        yield Finding("plans", f"{len(sizes)} in {plans}, {format_bytes(sum(sizes))}")
+    for name in ("plans", "graphs"):
+        own = folder / name
+        sizes = [about.st_size for _, about in kept_files(own)] if own.is_dir() else []
+        yield Finding(name, f"{len(sizes)} in {own}, {format_bytes(sum(sizes))}")
     existing = next(one for one in (folder, *folder.parents) if one.exists())
     if not os.access(existing, os.W_OK):
         advice = "Set OSDP_CACHE_DIR to a folder that can be written."

@@ -1,1 +1,1 @@
-"""Engine: the backend, from a Dynamo graph to compiled forward and backward functions."""
+"""Engine: the backend, and a model's first call."""

@@ -26,7 +26,8 @@ from osdp_compile.engine.first_call import first_call, first_call_of_sharded
 from osdp_compile.engine.uncaught import print_for_users, raise_briefly
 from osdp_compile.errors import OsdpError
 from osdp_compile.log_lines import NAMES, OF_ALL_RANKS, ensure_visible, leave_to_torch
-from osdp_compile.lowering.lower import Compiler, lower, session_of
+from osdp_compile.lowering.graph_lowering import Compiler
+from osdp_compile.lowering.lower import lower, session_of
 from osdp_compile.model.find_modules import plain_parameters
 from osdp_compile.model.mixed_precision import cast_while_traced, end_casting, is_cast
 from osdp_compile.model.other_dims import (

@@ -1,1 +1,1 @@
-"""Engine: the backend, from a Dynamo graph to compiled forward and backward functions."""
+"""Lowering: from a Dynamo graph with markers to compiled forward and backward functions."""

@@ -93,7 +93,7 @@ def rows_of(skeleton: fx.Graph) -> tuple[Row, ...]:
         group = None if is_ours or waits_for is not None else node.args[1]
         places[node] = len(rows)
         name = target.__name__ if is_ours else str(target)
-        rows[node] = Row(name, group, waits_for, COST.of(node))  # type: ignore[arg-type]
+        rows[node] = Row(name, group, waits_for, COST.of(node))
     return tuple(rows.values())
 
 

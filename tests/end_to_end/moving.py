@@ -134,7 +134,7 @@ def train_dynamic(rank, world_size, make, differ, chunks=1):
     dims = {"words.weight": 0} if by_words else GATED if make is Gated else MLP
     plan = Plan.uniform(model.named_parameters(), "shard_regather", world_size=world_size)
     options = {"hardware": SLOW, "plan": plan.tensor_parallel(dims, chunks=chunks), "debug": True}
-    with mock.patch("osdp_compile.lowering.lower.log.warning") as warned:
+    with mock.patch("osdp_compile.lowering.warn.log.warning") as warned:
         ours, wanted = train_osdp(model, options, recipe, rank), reference.train(rank)
     apart = ours.distance(wanted)
     said = [call.args[0] for call in warned.call_args_list]

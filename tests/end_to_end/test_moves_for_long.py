@@ -46,7 +46,7 @@ def _train(rank, world_size):
     model = Tiny().double()
     recipe = Recipe(step=its_loss, optimizer=adamw, steps=STEPS, batch=_ids, max_norm=1.0)
     reference = Reference(copy.deepcopy(model), recipe, world_size)
-    with mock.patch("osdp_compile.lowering.lower.log.warning") as warned:
+    with mock.patch("osdp_compile.lowering.warn.log.warning") as warned:
         ours = train_osdp(model, {"hardware": SLOW, "tensor_parallel": True}, recipe, rank)
     wanted = reference.train(rank)
     losses = max(abs(a - b) for a, b in zip(ours.losses, wanted.losses, strict=True))

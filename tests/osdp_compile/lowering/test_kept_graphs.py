@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
 from osdp_compile import Plan
+from osdp_compile.torch_versions import release
 from osdp_compile.trace import fake_world
 from osdp_compile.tracking.session import session_for
 from passes.graph.metadata import COST
@@ -24,6 +25,10 @@ from passes.types.annotations import Cost
 from passes.types.hardware import generic
 from tests.training import SLOW, normal_batch, without_other_models
 
+#: 2.11.0 has no name for ``to_local()`` in a Dynamo graph, so AOTAutograd keeps no graph with it.
+pytestmark = pytest.mark.skipif(
+    release(torch.__version__) < (2, 13), reason="this torch keeps no graph with DTensors"
+)
 HIT, MISS, SAVED = (f"autograd_cache_{one}" for one in ("hit", "miss", "saved"))
 
 
