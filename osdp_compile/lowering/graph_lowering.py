@@ -109,8 +109,8 @@ class GraphLowering:
         session = self._session
         alone = not session.frames and self.step.times == 1 and session.reading.leaves is None
         if alone and not (self._symbols or session.options.debug or self.log.is_on):
-            given = session.plan, session.passes
-            self._kept = kept_graphs.find(gm, inputs, self._static, self._context, *given)
+            ctx = self._context
+            self._kept = kept_graphs.find(gm, inputs, self._static, ctx, session.passes)
         return self._kept
 
     def take_if_found(self) -> None:

@@ -40,7 +40,7 @@ from osdp_compile.calibration.kept_files import (
     trim,
     write_checked,
 )
-from osdp_compile.planning.plan_cache import pass_lines, source_digest, versions
+from osdp_compile.planning.plan_cache import context_lines, pass_lines, source_digest, versions
 from osdp_compile.planning.step_key import (
     TORCHS,
     Uncertain,
@@ -54,7 +54,6 @@ from passes.pipeline import Pass
 from passes.simulate.skeleton import Row
 from passes.simulate.timeline import Timeline
 from passes.types.context import Context
-from passes.types.plan import Plan
 
 log = logging.getLogger("osdp_compile")
 
@@ -113,12 +112,11 @@ def find(
     inputs: Sequence[Any],
     names: Mapping[int, str],
     ctx: Context,
-    plan: Plan,
     passes: Sequence[Pass],
 ) -> KeptGraph | None:
     """The kept graph for a Dynamo graph; None: it cannot be kept.
 
-    ``names``: by input, its name.
+    ``names``: by input, its name. ``ctx``: with the plan.
     """
     folder = cache_folder()
     if folder is None or not _torch.aot_autograd.has_cache():
@@ -129,8 +127,8 @@ def find(
             *versions(),
             source_digest(),
             *pass_lines(passes),
-            json.dumps(plan.to_dict()),
-            *_context_lines(ctx),
+            *context_lines(ctx),
+            *_own_lines(ctx),
             *(f"{names[place]}: {_input_text(one)}" for place, one in enumerate(inputs)),
             *graph_lines(gm),
         ]
@@ -156,14 +154,13 @@ def _read(path: Path) -> Record | None:
     return record
 
 
-def _context_lines(ctx: Context) -> list[str]:
-    """The context, without what other training steps have taught the profile."""
-    hardware = ctx.hardware.to_dict()
-    del hardware["learned"]
-    in_force = text_of(ctx.hardware.in_force)
-    lines = [json.dumps(hardware, sort_keys=True), in_force]
-    rest = [one.name for one in dataclasses.fields(ctx) if one.name not in ("plan", "hardware")]
-    return lines + [f"{name}: {text_of(getattr(ctx, name))}" for name in rest]
+def _own_lines(ctx: Context) -> list[str]:
+    """What a lowered graph has of the context, and a plan has not."""
+    hardware = ctx.hardware
+    measured = json.dumps([hardware.kernel_seconds, dict(ctx.workspaces)], sort_keys=True)
+    groups = [ctx.group_name, *(one.group_name for one in ctx.mesh_dims or ())]
+    of_model = [(name, sorted(one.beside)) for name, one in ctx.model_groups.items()]
+    return [measured, text_of(hardware.in_force), text_of(groups), text_of(of_model)]
 
 
 def _input_text(value: Any) -> str:

@@ -62,7 +62,7 @@ def path_of(step: Sequence[str], ctx: Context) -> Path | None:
     folder = plans_folder()
     if folder is None:
         return None
-    lines = [*versions(), source_digest(), *_context_lines(ctx), *step]
+    lines = [*versions(), source_digest(), *context_lines(ctx), *step]
     return folder / f"{hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:32]}.json"
 
 
@@ -146,9 +146,12 @@ def versions() -> list[str]:
     return [platform.python_version(), platform.machine(), *map(str, packages)]
 
 
-def _context_lines(ctx: Context) -> list[str]:
-    """The context, without names of process groups, measurements of single operators, and what
-    other training steps have taught."""
+def context_lines(ctx: Context) -> list[str]:
+    """The context as text.
+
+    Without names of process groups, measurements of single operators, and what other training
+    steps have taught.
+    """
     hardware = ctx.hardware.to_dict()
     del hardware["kernel_seconds"], hardware["learned"]
     dims = [(dim.name, dim.size) for dim in ctx.mesh_dims or ()]
