@@ -69,7 +69,7 @@ def test_another_context_is_another_plan(path, changes):
 
 
 def test_every_field_of_a_context_is_in_the_key():
-    lines = plan_cache._context_lines(CONTEXT)
+    lines = plan_cache.context_lines(CONTEXT)
     names = [field.name for field in dataclasses.fields(Context)]
     assert [line.partition(":")[0] for line in lines] == names
 
