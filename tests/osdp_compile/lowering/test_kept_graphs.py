@@ -153,6 +153,15 @@ def test_a_skeleton_is_made_again_from_its_rows():
     ]
 
 
+def plan_for(model, kind, world_size):
+    """``moves``: the two linears stay where they are, and tokens travel."""
+    decision = "shard_regather" if kind == "moves" else kind
+    plan = Plan.uniform(list(model.named_parameters()), decision, world_size=world_size)
+    if kind != "moves":
+        return plan
+    return plan.tensor_parallel({"0.weight": 0, "0.bias": 0, "2.weight": 1})
+
+
 def trained_twice(rank, world_size, folder, decision):
     """Losses and parameters of three starts, one of them with another plan; what was found."""
     results = []
@@ -161,8 +170,7 @@ def trained_twice(rank, world_size, folder, decision):
             torch._dynamo.reset()
             counters.clear()
             model = made()
-            plan = Plan.uniform(list(model.named_parameters()), kind, world_size=world_size)
-            options = {"plan": plan, "hardware": SLOW}
+            options = {"plan": plan_for(model, kind, world_size), "hardware": SLOW}
             compiled = torch.compile(model, backend="osdp", options=options)
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
             losses = []
@@ -179,8 +187,9 @@ def trained_twice(rank, world_size, folder, decision):
 
 
 @pytest.mark.inductor
-def test_ranks_train_the_same_with_graphs_that_were_found(two_ranks, tmp_path):
-    for first, other, second in two_ranks.run(trained_twice, str(tmp_path), "shard_regather"):
+@pytest.mark.parametrize("decision", ["shard_regather", "moves"])
+def test_ranks_train_the_same_with_graphs_that_were_found(two_ranks, tmp_path, decision):
+    for first, other, second in two_ranks.run(trained_twice, str(tmp_path), decision):
         assert (first[2], other[2], second[2]) == ((0, 1, 1), (0, 1, 1), (1, 0, 0))
         assert first[0] == second[0] and other[0] == pytest.approx(first[0], abs=1e-5)
         for one, again in zip(first[1], second[1], strict=True):
