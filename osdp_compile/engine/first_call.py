@@ -312,9 +312,9 @@ def _planned_and_synchronized(
     plan = decision.found()
     if plan is None:
         decision.measure_operators(spare_bytes, to_train)
+    start_processor_test(groups.device)
     with step.with_values():
         if plan is None:  # the network and the other ranks are idle while rank 0 plans
-            start_processor_test(groups.device)
             plan = from_rank_zero(decision.plan, groups.everyone)
     return plan
 
