@@ -227,8 +227,8 @@ class GraphLowering:
         for key in MODULE_KEYS:
             key.pop(graph)  # Inductor's cache key covers everything in a graph
         with in_place(), self._without_token():
-            meshes = _torch.inductor.real_meshes(example_inputs)
-            compiled = self._compile_inner(graph, meshes, **kwargs)
+            given = _torch.inductor.real_meshes(example_inputs)
+            compiled = self._compile_inner(graph, given, **kwargs)
         if phase is not Phase.FORWARD:
             self._keep()
         return compiled
