@@ -40,7 +40,7 @@ def trained() -> Plan:
 PROGRAM = """
 import sys
 from osdp_compile.trace import fake_world
-from tests.osdp_compile.engine.test_graph_log import trained
+from tests.osdp_compile.lowering.test_graph_log import trained
 
 with fake_world(2, int(sys.argv[1])):
     trained()
