@@ -11,6 +11,7 @@ CPU only: on a GPU a call returns before its kernel runs.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,6 +25,8 @@ from osdp_compile.optim.step_hooks import after_steps, before_steps
 from osdp_compile.tracking.compiled_calls import around_backward, operator_name
 from passes.simulate.skeleton import is_computing
 from passes.types.context import Phase
+
+log = logging.getLogger("osdp_compile")
 
 #: Steps that are timed before the first traced step, and traced steps.
 WARM_STEPS, TRACED_STEPS = 3, 8
@@ -140,6 +143,11 @@ class StepTraces:
                 self._left = 0
                 self._done(self.steps)
         if self.is_over:
+            if not self.steps:
+                log.info(
+                    "no step is measured part by part, and nothing is learned: the steps ran other "
+                    "graphs, or their collectives and waits in another order than the plan's"
+                )
             self._stop()
 
     def forward(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -184,3 +186,13 @@ def test_the_step_of_the_models_own_optimizer_is_timed(clock):
     train(traces, clock, [10.0] * 2, other)
     assert [one.optimizer_seconds for one in traces.steps] == [2.0, 2.0, 0.0, 0.0]
     assert [one.loop_seconds for one in traces.steps] == [9.0, 9.0, 11.0, 11.0]
+
+
+@pytest.mark.parametrize("is_another", [True, False])
+def test_steps_of_other_graphs_are_said_once(clock, caplog, is_another):
+    traces = StepTraces(lambda _: True, lambda _: None)
+    another = mock.patch.object(module.CallTimes, "along", return_value=None)
+    with another if is_another else contextlib.nullcontext(), caplog.at_level("INFO"):
+        train(traces, clock, [2.0] * (module._MOST_STEPS + 3))
+    assert traces.is_over
+    assert caplog.text.count("no step is measured part by part") == is_another
