@@ -155,7 +155,7 @@ def _read(path: Path) -> Record | None:
 
 
 def _own_lines(ctx: Context) -> list[str]:
-    """What a lowered graph has of the context, and a plan has not."""
+    """The parts of the context on which a lowered graph depends, and its plan does not."""
     hardware = ctx.hardware
     measured = json.dumps([hardware.kernel_seconds, dict(ctx.workspaces)], sort_keys=True)
     groups = [ctx.group_name, *(one.group_name for one in ctx.mesh_dims or ())]
