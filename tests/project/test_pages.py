@@ -6,6 +6,7 @@ Nothing is sent and Inductor does not run. All else is as in training.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import osdp_compile
 from osdp_compile.engine import backend
 from osdp_compile.integrations.budget import check_budget
+from osdp_compile.log_lines import NAMES
 from osdp_compile.options import CheckedOptions
 from osdp_compile.trace import fake_world, trace_graphs
 from passes.pipeline import Pass, Stage
@@ -29,6 +31,18 @@ from tests.project.pages import PAGES, ROOT, python_blocks
 
 RANKS = 16
 WIDTH = 16
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before() -> Iterator[None]:
+    """A page may call ``torch._logging.set_logs``: later tests of the process log as before."""
+    loggers = [logging.getLogger(name) for name in NAMES]
+    before = [(one.level, one.handlers[:], one.propagate) for one in loggers]
+    yield
+    torch._logging.set_logs()
+    for one, (level, handlers, propagate) in zip(loggers, before, strict=True):
+        one.setLevel(level)
+        one.handlers, one.propagate = handlers, propagate
 
 
 class Block(nn.Module):
