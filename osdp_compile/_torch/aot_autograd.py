@@ -83,6 +83,15 @@ class Partitioner(CustomPartitionerFn):
         return str, (self.uuid(),)  # enough for the cache's key
 
 
+def with_attributes(wrapper: Callable[..., Any], compiled: Any) -> Callable[..., Any]:
+    """A wrapper of a compiled function, with the attributes that AOTAutograd sets for Dynamo.
+
+    (Not ``functools.wraps``: Dynamo would look through ``__wrapped__``.)
+    """
+    vars(wrapper).update(getattr(compiled, "__dict__", {}))
+    return wrapper
+
+
 def without_cache() -> Any:
     """A context without AOTAutograd's cache of Dynamo graphs: its key lacks the plan, on which the
     result depends."""

@@ -12,11 +12,17 @@ import logging
 import os
 import stat
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import platformdirs
 
 log = logging.getLogger("osdp_compile")
+
+#: Folders of the cache folder: plans, and records of compiled graphs.
+PLANS, GRAPHS = "plans", "graphs"
+_Kept = TypeVar("_Kept")
 
 
 def cache_folder() -> Path | None:
@@ -49,22 +55,35 @@ def read_own(path: Path) -> str:
         return file.read().decode()
 
 
-def read_checked(path: Path) -> str:
-    """The text that :func:`write_checked` wrote.
+def find(path: Path, decode: Callable[[str], _Kept], what: str) -> _Kept | None:
+    """What :func:`keep` wrote; None: nothing, or it is of no use and dropped.
 
-    Raises:
-        FileNotFoundError, OSError, ValueError: as :func:`read_own`; or the file is damaged.
+    ``decode``: raises ``ValueError`` or ``KeyError`` for what is of no use. ``what``: of the log.
     """
-    checksum, _, body = read_own(path).partition("\n")
-    body = body.rstrip("\n")
-    if checksum != _checksum(body):
-        raise ValueError("its checksum is another")
-    return body
+    try:
+        checksum, _, body = read_own(path).partition("\n")
+        body = body.rstrip("\n")
+        if checksum != _checksum(body):
+            raise ValueError("its checksum is another")
+        return decode(body)
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, OSError) as error:
+        log.info("%s is of no use and dropped: %s", what, error)
+        remove(path)
+        return None
 
 
-def write_checked(path: Path, body: str) -> None:
-    """Write a file with a checksum of its text, as :func:`write_own`."""
-    write_own(path, f"{_checksum(body)}\n{body}\n")
+def keep(path: Path, body: str, most_bytes: int, what: str) -> None:
+    """Write a file with a checksum; a failure only costs time at the next start.
+
+    ``most_bytes``: of all files of its folder; the longest unused are removed.
+    """
+    try:
+        write_own(path, f"{_checksum(body)}\n{body}\n")
+        trim(path.parent, most_bytes)
+    except OSError as error:
+        log.info("%s is not kept: %s", what, error)
 
 
 def _checksum(body: str) -> str:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from osdp_compile.calibration.kept_files import cache_folder, kept_files
+from osdp_compile.calibration.kept_files import GRAPHS, PLANS, cache_folder, kept_files
 from osdp_compile.cli.main import version
 from osdp_compile.gpu_operators.gpu import gpu_of
 from osdp_compile.torch_versions import TESTED, newer_than_tested, release
@@ -153,7 +153,7 @@ def _cache() -> Iterator[Finding]:
     files = sorted(folder.glob("*.json")) if folder.is_dir() else []
     names = [_name_of(file) for file in files]
     yield Finding("profiles", f"{len(files)} in {folder}" + "".join(f"\n{one}" for one in names))
-    for name in ("plans", "graphs"):
+    for name in (PLANS, GRAPHS):
         own = folder / name
         sizes = [about.st_size for _, about in kept_files(own)] if own.is_dir() else []
         yield Finding(name, f"{len(sizes)} in {own}, {format_bytes(sum(sizes))}")

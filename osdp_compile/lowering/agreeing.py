@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
 from osdp_compile.model.agreement import checksum, equal_on_all, on_every_rank
 from osdp_compile.tracking.larger_inputs import Symbols
@@ -129,6 +130,4 @@ def agreeing(
             ) from error
         return made[sizes]
 
-    # Copy the attributes that AOTAutograd sets for Dynamo.
-    vars(agreed).update(getattr(function, "__dict__", {}))
-    return agreed
+    return _torch.aot_autograd.with_attributes(agreed, function)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
 
 
@@ -24,10 +25,7 @@ def refusing_double_backward(function: Callable[..., Any]) -> Callable[..., Any]
             node.register_hook(_refuse_where_graph_is_created)
         return outputs
 
-    # Copy the attributes that AOTAutograd sets for Dynamo. (Not ``functools.wraps``: Dynamo
-    # would look through ``__wrapped__``.)
-    vars(watched).update(getattr(function, "__dict__", {}))
-    return watched
+    return _torch.aot_autograd.with_attributes(watched, function)
 
 
 def _nodes(values: Sequence[Any]) -> set[Node]:

@@ -1,9 +1,8 @@
-"""The lowering of one graph: its partition, its passes, and what is noted of it."""
+"""Graph lowering: the partition and the passes of one graph, and the notes of them."""
 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -25,7 +24,7 @@ from osdp_compile.runtime.model_collectives import groups_named
 from osdp_compile.runtime.written_reads import refuse_written_reads
 from osdp_compile.tracking.larger_inputs import GrowingPeak, of_symbolic_size, symbols_of
 from osdp_compile.tracking.memory_watch import GraphInput
-from osdp_compile.tracking.profiler_ranges import ranges_of
+from osdp_compile.tracking.profiler_ranges import Range, ranges_of
 from osdp_compile.tracking.session import Session, base_parts, find
 from osdp_compile.tracking.step_timer import OTHER_FRAMES, CompiledStep
 from passes.annotate.training_state import shard_bytes
@@ -48,10 +47,8 @@ from passes.pricing.predict import in_flight_bytes, kept_bytes_of
 from passes.simulate.lent import output_bytes, returned_bytes
 from passes.simulate.simulator import simulate
 from passes.simulate.skeleton import of_rows, rows_of, skeleton_of
-from passes.simulate.timeline import timeline_of
+from passes.simulate.timeline import Timeline, timeline_of
 from passes.types.context import Context, Phase
-
-log = logging.getLogger("osdp_compile")
 
 Compiler = Callable[..., Any]
 
@@ -97,9 +94,8 @@ class GraphLowering:
         batch = [inputs[index] for index, name in static.items() if name == "batch"]
         self._growing = of_symbolic_size(batch)
         self._kept: KeptGraph | None = None
-        self._phases: dict[str, KeptPhase] = {}
         self._inference_bytes: int | None = None
-        self._was_lowered, self._has_warned = False, False
+        self._has_warned = False
         called_with = _called_with(inputs, static)
         self._difference = session.watch.lowers(self.step.frame, called_with, session.frames)
         session.observed.interrupted()
@@ -115,7 +111,8 @@ class GraphLowering:
 
     def take_if_found(self) -> None:
         """Note what the record says, if AOTAutograd has found the graph and nothing was lowered."""
-        if self._kept is not None and not self._was_lowered:
+        is_lowered = self.step.timelines or self._inference_bytes is not None
+        if self._kept is not None and not is_lowered:
             assert self._kept.record is not None  # AOTAutograd's key has its token
             self._take(self._kept.record)
 
@@ -124,10 +121,16 @@ class GraphLowering:
         step = self.step
         if self._kept is None or self._has_warned:
             return
+        phases = {
+            phase.value: KeptPhase(
+                timeline, rows_of(step.skeletons[phase]), tuple(step.ranges.of[phase])
+            )
+            for phase, timeline in step.timelines.items()
+        }
         self._kept.keep(
             Record(
                 token=self._kept.token,
-                phases=self._phases,
+                phases=phases,
                 inference_bytes=self._inference_bytes,
                 gathered=self.gathered,
                 parameters=tuple(sorted(step.parameters)),
@@ -146,20 +149,21 @@ class GraphLowering:
         known = session.model_groups
         known += [name for name in record.model_groups if name not in known]
         for name, one in record.phases.items():
-            self._note(Phase(name), one, of_rows(one.skeleton))
+            self._note(Phase(name), one.timeline, of_rows(one.skeleton), one.ranges)
         if record.inference_bytes is not None:
             warn.above_limit(
                 session, step, Phase.INFERENCE, record.inference_bytes, self._difference
             )
 
-    def _note(self, phase: Phase, kept: KeptPhase, skeleton: fx.Graph) -> None:
+    def _note(
+        self, phase: Phase, timeline: Timeline, skeleton: fx.Graph, ranges: Sequence[Range]
+    ) -> None:
         """Note a lowered forward or backward for timers, watches, profilers and reports."""
-        session, step, timeline = self._session, self.step, kept.timeline
-        self._phases[phase.value] = kept
-        step.skeletons[phase] = skeleton
-        step.ranges.of[phase] = kept.ranges
+        session, step = self._session, self.step
+        step.skeletons[phase], step.ranges.of[phase] = skeleton, ranges
         session.observed.compiled(step, phase, timeline)
-        session.watch.runs(timeline.peak_bytes - timeline.base_bytes + kept.others_bytes)
+        others_bytes = timeline.base.get(OTHER_FRAMES, 0)
+        session.watch.runs(timeline.peak_bytes - timeline.base_bytes + others_bytes)
         warn.above_limit(session, step, phase, timeline.peak_bytes, self._difference)
 
     def partition(
@@ -167,7 +171,6 @@ class GraphLowering:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Partition a joint graph into forward and backward, and run the passes before lowering."""
         refuse_written_reads()
-        self._was_lowered = True
         session, step = self._session, self.step
         _mark(joint, self._static, self._parameters, Phase.FORWARD)
         joint = run(self.log.passes, Stage.JOINT, joint, self._context, self._watch)
@@ -196,7 +199,6 @@ class GraphLowering:
         self, graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
     ) -> Any:
         """Lower and compile a forward, a backward, or a graph for inference."""
-        self._was_lowered = True
         session, step = self._session, self.step
         phase = Phase.BACKWARD if kwargs.get("is_backward") else Phase.FORWARD
         if kwargs.get("is_inference"):
@@ -270,9 +272,7 @@ class GraphLowering:
             step.kept_bytes = simulation.memory.kept_bytes
         timeline = described()
         self.log.schedule(ctx.phase.value, lambda: timeline)
-        skeleton, ranges = skeleton_of(gm.graph), ranges_of(gm.graph, timeline)
-        kept = KeptPhase(timeline, rows_of(skeleton), ranges, others_bytes)
-        self._note(ctx.phase, kept, skeleton)
+        self._note(ctx.phase, timeline, skeleton_of(gm.graph), ranges_of(gm.graph, timeline))
 
     def _held_by_alike_frames(self, graph: fx.GraphModule, ctx: Context) -> int:
         """More bytes of other frames in that run of the shared code in which they hold the most.
@@ -305,13 +305,7 @@ class GraphLowering:
         """Remember what the graphs send; warn of weights that they gather all the same."""
         self._sent = Sent((gm.graph for gm in graphs), self._symbols)
         self._has_warned |= bool(refused)
-        for name, reason in sorted(refused.items())[:1]:
-            log.warning(
-                "%d of the weights that stay where they are travel in this graph: %r, %s",
-                len(refused),
-                name,
-                reason,
-            )
+        warn.of_weights_that_travel(refused)
 
 
 def _called_with(inputs: Sequence[Any], static: dict[int, str]) -> tuple[GraphInput, ...]:

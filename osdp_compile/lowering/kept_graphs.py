@@ -18,7 +18,7 @@ Kept are steps of one graph with static shapes, whose lowering said nothing that
 from __future__ import annotations
 
 import dataclasses
-import hashlib
+import functools
 import json
 import logging
 import secrets
@@ -32,15 +32,9 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 
 from osdp_compile import _torch
-from osdp_compile.calibration.kept_files import (
-    cache_folder,
-    is_used,
-    read_checked,
-    remove,
-    trim,
-    write_checked,
-)
-from osdp_compile.planning.plan_cache import context_lines, pass_lines, source_digest, versions
+from osdp_compile.calibration import kept_files
+from osdp_compile.calibration.kept_files import GRAPHS, cache_folder, is_used
+from osdp_compile.planning.plan_cache import file_name, pass_lines
 from osdp_compile.planning.step_key import (
     TORCHS,
     Uncertain,
@@ -63,12 +57,11 @@ _MOST_BYTES = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class KeptPhase:
-    """A lowered forward or backward. ``others_bytes``: held by other calls of the graph."""
+    """A lowered forward or backward."""
 
     timeline: Timeline
     skeleton: tuple[Row, ...]
     ranges: tuple[Range, ...]
-    others_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +69,7 @@ class Record:
     """What lowering notes of a graph.
 
     ``phases``: by the value of ``Phase``. ``inference_bytes``: the peak of a graph for inference.
-    ``gathered``: as ``_Lowering.gathered``. ``sent``: lines of ``Sent``.
+    ``gathered``: as ``GraphLowering.gathered``. ``sent``: lines of ``Sent``.
     """
 
     token: str
@@ -100,11 +93,8 @@ class KeptGraph:
 
     def keep(self, record: Record) -> None:
         """Write the record; a failure only costs time at the next start."""
-        try:
-            write_checked(self.path, msgspec.json.encode(record).decode())
-            trim(self.path.parent, _MOST_BYTES)
-        except OSError as error:
-            log.info("the compiled graph is not kept: %s", error)
+        text = msgspec.json.encode(record).decode()
+        kept_files.keep(self.path, text, _MOST_BYTES, "the compiled graph")
 
 
 def find(
@@ -124,34 +114,21 @@ def find(
     try:
         check_certain(gm, (*TORCHS, "osdp", "_c10d_functional"))
         lines = [
-            *versions(),
-            source_digest(),
             *pass_lines(passes),
-            *context_lines(ctx),
             *_own_lines(ctx),
             *(f"{names[place]}: {_input_text(one)}" for place, one in enumerate(inputs)),
             *graph_lines(gm),
         ]
+        path = folder / GRAPHS / file_name(lines, ctx)
     except Uncertain as error:
         log.debug("the compiled graph is not kept: %s", error)
         return None
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
-    path = folder / "graphs" / f"{digest}.json"
-    record = _read(path)
-    return KeptGraph(path, record, secrets.token_hex(16) if record is None else record.token)
-
-
-def _read(path: Path) -> Record | None:
-    try:
-        record = msgspec.json.decode(read_checked(path), type=Record)
-    except FileNotFoundError:
-        return None
-    except (ValueError, OSError) as error:
-        log.info("the record of a compiled graph, %s, is of no use and dropped: %s", path, error)
-        remove(path)
-        return None
+    what = f"the record of a compiled graph, {path},"
+    record = kept_files.find(path, functools.partial(msgspec.json.decode, type=Record), what)
+    if record is None:
+        return KeptGraph(path, None, secrets.token_hex(16))
     is_used(path)
-    return record
+    return KeptGraph(path, record, record.token)
 
 
 def _own_lines(ctx: Context) -> list[str]:

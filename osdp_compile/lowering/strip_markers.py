@@ -20,9 +20,7 @@ from osdp_compile import _torch
 from osdp_compile.model.find_modules import placeholders
 from osdp_compile.model.shard_in_place import ModelParameter
 from osdp_compile.model.subgraphs import called_region
-from passes.ops.markers import UNSHARD
-
-_MARKERS = (UNSHARD, UNSHARD.overloadpacket)
+from passes.ops.markers import UNSHARD_CALLS
 
 
 def only_reads(gm: fx.GraphModule) -> bool:
@@ -31,7 +29,7 @@ def only_reads(gm: fx.GraphModule) -> bool:
     If Dynamo cannot trace a frame, it traces the functions that the frame calls. Each read of a
     parameter is then a graph of its own.
     """
-    reads = ("to_local", *_MARKERS)
+    reads = ("to_local", *UNSHARD_CALLS)
     return all(n.op in ("placeholder", "output") or n.target in reads for n in gm.graph.nodes)
 
 
@@ -69,7 +67,7 @@ def _copied(gm: fx.GraphModule, given: Sequence[Any]) -> fx.GraphModule:
             body, given_inside, _ = region
             inside = [of.get(argument) for argument in given_inside]
             copied.set_submodule(str(node.args[0].target), _copied(body, inside))
-        elif node.op == "call_function" and node.target in _MARKERS:
+        elif node.op == "call_function" and node.target in UNSHARD_CALLS:
             parameter = node.args[0]
             while parameter.op != "placeholder":
                 parameter = parameter.all_input_nodes[0]

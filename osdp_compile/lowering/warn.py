@@ -1,4 +1,4 @@
-"""Warnings of lowering: a graph is not the one that was planned on, or is above the limit."""
+"""Warnings of lowering, as of a graph above the limit."""
 
 from __future__ import annotations
 
@@ -17,6 +17,17 @@ from passes.types.plan import OF_INPUT
 from passes.types.units import format_bytes
 
 log = logging.getLogger("osdp_compile")
+
+
+def of_weights_that_travel(reasons: Mapping[str, str]) -> None:
+    """Warn of weights that travel in a graph, although the plan leaves them where they are."""
+    for name, reason in sorted(reasons.items())[:1]:
+        log.warning(
+            "%d of the weights that stay where they are travel in this graph: %r, %s",
+            len(reasons),
+            name,
+            reason,
+        )
 
 
 def of_whole_tokens(reasons: Mapping[str, str]) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
 from osdp_compile.model.subgraphs import readers_of
-from passes.ops.markers import UNSHARD, unshard_of
+from passes.ops.markers import UNSHARD_CALLS, unshard_of
 
 
 def placeholders(gm: fx.GraphModule) -> list[fx.Node]:
@@ -59,8 +59,7 @@ def marked_name(node: fx.Node) -> str | None:
     For parameters that stay plain tensors: of a DTensor the markers read the local tensor.
     """
     names = {
-        unshard_of(user).name if user.target in (UNSHARD, UNSHARD.overloadpacket) else None
-        for user in readers_of(node)
+        unshard_of(user).name if user.target in UNSHARD_CALLS else None for user in readers_of(node)
     }
     return names.pop() if len(names) == 1 else None
 

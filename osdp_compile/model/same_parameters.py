@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
+from osdp_compile import _torch
 from osdp_compile.errors import RanksDiffer
 from osdp_compile.model.agreement import checksum, equal_on_all, from_all
 from passes.ops.markers import REDUCE_GRAD, reduce_grad_of, unshard_of, unshards
@@ -126,7 +127,4 @@ def comparing(
             node.register_prehook(lambda _: runs.begin(backward, of_backward, group, device))
         return outputs
 
-    # Copy the attributes that AOTAutograd sets for Dynamo. (Not ``functools.wraps``: Dynamo
-    # would look through ``__wrapped__``.)
-    vars(compared).update(getattr(function, "__dict__", {}))
-    return compared
+    return _torch.aot_autograd.with_attributes(compared, function)

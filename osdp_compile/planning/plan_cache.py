@@ -24,14 +24,8 @@ import numpy
 import torch
 
 import passes
-from osdp_compile.calibration.kept_files import (
-    cache_folder,
-    is_used,
-    read_checked,
-    remove,
-    trim,
-    write_checked,
-)
+from osdp_compile.calibration import kept_files
+from osdp_compile.calibration.kept_files import PLANS, cache_folder, is_used
 from osdp_compile.planning.step_key import Uncertain, text_of
 from passes.pipeline import Pass
 from passes.types.context import Context
@@ -47,7 +41,7 @@ _PACKAGES = (Path(passes.__file__).parent, Path(__file__).parents[1])
 def plans_folder() -> Path | None:
     """The folder of kept plans; None: the cache is off."""
     folder = cache_folder()
-    return None if folder is None else folder / "plans"
+    return None if folder is None else folder / PLANS
 
 
 def path_of(step: Sequence[str], ctx: Context) -> Path | None:
@@ -62,8 +56,17 @@ def path_of(step: Sequence[str], ctx: Context) -> Path | None:
     folder = plans_folder()
     if folder is None:
         return None
-    lines = [*versions(), source_digest(), *context_lines(ctx), *step]
-    return folder / f"{hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:32]}.json"
+    return folder / file_name(step, ctx)
+
+
+def file_name(lines: Sequence[str], ctx: Context) -> str:
+    """A name that stands for these lines, a context, this package, and what it depends on.
+
+    Raises:
+        Uncertain: a part of the context has no text of its own.
+    """
+    text = "\n".join([*_versions(), source_digest(), *context_lines(ctx), *lines])
+    return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
 def pass_lines(given: Sequence[Pass]) -> list[str]:
@@ -92,22 +95,9 @@ class KeptPlan:
 
 def find(path: Path, ctx: Context) -> KeptPlan | None:
     """The plan that this file holds, if it was made with the operator times of this profile."""
-    try:
-        kept = _decoded(read_checked(path))
-        different = kept.plan.mismatch(
-            [(one.name, one.shape, one.dtype) for one in ctx.parameters],
-            ctx.world_size,
-            ctx.ranks_of_a_host,
-        )
-        if different is not None:
-            raise ValueError(different)
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, OSError) as error:
-        log.info("the kept plan %s is of no use and dropped: %s", path, error)
-        remove(path)
-        return None
-    if not kept.kernel_seconds.items() <= ctx.hardware.kernel_seconds.items():
+    decode = functools.partial(_decoded, ctx)
+    kept = kept_files.find(path, decode, f"the kept plan {path}")
+    if kept is None or not kept.kernel_seconds.items() <= ctx.hardware.kernel_seconds.items():
         return None
     log.info("plan found: %s. To plan anew, delete it; OSDP_CACHE_DIR='' keeps none", path)
     is_used(path)
@@ -121,11 +111,7 @@ def keep(plan: Plan, ctx: Context, path: Path) -> None:
         "workspaces": ctx.workspaces,
         "plan": plan.to_dict(),
     }
-    try:
-        write_checked(path, json.dumps(data))
-        trim(path.parent, _MOST_BYTES)
-    except OSError as error:
-        log.info("the plan is not kept: %s", error)
+    kept_files.keep(path, json.dumps(data), _MOST_BYTES, "the plan")
 
 
 @functools.cache
@@ -139,8 +125,7 @@ def source_digest() -> str:
     return digest.hexdigest()
 
 
-def versions() -> list[str]:
-    """Versions of what decides on a plan beside this package."""
+def _versions() -> list[str]:
     git: str | None = torch.version.git_version
     packages = (torch.__version__, git, numpy.__version__, networkx.__version__)
     return [platform.python_version(), platform.machine(), *map(str, packages)]
@@ -172,6 +157,14 @@ def context_lines(ctx: Context) -> list[str]:
     return [f"{name}: {text_of(own.get(name, getattr(ctx, name)))}" for name in fields]
 
 
-def _decoded(text: str) -> KeptPlan:
+def _decoded(ctx: Context, text: str) -> KeptPlan:
     data = json.loads(text)
-    return KeptPlan(Plan.from_dict(data["plan"]), data["kernel_seconds"], data["workspaces"])
+    plan = Plan.from_dict(data["plan"])
+    different = plan.mismatch(
+        [(one.name, one.shape, one.dtype) for one in ctx.parameters],
+        ctx.world_size,
+        ctx.ranks_of_a_host,
+    )
+    if different is not None:
+        raise ValueError(different)
+    return KeptPlan(plan, data["kernel_seconds"], data["workspaces"])

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from osdp_compile import _torch
 from osdp_compile.errors import OsdpError
 from passes.graph.fx_utils import output_node
-from passes.ops.markers import UNSHARD, unshard_of
+from passes.ops.markers import UNSHARD, UNSHARD_CALLS, unshard_of
 
 #: The reads of each graph being compiled: the name of the parameter, and the marker's result.
 _noted: list[list[tuple[str, Tensor]]] = []
@@ -101,10 +101,11 @@ def watching_returned(
 
     ``names``: the sharded parameters.
     """
+    results: Any = output_node(gm.graph).args[0]
     returned = [
         (place, unshard_of(node).name)
-        for place, node in enumerate(_results(gm))
-        if isinstance(node, fx.Node) and node.target in (UNSHARD, UNSHARD.overloadpacket)
+        for place, node in enumerate(results)
+        if isinstance(node, fx.Node) and node.target in UNSHARD_CALLS
     ]
     returned = [(place, name) for place, name in returned if name in names]
     if not returned:
@@ -116,9 +117,7 @@ def watching_returned(
             watch_gathered(name, results[place])
         return results
 
-    # AOTAutograd sets attributes for Dynamo.
-    vars(watching).update(getattr(function, "__dict__", {}))
-    return watching
+    return _torch.aot_autograd.with_attributes(watching, function)
 
 
 def assigned_in(gm: fx.GraphModule, inputs: Sequence[Any], names: Mapping[int, str]) -> set[str]:
@@ -144,15 +143,10 @@ def refuse_assigned_reads(gm: fx.GraphModule, assigned: Collection[str]) -> None
         OsdpError: if it does.
     """
     for node in output_node(gm.graph).all_input_nodes:
-        if node.target in (UNSHARD, UNSHARD.overloadpacket):
+        if node.target in UNSHARD_CALLS:
             name = unshard_of(node).name
             if name in assigned:
                 refuse_write(name)
-
-
-def _results(gm: fx.GraphModule) -> Sequence[Any]:
-    results: Any = output_node(gm.graph).args[0]
-    return results if isinstance(results, list | tuple) else [results]
 
 
 def refuse_write(name: str) -> NoReturn:

@@ -258,7 +258,4 @@ def watched(
         watch.saves(outputs, step.kept_bytes)
         return outputs
 
-    # Copy the attributes that AOTAutograd sets for Dynamo. (Not ``functools.wraps``: Dynamo
-    # would look through ``__wrapped__``.)
-    vars(call).update(getattr(function, "__dict__", {}))
-    return call
+    return _torch.aot_autograd.with_attributes(call, function)

@@ -191,7 +191,4 @@ def timed(
             return traces.forward(function, args, kwargs)
         return function(*args, **kwargs)
 
-    # Copy the attributes that AOTAutograd sets for Dynamo. (Not ``functools.wraps``: Dynamo
-    # would look through ``__wrapped__``.)
-    vars(stamped).update(getattr(function, "__dict__", {}))
-    return stamped
+    return _torch.aot_autograd.with_attributes(stamped, function)

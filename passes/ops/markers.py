@@ -148,6 +148,10 @@ def set_args(node: fx.Node, marker: Unshard | ReduceGrad) -> None:
         node.args = args[:-3] if is_flat else args[:-1]
 
 
+#: What a Dynamo graph calls for an ``unshard`` marker.
+UNSHARD_CALLS = (UNSHARD, UNSHARD.overloadpacket)
+
+
 def unshards(graph: fx.Graph) -> list[fx.Node]:
     """The ``unshard`` nodes of a graph, in order."""
     return list(graph.find_nodes(op="call_function", target=UNSHARD))
