@@ -5,7 +5,8 @@ are ready. All other readers of the result then wait too, among them collectives
 starts earlier. The inputs of the first kernel then live longer. This module refuses the fusion if
 the first kernel would so wait for an extern kernel (an operator that Inductor calls and does not
 generate), and its result has other readers or fewer bytes than the inputs that it is the last to
-read.
+read. The kernel waits for the extern kernels before it in the schedule if the reader adds to zeros
+that the schedule fills after them.
 
 Inductor also fuses kernels that read one tensor. If the earlier of them would wait for an extern
 kernel, its inputs would live until then. This module refuses this fusion too.
@@ -19,6 +20,7 @@ live longer than in the schedule. This module restores the order of the schedule
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 import hashlib
@@ -35,8 +37,10 @@ from osdp_compile import _torch
 from passes.graph.fx_utils import bytes_of, is_alias, positions, root_of
 from passes.graph.metadata import COST
 
-#: By scheduler and node name: the place of the last extern kernel that the node needs, or -1.
+#: By scheduler and node name: the place of the last extern kernel that the node waits for, or -1.
 _needed: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
+#: By scheduler: the places of its extern kernels, in order.
+_extern_places: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
 #: By scheduler and buffer name: the place of the buffer's last reader.
 _last_readers: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
 
@@ -180,17 +184,36 @@ def _places_of_results(results: list[Any]) -> dict[Any, int]:
 
 
 def _puts_off(scheduler: Any, earlier: Any, later: Any) -> bool:
-    """Whether ``later`` needs an extern kernel that runs after ``earlier``."""
+    """Whether ``later`` waits for an extern kernel that runs after ``earlier``."""
     return any(_last_needed(scheduler, node) > earlier.max_order for node in later.get_nodes())
 
 
 def _last_needed(scheduler: Any, node: Any) -> int:
+    """The place of the last extern kernel that a node waits for, or -1.
+
+    A node waits for the extern kernels that it needs. It also waits for those that run before a
+    buffer is filled that it needs, such as the zeros that ``index_put`` adds to.
+    """
     known = _needed.setdefault(scheduler, {})
     name = node.get_name()
     if name not in known:
-        ancestors = (scheduler.name_to_node[one] for one in node.ancestors)
-        known[name] = max((one.min_order for one in ancestors if one.is_extern()), default=-1)
+        known[name] = -1
+        for one in (scheduler.name_to_node[ancestor] for ancestor in node.ancestors):
+            if one.is_extern():
+                known[name] = max(known[name], one.min_order)
+            elif not one.ancestors:
+                known[name] = max(known[name], _extern_before(scheduler, one))
     return known[name]
+
+
+def _extern_before(scheduler: Any, node: Any) -> int:
+    """The place of the last extern kernel before a node in the schedule, or -1."""
+    if scheduler not in _extern_places:
+        every = (own for kernel in scheduler.nodes for own in kernel.get_nodes())
+        _extern_places[scheduler] = sorted(one.min_order for one in every if one.is_extern())
+    places = _extern_places[scheduler]
+    before = bisect.bisect_left(places, node.min_order)
+    return places[before - 1] if before else -1
 
 
 def _has_others(node: Any, reader: Any) -> bool:

@@ -28,6 +28,7 @@ REASONS = {
     "osdp_compile/engine/backend.py": {"_said": ONCE},
     "osdp_compile/lowering/inductor_fusion.py": {
         "_needed": CACHE,
+        "_extern_places": CACHE,
         "_last_readers": CACHE,
         "_source_digest": CACHE,
     },

@@ -72,6 +72,14 @@ def product_of_what_is_kept(x, one, other):
     return early + between.sin(), wide.sum(), tall.sum()
 
 
+def added_to_late_zeros(x, one, other):
+    """A result that a product reads, and that is added to zeros behind the product."""
+    early = x.sum(1, keepdim=True) * x
+    between = torch.addmm(one, early, one)
+    place = other[0].abs().long() + torch.arange(64)
+    return between, torch.zeros(64, 64).index_put((place,), early, accumulate=True)
+
+
 def called(function) -> list[str]:
     """The products and the kernels of a function, in the order in which they are called."""
     torch._dynamo.reset()
@@ -134,6 +142,15 @@ def test_a_result_is_computed_where_the_schedule_has_it():
 
 def test_inductor_by_itself_computes_it_directly_before_its_reader():
     assert called(read_by_a_late_product) == ["addmm", "cpp_fused", "mm"]
+
+
+def test_a_result_is_not_put_off_until_zeros_are_filled():
+    with in_place():
+        assert called(added_to_late_zeros) == ["cpp_fused", "addmm", "cpp_fused"]
+
+
+def test_inductor_by_itself_fills_the_zeros_early():
+    assert called(added_to_late_zeros) == ["cpp_fused", "addmm"]
 
 
 def test_other_compilations_are_as_they_were():
