@@ -5,8 +5,7 @@ are ready. All other readers of the result then wait too, among them collectives
 starts earlier. The inputs of the first kernel then live longer. This module refuses the fusion if
 the first kernel would so wait for an extern kernel (an operator that Inductor calls and does not
 generate), and its result has other readers or fewer bytes than the inputs that it is the last to
-read. The kernel waits for the extern kernels before it in the schedule if the reader adds to zeros
-that the schedule fills after them.
+read. A reader that adds to zeros waits for all extern kernels that run before the zeros are filled.
 
 Inductor also fuses kernels that read one tensor. If the earlier of them would wait for an extern
 kernel, its inputs would live until then. This module refuses this fusion too.
