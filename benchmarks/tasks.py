@@ -166,6 +166,10 @@ def _gpt() -> nn.Module:
     return GPT(GPTConfig(layers=2, width=512, context=128))
 
 
+def _wide_gpt() -> nn.Module:
+    return GPT(GPTConfig(layers=2, width=1024, context=128))
+
+
 TASKS: dict[str, Task] = {
     "GPT": Task(_gpt, words(1024, 4, 128)),
     "wide MLP": Task(wide_mlp, _pictures((64, 512))),
@@ -175,6 +179,7 @@ TASKS: dict[str, Task] = {
 #: All tasks: these, and those of the benchmarks of slices and of moves.
 ALL_TASKS = {
     **TASKS,
+    "wide GPT": Task(_wide_gpt, words(1024, 2, 128)),
     "DLRM": Task(lambda: Scored(Ratings()), _ratings),
     "wide layer": Task(lambda: Scored(WideLayer()), _pictures((64, 1024))),
     "many words": Task(ManyWords, words(MANY_WORDS, 4, MANY_WORDS_TOKENS // 4)),
