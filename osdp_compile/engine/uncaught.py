@@ -47,7 +47,8 @@ _HINTS = {
         "since the first call parameters are DTensors: every rank has its rows. A copy of the "
         "model, an average (EMA) of it or a state dict from before is plain: make it after the "
         "first call, or after osdp_compile.shard. For a penalty of weights, add the full_tensor() "
-        "of its sum, on every rank"
+        "of its sum, on every rank. Inside a forward read a parameter as its module's attribute "
+        "(module.weight): parameters() and state_dict() give the DTensor there, too"
     ),
     "is not supported for tensor subclasses": (
         "since the first call parameters are DTensors: call full_tensor() before, on every rank"
@@ -57,6 +58,10 @@ _HINTS = {
         "tensor with copy_, or this rank's rows through to_local()"
     ),
     "Couldn't swap": "move or convert a model before its first call",
+    "it's not the same object as": (
+        "a sharded module has a class of its own, which pickle does not find: save "
+        "model.state_dict() in place of the model"
+    ),
 }
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]

@@ -60,7 +60,8 @@ def session_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Session | None:
             raise OsdpError(
                 "a DTensor parameter of this model was not sharded by osdp: do not wrap the "
                 "model in FSDP or replace its parameters (model.to, load_state_dict(assign=True)) "
-                "after the first call. Of a model that parallelize_module distributed over "
+                "after the first call. In place of copy.deepcopy of a sharded model, build another "
+                "one and load the state dict. Of a model that parallelize_module distributed over "
                 "mesh['tp'], give the other dimension: options={'mesh': mesh['dp']}"
             )
         if session is not None and found[1] is not session:

@@ -135,6 +135,23 @@ def test_errors_of_torch_about_dtensors_get_a_hint(monkeypatch, capsys):
         assert "[osdp] since the first call parameters are DTensors" in said, error
 
 
+def test_a_model_that_pickle_refuses_gets_a_hint(monkeypatch, capsys):
+    import pickle
+
+    from osdp_compile.engine import uncaught
+    from osdp_compile.model.mixed_precision import subclass
+
+    monkeypatch.setattr(sys, "excepthook", lambda *error: None)
+    uncaught.print_for_users()
+    module = torch.nn.Linear(2, 2)
+    reader = property(lambda one: one._parameters["weight"])
+    subclass(module, {"weight": reader})  # as a sharded one
+    with pytest.raises(pickle.PicklingError) as raised:
+        pickle.dumps(module)
+    sys.excepthook(raised.type, raised.value, None)
+    assert "save model.state_dict() in place of the model" in capsys.readouterr().err
+
+
 def test_an_error_that_is_caught_has_its_type_and_text_and_can_be_sent(monkeypatch):
     import pickle
 
