@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from examples.gpt import GPT, GPTConfig
-from osdp_compile import PeakMemory, Plan, report
+from osdp_compile import PeakMemory, Plan, plan_of, report
 from osdp_compile.errors import RanksDiffer
 from passes.types.decision import FLAT_DECISIONS
 from tests.chosen import more
@@ -30,7 +30,7 @@ CONFIG = GPTConfig(vocab=256, layers=1, width=192, heads=4, context=64)
 #: Of the largest weights: as long as one of them is in flight, nothing else is.
 LARGEST_BYTES = 4 * CONFIG.width * 4 * CONFIG.width
 #: So low that not all can be replicated, and high enough that nothing is recomputed.
-LIMIT_BYTES = 16 << 20
+LIMIT_BYTES = 10 << 20
 #: What measured peaks may be of predicted ones: above as for messages (docs/limits.md), and
 #: below less tight, for gloo frees its copies when its thread is given a core. On a busy machine
 #: that may always be before the predicted peak; the next highest one is 1.2 % lower.
@@ -102,6 +102,9 @@ def peaks(rank, world_size, kind, one_in_flight):
             compiled(tokens, tokens).backward()
             optimizer.step()
             optimizer.zero_grad()
+    plan = plan_of(model)
+    if kind == "limit":
+        assert plan.shards and not plan.recompute, plan
     said = report(model, peak_bytes=memory.peak_bytes)
     copied_bytes = [one.size_bytes for one in said.peak_buffers if one.name.endswith(" copy")]
     return memory.peak_bytes, said.predicted_peak_bytes, sum(copied_bytes)
