@@ -48,6 +48,8 @@ _ENVIRONMENT = {
     "OSDP_CACHE_DIR": "",  # no cached profiles: measure in every run
     "OSDP_DEBUG": "1",  # every graph is checked after every pass
 }
+#: Of ranks between the first and the last one, whose graphs are like these.
+_IN_BETWEEN = {"OSDP_DEBUG": ""}
 
 
 class RankFailed(AssertionError):
@@ -149,7 +151,8 @@ class Ranks:
             for rank in range(self.world_size):
                 ours, theirs = context.Pipe()
                 place = (rank, self.world_size, folder, self._backend, self._device)
-                of_rank = (theirs, *place, dict(os.environ))
+                own = _IN_BETWEEN if 0 < rank < self.world_size - 1 else {}
+                of_rank = (theirs, *place, {**os.environ, **own})
                 process = context.Process(target=_rank_main, args=of_rank, daemon=True)
                 process.start()
                 theirs.close()

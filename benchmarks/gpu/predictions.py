@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,7 @@ from osdp_compile.calibration.optimizer_times import with_update_seconds
 from osdp_compile.calibration.workspaces import measured_workspaces
 from osdp_compile.planning.traced_step import predicted, trace
 from osdp_compile.trace import fake_world
+from passes.plan.constants import CONSTANTS
 from passes.types.hardware import LinkRate
 
 RANKS = 8
@@ -51,7 +53,7 @@ UNIFORM = ("replicate", "shard_keep", "shard_regather")
 MOVING = {"tensor_parallel": False, "tensor_parallel_kept": True}
 PLANS = (*UNIFORM, "limit", *MOVING)
 #: Of a dry run.
-FEW_PLANS = ("replicate", "limit", "tensor_parallel")
+FEW_PLANS = ("limit", "tensor_parallel")
 _WARMUP_STEPS, _STEPS = 3, 8
 #: Memory of one training. As many compile at once as the GPU has room for.
 _ROOM_BYTES = 24 << 30
@@ -175,6 +177,14 @@ def _kernels_seconds(run: Callable[[], object]) -> float:
 
 
 @contextlib.contextmanager
+def _few_evaluations() -> Iterator[None]:
+    """A context in which the planner evaluates few plans, for a dry run."""
+    few = dataclasses.replace(CONSTANTS, most_plans=20)
+    with mock.patch("passes.plan.search.CONSTANTS", few):
+        yield
+
+
+@contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """A context in which no other plan of the folder trains."""
     with (folder / "lock").open("w") as lock:
@@ -235,7 +245,8 @@ def main() -> None:
     logging.getLogger("osdp_compile").setLevel(logging.WARNING)
     size, device = SMALL if given.dry else FULL, torch.device(given.device)
     if given.phase == "prepare":
-        prepare(size, device, given.folder)
+        with _few_evaluations() if given.dry else contextlib.nullcontext():
+            prepare(size, device, given.folder)
         return
     found = train(size, device, given.folder, given.plan)
     (given.folder / f"{given.plan}-measured.json").write_text(json.dumps(found))

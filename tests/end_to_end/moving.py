@@ -175,14 +175,14 @@ class WithLoss(nn.Module):
     ``config``: the name of its configuration; "": the usual one. ``more``: for the configuration.
     """
 
-    def __init__(self, kind: str, config: str = "", **more: Any) -> None:
+    def __init__(self, kind: str, config: str = "", layers: int = 1, **more: Any) -> None:
         super().__init__()
         transformers = pytest.importorskip("transformers")
         given = getattr(transformers, config or f"{kind}Config")(
             vocab_size=64,
             hidden_size=32,
             intermediate_size=48,
-            num_hidden_layers=2,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=8,

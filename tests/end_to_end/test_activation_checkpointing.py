@@ -119,7 +119,7 @@ class ReentrantBrokenInside(BrokenInside):
         (Model, None),
         (Reentrant, "shard_keep"),
         (Nested, "replicate"),
-        (OfSequences, 0.3),
+        (OfSequences, "shard_keep"),
         (Selective, "shard_regather"),
         (BrokenInside, "replicate"),
         (ReentrantBrokenInside, "shard_regather"),

@@ -11,6 +11,7 @@ from torch import nn
 
 from osdp_compile import Plan
 from osdp_compile.engine import backend
+from tests.chosen import more
 from tests.end_to_end.test_dynamic_shapes import Language, sentences
 from tests.training import SLOW
 
@@ -57,7 +58,7 @@ def lengths_of_a_dynamic_graph(rank, world_size, how):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("how", ["all", pytest.param("marked", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("how", ["all", *more("marked")])
 def test_a_new_length_within_a_dynamic_graph_does_not_compile_again(two_ranks, how):
     for first, others in two_ranks.run(lengths_of_a_dynamic_graph, how):
         assert first == (True, 1)
@@ -72,7 +73,7 @@ def a_new_length_of_a_static_graph(rank, world_size, stance):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("stance", ["default", "eager_on_recompile", "force_eager"])
+@pytest.mark.parametrize("stance", ["default", "eager_on_recompile", *more("force_eager")])
 def test_a_stance_says_what_a_new_length_does(two_ranks, stance):
     for found in two_ranks.run(a_new_length_of_a_static_graph, stance):
         assert found == (True, int(stance == "default"))

@@ -94,7 +94,6 @@ def own_loss(model, batch):
 _ALWAYS = ("T5",)
 
 
-@pytest.mark.inductor
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", [*_ALWAYS, *others(MODELS, _ALWAYS)])
 def test_trains_like_one_process(two_ranks, name):

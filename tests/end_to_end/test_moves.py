@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from osdp_compile import OsdpError
 from passes.types.plan import Collective
+from tests.chosen import more
 from tests.end_to_end.moving import (
     GATED,
     MLP,
@@ -53,9 +54,7 @@ def _train(rank, world_size, make, rest, recipe, keep_tokens=False, chunks=1):
     return apart, max(map(abs, norms)), placed, plan_in_force(model), differ
 
 
-@pytest.mark.parametrize(
-    "rest", [pytest.param("replicate", marks=pytest.mark.thorough), "shard_regather"]
-)
+@pytest.mark.parametrize("rest", ["shard_regather", *more("replicate")])
 @pytest.mark.parametrize("keep_tokens", [False, True])
 def test_an_mlp_that_stays_trains_like_one_process(two_ranks, rest, keep_tokens):
     found = two_ranks.run(_train, Mlp, rest, recipe_of(batch), keep_tokens)
@@ -113,7 +112,7 @@ def differing(step: int, micro: int, rank: int) -> Tensor:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("keep_tokens", [False, True])
+@pytest.mark.parametrize("keep_tokens", [True, *more(False)])
 def test_ranks_with_other_batches_train_like_one_process(two_ranks, keep_tokens):
     """Weights travel in steps whose batches differ: rank 0 has a second graph for them."""
     results = two_ranks.run(_train, Mlp, "shard_regather", recipe_of(differing), keep_tokens)
@@ -201,9 +200,7 @@ def _planned(rank, world_size, rows):
     return plan_in_force(model).moved, apart
 
 
-@pytest.mark.parametrize(
-    "rows, moved", [(4, set(GATED)), pytest.param(1024, set(), marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("rows, moved", [(4, set(GATED)), *more((1024, set()))])
 def test_the_planner_moves_the_smaller_thing(two_ranks, rows, moved):
     for found, apart in two_ranks.run(_planned, rows):
         assert found == moved

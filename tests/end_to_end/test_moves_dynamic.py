@@ -9,9 +9,7 @@ from tests.end_to_end.moving import Gated, Language, Mlp, Words, train_dynamic
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "make", [Gated, pytest.param(Language, marks=pytest.mark.thorough), *more(Mlp, Words)]
-)
+@pytest.mark.parametrize("make", [Language, *more(Gated, Mlp, Words)])
 def test_one_graph_for_all_sizes_moves_activations(two_ranks, make):
     for apart, travel, differ in two_ranks.run(train_dynamic, make, False):
         assert apart < 1e-11

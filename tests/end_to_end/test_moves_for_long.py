@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.chosen import more
 from tests.end_to_end.moving import its_loss
 from tests.training import SLOW, Recipe, Reference, adamw, plan_in_force, train_osdp
 
@@ -56,8 +57,10 @@ def _train(rank, world_size):
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-def test_300_steps_of_changing_batches_end_like_one_process(four_ranks):
-    for apart, losses, moved, said in four_ranks.run(_train):
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", ["two_ranks", *more("four_ranks")])
+def test_300_steps_of_changing_batches_end_like_one_process(request, ranks):
+    for apart, losses, moved, said in request.getfixturevalue(ranks).run(_train):
         assert apart < 1e-11 and losses < 1e-11
         assert not any("travel in this graph" in one for one in said)
         assert moved >= {"up.weight", "down.weight"}

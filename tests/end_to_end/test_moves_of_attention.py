@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import osdp_compile
 from osdp_compile import Plan
+from tests.chosen import more
 from tests.end_to_end.moving import WithLoss, its_loss, recipe_of
 from tests.training import (
     SLOW,
@@ -76,7 +77,7 @@ def _attention(rank, world_size, keys, bias):
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "ranks, keys, bias",
-    [("two_ranks", 2, True), pytest.param("four_ranks", 4, False, marks=pytest.mark.thorough)],
+    [("two_ranks", 2, True), *more(("four_ranks", 4, False))],
 )
 def test_attention_by_heads_trains_like_one_process(request, ranks, keys, bias):
     found = request.getfixturevalue(ranks).run(_attention, keys, bias)
@@ -118,9 +119,7 @@ def _fused(rank, world_size, chunks):
     return ours.distance(wanted), norms, str(model.qkv.weight.placements)
 
 
-@pytest.mark.parametrize(
-    "ranks, chunks", [("two_ranks", 2), pytest.param("four_ranks", 1, marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("ranks, chunks", [("two_ranks", 2), *more(("four_ranks", 1))])
 def test_a_fused_projection_alone_trains_like_one_process(request, ranks, chunks):
     """In step 4 the ranks have other batches, so the weights travel."""
     for apart, norm, placed in request.getfixturevalue(ranks).run(_fused, chunks):
@@ -199,7 +198,7 @@ def _peak(rank, world_size, chunks):
 
 @pytest.mark.inductor
 @pytest.mark.thorough
-@pytest.mark.parametrize("chunks", [1, 2, 4])
+@pytest.mark.parametrize("chunks", [1, 4, *more(2)])
 def test_the_measured_peak_of_chunks_is_the_predicted_one(two_ranks, chunks):
     for measured, predicted in two_ranks.run(_peak, chunks):
         assert 0.85 * predicted <= measured <= 1.02 * predicted, (measured, predicted)
@@ -225,7 +224,7 @@ def _of_hugging_face(rank, world_size, kind):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("kind", ["Qwen3", *more("Llama")])
 def test_a_model_of_hugging_face_moves_in_all_its_groups(two_ranks, kind):
     pytest.importorskip("transformers")
     for apart, rest in two_ranks.run(_of_hugging_face, kind):
@@ -240,7 +239,7 @@ def test_a_model_of_hugging_face_moves_in_all_its_groups(two_ranks, kind):
 def _of_hugging_face_in_chunks(rank, world_size, kind):
     """Distance from one process in float32; the numbers of sums of tokens in both directions."""
     torch.manual_seed(0)
-    model = WithLoss(kind, tie_word_embeddings=kind == "Qwen3")
+    model = WithLoss(kind, layers=2, tie_word_embeddings=kind == "Qwen3")
     recipe = Recipe(step=its_loss, optimizer=adamw, steps=5, batch=_ids, max_norm=1.0)
     reference = Reference(copy.deepcopy(model), recipe, world_size)
     own = dict(model.named_parameters())
@@ -257,7 +256,7 @@ def _of_hugging_face_in_chunks(rank, world_size, kind):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("kind", ["Llama", *more("Qwen3")])
 def test_a_model_of_hugging_face_whose_layers_have_chunks(two_ranks, kind):
     """Qwen3 has norms of queries and keys."""
     pytest.importorskip("transformers")
@@ -276,7 +275,7 @@ class Gpt2(nn.Module):
         config = transformers.GPT2Config(
             vocab_size=64,
             n_embd=32,
-            n_layer=2,
+            n_layer=1,
             n_head=4,
             n_positions=16,
             use_cache=False,
@@ -309,6 +308,6 @@ def _gpt_2(rank, world_size):
 def test_gpt_2_of_hugging_face_moves_with_its_fused_attention_alone(two_ranks):
     pytest.importorskip("transformers")
     for apart, moved, fused in two_ranks.run(_gpt_2):
-        assert apart < 1e-5 and len(fused) == 2
+        assert apart < 1e-5 and len(fused) == 1
         assert all(alone and "of a fused weight" in reason for alone, reason in fused)
         assert moved == {"wte", "c_fc", "c_proj", "c_attn"}

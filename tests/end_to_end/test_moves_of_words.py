@@ -87,8 +87,7 @@ def _language(rank, world_size, tied, named):
     ("ranks", "tied"),
     [
         ("two_ranks", True),
-        ("four_ranks", False),
-        *more(("two_ranks", False), ("four_ranks", True)),
+        *more(("four_ranks", False), ("two_ranks", False), ("four_ranks", True)),
     ],
 )
 def test_a_head_with_its_loss_trains_like_one_process(request, ranks, tied):

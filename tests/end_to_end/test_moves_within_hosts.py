@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import osdp_compile
 from osdp_compile import Plan
 from passes.types.hardware import LinkRate
+from tests.chosen import more
 from tests.end_to_end.moving import (
     GATED,
     MLP,
@@ -66,8 +67,7 @@ def _train(rank, world_size, make, rest, recipe):
     "make, rest",
     [
         (Mlp, "shard_host_keep"),
-        pytest.param(Mlp, "shard_regather", marks=pytest.mark.thorough),
-        pytest.param(Gated, "replicate", marks=pytest.mark.thorough),
+        *more((Mlp, "shard_regather"), (Gated, "replicate")),
     ],
 )
 def test_weights_that_stay_within_hosts_train_like_one_process(four_ranks, make, rest):
@@ -93,14 +93,12 @@ def _go_on(called, trained, its, steps, rank):
 
 #: Plans that a checkpoint is loaded under, for four ranks.
 OTHERS = {
-    "within hosts": plan_on_hosts,
     "on all ranks": lambda model: Plan.uniform(
         model.named_parameters(), "shard_keep", world_size=4
     ).tensor_parallel(MLP),
     "weights within hosts": lambda model: Plan.uniform(
         model.named_parameters(), "shard_host_regather", world_size=4, ranks_of_a_host=2
     ),
-    "replicated": lambda model: Plan.uniform(model.named_parameters(), "replicate", world_size=4),
 }
 
 
@@ -207,7 +205,7 @@ def _planned(rank, world_size, latency):
 
 @pytest.mark.parametrize(
     "latency, scope",
-    [pytest.param(*one, marks=pytest.mark.thorough) for one in ((1.0, "host"), (1e-6, "all"))],
+    [pytest.param(1.0, "host", marks=pytest.mark.thorough), *more((1e-6, "all"))],
 )
 def test_the_planner_decides_at_the_first_call(four_ranks, latency, scope):
     for scopes, apart in four_ranks.run(_planned, latency):

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from examples.gpt import GPT, GPTConfig
-from osdp_compile import PeakMemory, Plan, report
+from osdp_compile import PeakMemory, Plan, plan_of, report
 from osdp_compile.errors import RanksDiffer
 from passes.types.decision import FLAT_DECISIONS
 from tests.chosen import more
@@ -26,11 +26,11 @@ from tests.ranks import Ranks
 from tests.training import SLOW, Recipe, mixed_plan, trains_like_reference
 
 NATIVE = {"OSDP_NATIVE_COLLECTIVES": "1"}
-CONFIG = GPTConfig(vocab=256, layers=2, width=192, heads=4, context=64)
+CONFIG = GPTConfig(vocab=256, layers=1, width=192, heads=4, context=64)
 #: Of the largest weights: as long as one of them is in flight, nothing else is.
 LARGEST_BYTES = 4 * CONFIG.width * 4 * CONFIG.width
 #: So low that not all can be replicated, and high enough that nothing is recomputed.
-LIMIT_BYTES = 16 << 20
+LIMIT_BYTES = 10 << 20
 #: What measured peaks may be of predicted ones: above as for messages (docs/limits.md), and
 #: below less tight, for gloo frees its copies when its thread is given a core. On a busy machine
 #: that may always be before the predicted peak; the next highest one is 1.2 % lower.
@@ -49,9 +49,7 @@ def uneven():
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize(
-    "plan", ["shard_regather", pytest.param(0.3, marks=pytest.mark.thorough), *more("shard_keep")]
-)
+@pytest.mark.parametrize("plan", ["shard_regather", *more(0.3, "shard_keep")])
 def test_trains_like_one_process(native_ranks, plan):
     trains_like_reference(native_ranks, uneven, plan, Recipe(max_norm=1.0))
 
@@ -104,6 +102,9 @@ def peaks(rank, world_size, kind, one_in_flight):
             compiled(tokens, tokens).backward()
             optimizer.step()
             optimizer.zero_grad()
+    plan = plan_of(model)
+    if kind == "limit":
+        assert plan.shards and not plan.recompute, plan
     said = report(model, peak_bytes=memory.peak_bytes)
     copied_bytes = [one.size_bytes for one in said.peak_buffers if one.name.endswith(" copy")]
     return memory.peak_bytes, said.predicted_peak_bytes, sum(copied_bytes)
@@ -129,7 +130,7 @@ def least_peaks(ranks, kind, one_in_flight):
 @pytest.mark.inductor
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", ["shard_regather", "mixed", "limit"])
+@pytest.mark.parametrize("kind", ["shard_regather", "limit", *more("mixed")])
 def test_the_measured_peak_is_the_predicted_one(native_ranks, kind):
     for measured_bytes, predicted_bytes, copied_bytes in least_peaks(native_ranks, kind, True):
         assert BELOW * predicted_bytes <= measured_bytes <= ABOVE * predicted_bytes

@@ -12,6 +12,7 @@ from torch.distributed.tensor.experimental._attention import _ContextParallel
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from osdp_compile import OsdpError, Plan
+from tests.chosen import more
 from tests.end_to_end.test_parallelized import adamw, distance, local_parameters
 from tests.training import SLOW
 
@@ -124,11 +125,11 @@ def loss_of(called, batch, part=slice(None)):
     return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:][:, part].flatten())
 
 
-def cut_sequences(rank, world_size, dims, kind, way):
-    """``dims``: of the option ``mesh``; ``way``: to gather keys. The distance to one process, or
-    the error."""
-    tp = world_size // 4
-    mesh = init_device_mesh("cpu", (2, 2, tp), mesh_dim_names=("dp", "cp", "tp"))
+def cut_sequences(rank, world_size, dims, kind, way, tp=1):
+    """``dims``: of the option ``mesh``; ``way``: to gather keys; ``tp``: ranks that share weights.
+    The distance to one process, or the error."""
+    places = world_size // (2 * tp)
+    mesh = init_device_mesh("cpu", (places, 2, tp), mesh_dim_names=("dp", "cp", "tp"))
     model, reference = made(), made()
     for block in model.blocks:
         way(block.attended, mesh["cp"])
@@ -152,7 +153,8 @@ def cut_sequences(rank, world_size, dims, kind, way):
         except OsdpError as error:
             return str(error)
         optimizers[0].zero_grad()
-        (sum(loss_of(reference, batch_of(step, one)) for one in range(2)) / 2).backward()
+        losses = [loss_of(reference, batch_of(step, one)) for one in range(places)]
+        (sum(losses) / places).backward()
         optimizers[1].step()
         optimizers[1].zero_grad()
     return distance(model, reference)
@@ -162,7 +164,7 @@ def cut_sequences(rank, world_size, dims, kind, way):
     ("dims", "kind", "way"),
     [
         ("dp_cp", "shard_regather", by_functions),
-        pytest.param(("dp", "cp"), "replicate", by_dtensors, marks=pytest.mark.thorough),
+        *more((("dp", "cp"), "replicate", by_dtensors)),
         pytest.param(("dp", "cp"), "shard_keep", by_torch, marks=pytest.mark.thorough),
     ],
 )
@@ -171,8 +173,14 @@ def test_sequences_that_ranks_share_train_like_one_process(four_ranks, dims, kin
 
 
 @pytest.mark.thorough
+def test_sequences_that_ranks_share_beside_tensor_parallelism(four_ranks):
+    found = four_ranks.run(cut_sequences, "dp_cp", "shard_regather", by_dtensors, tp=2)
+    assert max(found) < 1e-11
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("kind", "way"), [("shard_regather", by_functions), ("replicate", by_torch)]
+    ("kind", "way"), [("replicate", by_torch), *more(("shard_regather", by_functions))]
 )
 def test_a_mesh_without_the_ranks_of_a_sequence_is_refused_on_every_rank(four_ranks, kind, way):
     for said in four_ranks.run(cut_sequences, "dp", kind, way):

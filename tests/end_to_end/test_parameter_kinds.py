@@ -100,8 +100,7 @@ def words(step, micro, rank):
     "plan",
     [
         pytest.param("shard_regather", marks=pytest.mark.inductor),
-        pytest.param(0.5, marks=pytest.mark.thorough),
-        *more("shard_keep", "replicate"),
+        *more(0.5, "shard_keep", "replicate"),
     ],
 )
 def test_tied_weights_are_one_parameter(two_ranks, plan):

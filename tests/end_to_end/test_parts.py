@@ -11,6 +11,7 @@ from torch import nn
 
 import osdp_compile
 from osdp_compile.tracking.session import session_for
+from tests.chosen import more
 from tests.training import (
     SLOW,
     Recipe,
@@ -190,7 +191,7 @@ def peak_by_blocks(rank, world_size, share):
 
 @pytest.mark.inductor
 @pytest.mark.thorough
-@pytest.mark.parametrize("share", [1.05, 1.3])
+@pytest.mark.parametrize("share", [1.05, *more(1.3)])
 def test_blocks_keep_a_limit(two_ranks, share):
     for peak_bytes, predicted_bytes, limit_bytes, _ in two_ranks.run(peak_by_blocks, share):
         assert predicted_bytes <= limit_bytes

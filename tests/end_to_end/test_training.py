@@ -130,7 +130,6 @@ def test_one_decision_for_all_parameters_equals_one_process(two_ranks, plan, opt
     assert equals_one_process(two_ranks, TWO_LAYERS, plan, optimizer) == {plan}
 
 
-@pytest.mark.inductor
 @pytest.mark.thorough
 def test_the_planners_own_mix_equals_one_process(two_ranks):
     taken = equals_one_process(two_ranks, ONE_LAYER, NEAR_THE_LEAST, adamw)

@@ -19,7 +19,7 @@ from benchmarks.processes import free_port
 from tests.chosen import more
 from tests.project.test_examples import EXAMPLES, environment, losses, torchrun
 
-STEPS = 600
+STEPS = 240
 #: A lost host is noticed after three seconds, and hosts that come are waited for one second.
 QUICK = "join_timeout=120,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 
@@ -84,19 +84,30 @@ class Namespaces(OneMachine):
         self._hosts.plug_in(number)
 
 
+#: torchrun, which begins once a file is there: its imports take seconds.
+AGENT = """
+import pathlib, sys, time
+from torch.distributed.run import main
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.1)
+main(sys.argv[2:])
+"""
+
+
 class Host:
-    """torchrun's agent on one host, and its rank."""
+    """torchrun's agent on one host, and its rank. The agent waits until it may :meth:`begin`."""
 
     def __init__(
         self, name: str, place: OneMachine, number: int, folder: Path, cache: Path, steps: int
     ) -> None:
         self.number, self.log = number, folder / f"{name}.log"
-        command = [*place.prefix(number), sys.executable, "-m", "torch.distributed.run"]
+        self._begins = folder / f"{name}.begins"
+        command = [*place.prefix(number), sys.executable, "-c", AGENT, str(self._begins)]
         command += ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3"]
         command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={place.endpoint}"]
         command += [f"--local-addr={place.address(number)}", "--rdzv-id=elastic"]
         command += [f"--rdzv-conf={place.settings(number)}", "--monitor-interval=0.1"]
-        command += [str(EXAMPLES / "elastic.py"), f"--steps={steps}", "--every=2", "--timeout=30"]
+        command += [str(EXAMPLES / "elastic.py"), f"--steps={steps}", "--every=3", "--timeout=30"]
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
                 command,
@@ -105,6 +116,11 @@ class Host:
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
+
+    def begin(self) -> Host:
+        """Let the agent join the others."""
+        self._begins.touch()
+        return self
 
     def end(self) -> None:
         """End its processes at once."""
@@ -168,16 +184,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory, inductor_cache: Path) -> dic
 
 def goes_on(place: OneMachine, folder: Path, cache: Path, whole: dict[int, float]) -> None:
     """Two hosts, then one, then two; the losses of each step are those of one run."""
-    first = Host("first", place, 0, folder, cache, STEPS)
+    first = Host("first", place, 0, folder, cache, STEPS).begin()
     hosts = [first]
     try:
         accepts(place)  # on one machine, the agent that comes first holds the rendezvous
-        hosts.append(Host("second", place, 1, folder, cache, STEPS))
+        hosts.append(Host("second", place, 1, folder, cache, STEPS).begin())
         until(r"^step [1-9]\d+ .* ranks 2$", *hosts)
+        hosts.append(Host("again", place, 1, folder, cache, STEPS))
         place.lose(hosts[1])
         until("^1 ranks go on after step [1-9]", first)
         place.mend(1)
-        hosts.append(Host("again", place, 1, folder, cache, STEPS))
+        hosts[2].begin()
         until(rf"^step {STEPS} .* ranks 2$", *hosts)
         assert first.process.wait(60) == 0 and hosts[2].process.wait(60) == 0
     finally:

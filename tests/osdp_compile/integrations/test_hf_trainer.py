@@ -18,6 +18,7 @@ import osdp_compile
 from osdp_compile import Decision, Plan
 from osdp_compile.engine import backend
 from osdp_compile.integrations.checkpoint_files import OptimizerFiles
+from tests.chosen import more
 from tests.end_to_end.test_hugging_face import LENGTH, WORDS, made
 from tests.ranks import Ranks
 from tests.training import SLOW
@@ -26,6 +27,8 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 ROWS, STEPS = 32, 4
+#: Rows of an evaluation: the last batch of each rank is smaller than the others.
+EVALUATED = 30
 
 
 def rows() -> list[dict[str, torch.Tensor]]:
@@ -37,7 +40,7 @@ def rows() -> list[dict[str, torch.Tensor]]:
 def arguments(folder: Path, **changed: Any):
     given: dict[str, Any] = {
         "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 2,
+        "per_device_eval_batch_size": 4,
         "gradient_accumulation_steps": 2,
         "max_steps": STEPS,
         "save_steps": STEPS // 2,
@@ -76,11 +79,15 @@ def trained(trainer, begun: str | None = None, evaluates: bool = True) -> Simple
     trainer.save_model(str(saved))
     torch.distributed.barrier()
     whole = transformers.AutoModelForCausalLM.from_pretrained(saved)
+    with graphs_lowered() as lowered:
+        eval_loss = trainer.evaluate()["eval_loss"] if evaluates else None
+        predictions = trainer.predict(rows()[:EVALUATED]).predictions if evaluates else None
     return SimpleNamespace(
         losses=[entry["loss"] for entry in logged],
         norms=[entry["grad_norm"] for entry in logged],
-        eval_loss=trainer.evaluate()["eval_loss"] if evaluates else None,
-        predictions=trainer.predict(rows()).predictions if evaluates else None,
+        eval_loss=eval_loss,
+        predictions=predictions,
+        lowered_to_evaluate=lowered.call_count,
         weights={name: one.detach() for name, one in whole.named_parameters()},
         bytes_saved=(saved / "model.safetensors").stat().st_size,
     )
@@ -101,6 +108,7 @@ def by_osdp(
     whole_optimizer: bool = False,
     **changed: Any,
 ) -> SimpleNamespace:
+    """Also has the trainer. Without ``begun`` it is evaluated, before training too."""
     from osdp_compile.integrations.hf_trainer import OsdpTrainer
 
     model, data = made("GPT-2"), rows()
@@ -112,13 +120,33 @@ def by_osdp(
         osdp_options={"plan": plan_of(model, kind), "hardware": SLOW},
         osdp_whole_optimizer=whole_optimizer,
     )
+    if begun is None:
+        with graphs_lowered() as lowered:
+            assert_evaluates_as_a_plain_one(trainer, **changed)
+        assert lowered.call_count == 0
     result = trained(trainer, begun, evaluates=begun is None)
     figures = [one.get("osdp/predicted_step_seconds") for one in trainer.state.log_history[-4:]]
     assert any(figures), "the log has no figures of the step"
     assert trainer.args.torch_compile_backend == "osdp"
     assert all(isinstance(one, DTensor) for one in model.parameters()) == kind.sharded
     assert osdp_compile.plan_of(model) is not None
+    result.trainer = trainer
     return result
+
+
+def graphs_lowered() -> Any:
+    """A context with a mock that is called for each graph that is lowered."""
+    return mock.patch.object(backend, "lower", wraps=backend.lower)
+
+
+def assert_evaluates_as_a_plain_one(trainer: Any, **changed: Any) -> None:
+    """Before training. A plain trainer of its own, for one that evaluated trains wrongly."""
+    data, args = rows()[:EVALUATED], arguments(Path(trainer.args.output_dir), **changed)
+    plain = transformers.Trainer(made("GPT-2"), args)
+    found, wanted = (one.predict(data) for one in (trainer, plain))
+    assert found.metrics["test_loss"] == pytest.approx(wanted.metrics["test_loss"], rel=1e-5)
+    tolerance = 2e-2 if args.bf16 else 1e-4
+    np.testing.assert_allclose(found.predictions, wanted.predictions, tolerance, tolerance)
 
 
 def assert_same(one: SimpleNamespace, other: SimpleNamespace, tolerance: float = 1e-5) -> None:
@@ -128,55 +156,60 @@ def assert_same(one: SimpleNamespace, other: SimpleNamespace, tolerance: float =
     torch.testing.assert_close(one.norms, other.norms, **close)
     if one.eval_loss is not None:
         torch.testing.assert_close(one.eval_loss, other.eval_loss, **close)
-        assert one.predictions.shape == (ROWS, LENGTH, WORDS)
+        assert one.predictions.shape == (EVALUATED, LENGTH, WORDS)
         np.testing.assert_allclose(one.predictions, other.predictions, tolerance, 10 * tolerance)
     torch.testing.assert_close(one.weights, other.weights, **close)
     assert one.bytes_saved == other.bytes_saved
 
 
-def trains_as_with_ddp(rank: int, world_size: int, folder: Path) -> None:
+def trains_as_with_ddp(rank: int, world_size: int, folder: Path) -> list[float]:
+    """The losses. Checkpoints have the optimizer's shards, and load under another plan."""
     with as_torchrun(rank, world_size):
-        expected = by_ddp(folder / "ddp")
+        expected = by_ddp(folder / "ddp", save_steps=1)
         assert len(set(expected.losses)) == STEPS
         assert max(expected.norms) > 0.5  # something is clipped
-        assert_same(by_osdp(folder / "osdp", whole_optimizer=True), expected)
+        first = by_osdp(folder / "osdp")
+        assert_same(first, expected)
+        assert first.lowered_to_evaluate > 0, "a sharded model is not evaluated compiled"
 
-        half = str(folder / "osdp" / f"checkpoint-{STEPS // 2}")
-        again = by_osdp(folder / "again", Decision.REPLICATE, half)
-        assert_same(again, expected)
-        assert_same(by_ddp(folder / "plain", half), expected)
-        from_ddp = str(folder / "ddp" / f"checkpoint-{STEPS // 2}")
-        assert_same(by_osdp(folder / "from ddp", begun=from_ddp), expected)
-
-
-@pytest.mark.thorough
-def test_a_trainer_trains_saves_and_goes_on_as_with_ddp(two_ranks, tmp_path):
-    two_ranks.run(trains_as_with_ddp, tmp_path)
-
-
-def goes_on_from_shards(rank: int, world_size: int, folder: Path) -> list[float]:
-    """Half of the steps, then the others under another plan; as in one go."""
-    with as_torchrun(rank, world_size):
-        expected = by_osdp(folder / "osdp")
         half = folder / "osdp" / f"checkpoint-{STEPS // 2}"
         assert not (half / "optimizer.pt").exists()
         assert len(list((half / "osdp_optimizer").glob("*.distcp"))) == world_size
+        # Into parameters that are cut already.
+        assert_same(trained(first.trainer, str(half)), expected)
         with watched_states() as at_load:
-            found = by_osdp(folder / "again", Decision.SHARD_KEEP, str(half))
-        assert_same(found, expected)
+            again = by_osdp(folder / "again", Decision.SHARD_KEEP, str(half))
+        assert_same(again, expected)
         assert at_load == ["sharded"]  # no rank held whole state
-        if rank == 0:
-            (half / "osdp_optimizer" / ".metadata").rename(folder / "metadata")
-        torch.distributed.barrier()
-        with pytest.raises(osdp_compile.OsdpError, match="no complete checkpoint"):
-            by_osdp(folder / "incomplete", begun=str(half))
-        torch.distributed.barrier()
-        if rank == 0:
-            (folder / "metadata").rename(half / "osdp_optimizer" / ".metadata")
-        torch.distributed.barrier()
-        with pytest.raises(FileNotFoundError, match=r"optimizer\.pt"):  # not new state in silence
-            by_ddp(folder / "plain", str(half))
+        for kind in more(Decision.REPLICATE):
+            assert_same(by_osdp(folder / "replicated", kind, str(half)), expected)
+        refuses_incomplete_checkpoints(rank, folder, half)
+        goes_on_between_whole_checkpoints(folder, expected)
         return expected.losses
+
+
+def refuses_incomplete_checkpoints(rank: int, folder: Path, half: Path) -> None:
+    """Without metadata, and a plain trainer, which does not read shards."""
+    if rank == 0:
+        (half / "osdp_optimizer" / ".metadata").rename(folder / "metadata")
+    torch.distributed.barrier()
+    with pytest.raises(osdp_compile.OsdpError, match="no complete checkpoint"):
+        by_osdp(folder / "incomplete", begun=str(half))
+    torch.distributed.barrier()
+    if rank == 0:
+        (folder / "metadata").rename(half / "osdp_optimizer" / ".metadata")
+    torch.distributed.barrier()
+    with pytest.raises(FileNotFoundError, match=r"optimizer\.pt"):  # not new state in silence
+        by_ddp(folder / "plain", str(half))
+
+
+def goes_on_between_whole_checkpoints(folder: Path, expected: SimpleNamespace) -> None:
+    """From DDP's to ours, and from ours to DDP's."""
+    given = {"whole_optimizer": True, "save_steps": 1}
+    begun = str(folder / "ddp" / f"checkpoint-{STEPS // 2}")
+    assert_same(by_osdp(folder / "from ddp", begun=begun, **given), expected)
+    later = str(folder / "from ddp" / f"checkpoint-{STEPS - 1}")
+    assert_same(by_ddp(folder / "to ddp", later), expected)
 
 
 @contextlib.contextmanager
@@ -206,10 +239,11 @@ def goes_on_alone(rank: int, world_size: int, folder: Path, half: str) -> list[f
 
 
 @pytest.mark.thorough
-def test_optimizer_shards_go_on_under_another_plan_and_on_one_rank(
+def test_a_trainer_trains_evaluates_saves_and_goes_on_as_with_ddp(
     two_ranks, inductor_cache, tmp_path
 ):
-    losses, _ = two_ranks.run(goes_on_from_shards, tmp_path)
+    """Under another plan too, in the same trainer, on one rank, from and to DDP's checkpoints."""
+    losses, _ = two_ranks.run(trains_as_with_ddp, tmp_path)
     half = str(tmp_path / "osdp" / f"checkpoint-{STEPS // 2}")
     with Ranks(1, inductor_cache) as one_rank:
         (alone,) = one_rank.run(goes_on_alone, tmp_path / "alone", half)
@@ -226,40 +260,6 @@ def test_training_and_evaluation_call_one_compiled_model(tmp_path):
     assert trainer._wrap_model(evaluating) is evaluating
 
 
-def evaluates(rank: int, world_size: int, folder: Path) -> None:
-    """Before training, after it, and with a smaller last batch: compiled, as with DDP."""
-    from osdp_compile.integrations.hf_trainer import OsdpTrainer
-
-    with as_torchrun(rank, world_size):
-        data = rows()[:-2]
-
-        def trainer_of(cls: type, **more: Any) -> Any:
-            args = arguments(folder, max_steps=2, save_strategy="no", per_device_eval_batch_size=4)
-            return cls(made("GPT-2"), args, train_dataset=data, eval_dataset=data, **more)
-
-        options = {"plan": plan_of(made("GPT-2"), Decision.SHARD_REGATHER), "hardware": SLOW}
-        ours = trainer_of(OsdpTrainer, osdp_options=options)
-        lowered = []
-        for trained_yet in (False, True):
-            theirs = trainer_of(transformers.Trainer)  # a plain one that evaluated trains wrongly
-            for one in (ours, theirs) if trained_yet else ():
-                transformers.set_seed(0)  # the order of the batches
-                one.train()
-            with mock.patch.object(backend, "lower", wraps=backend.lower) as lower:
-                found = [one.predict(data) for one in (ours, theirs)]
-            lowered.append(lower.call_count)
-            losses = [one.metrics["test_loss"] for one in found]
-            assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-            predictions = [one.predictions for one in found]
-            np.testing.assert_allclose(*predictions, 1e-4, 1e-4)
-        assert lowered[0] == 0 and lowered[1] > 0, "a sharded model is not evaluated compiled"
-
-
-@pytest.mark.thorough
-def test_evaluation_is_compiled_and_predicts_as_with_ddp(two_ranks, tmp_path):
-    two_ranks.run(evaluates, tmp_path)
-
-
 def trains_in_bf16(rank: int, world_size: int, folder: Path) -> None:
     with as_torchrun(rank, world_size):
         expected = by_ddp(folder / "ddp", bf16=True, save_strategy="no")
@@ -272,27 +272,6 @@ def trains_in_bf16(rank: int, world_size: int, folder: Path) -> None:
 @pytest.mark.thorough
 def test_a_trainer_with_autocast(two_ranks, tmp_path):
     two_ranks.run(trains_in_bf16, tmp_path)
-
-
-def begins_a_sharded_model_again(rank: int, world_size: int, folder: Path) -> None:
-    """The second ``train()`` loads whole optimizer state for parameters that are cut already."""
-    from osdp_compile.integrations.hf_trainer import OsdpTrainer
-
-    with as_torchrun(rank, world_size):
-        model, data = made("GPT-2"), rows()
-        args = arguments(folder)
-        options = {"plan": plan_of(model, Decision.SHARD_REGATHER), "hardware": SLOW}
-        trainer = OsdpTrainer(
-            model, args, train_dataset=data, eval_dataset=data, osdp_options=options
-        )
-        first = trained(trainer)
-        again = trained(trainer, str(folder / f"checkpoint-{STEPS // 2}"))
-        assert_same(again, first)
-
-
-@pytest.mark.thorough
-def test_a_second_train_goes_on_from_a_checkpoint(two_ranks, tmp_path):
-    two_ranks.run(begins_a_sharded_model_again, tmp_path)
 
 
 def accelerate_alone(rank: int, world_size: int) -> None:

@@ -168,10 +168,11 @@ def test_a_mesh_of_two_dimensions_goes_stage_by_stage():
 
 @pytest.mark.thorough
 def test_a_limit_that_is_too_low_names_the_least_that_works():
+    given = {"world_size": 8, "hardware": SLOW}
     with pytest.raises(InfeasibleLimit, match="least possible") as refused:
-        osdp_compile.plan(on_meta(), batch(), world_size=8, hardware=SLOW, memory_limit="100KiB")
+        osdp_compile.plan(Narrow(), (torch.ones(8, 64),), memory_limit="10KiB", **given)
     least = refused.value.least_bytes
-    plan = osdp_compile.plan(on_meta(), batch(), world_size=8, hardware=SLOW, memory_limit=least)
+    plan = osdp_compile.plan(Narrow(), (torch.ones(8, 64),), memory_limit=least, **given)
     assert plan.prediction.peak_bytes <= least
 
 
@@ -179,7 +180,7 @@ def test_a_limit_that_is_too_low_names_the_least_that_works():
 def test_the_optimizer_counts():
     peaks = [
         osdp_compile.plan(
-            on_meta(), batch(), world_size=8, hardware=SLOW, optimizer=optimizer
+            Narrow(), (torch.ones(8, 64),), world_size=8, hardware=SLOW, optimizer=optimizer
         ).prediction.peak["optimizer"]
         for optimizer in ("adamw", 4)
     ]

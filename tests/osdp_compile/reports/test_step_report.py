@@ -97,6 +97,7 @@ def test_the_measured_peak_is_the_predicted_one_and_under_the_limit(outcomes):
         assert measured_bytes == pytest.approx(predicted_bytes - UNSEEN_BYTES, rel=0.002), said
 
 
+@pytest.mark.inductor
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_what_two_ranks_train_is_reported(outcomes, folder):
@@ -148,7 +149,7 @@ def test_a_model_that_was_not_trained_has_no_report():
 
 
 @pytest.mark.thorough
-def test_a_forward_alone_is_no_step():
+def test_a_forward_alone_is_no_step(short_search):
     torch.compiler.reset()
     model = GPT(CONFIG)
     with fake_world(2):
@@ -162,7 +163,7 @@ def test_a_forward_alone_is_no_step():
 
 
 @pytest.mark.thorough
-def test_another_batch_is_reported_when_it_has_been_compiled():
+def test_another_batch_is_reported_when_it_has_been_compiled(short_search):
     torch.compiler.reset()
     model = GPT(CONFIG)
     compiled = torch.compile(model, backend=backend, dynamic=False)

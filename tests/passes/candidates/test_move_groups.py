@@ -83,7 +83,7 @@ def planned(batch: int, **changes):
 
 
 @pytest.mark.thorough
-@pytest.mark.usefixtures("medium_search")
+@pytest.mark.usefixtures("short_search")
 def test_the_planner_moves_the_smaller_thing() -> None:
     few, many = (planned(batch, tensor_parallel=True) for batch in (2, 256))
     up = "layers.0.up.weight"
@@ -118,7 +118,7 @@ def test_the_planner_takes_chunks_where_they_hide_tokens(latency: float, is_chun
 
 
 @pytest.mark.thorough
-@pytest.mark.usefixtures("medium_search")
+@pytest.mark.usefixtures("short_search")
 def test_named_groups_stay_whatever_the_search_finds() -> None:
     plan = planned(256, tensor_parallel=("layers.1.down.weight",))
     assert plan.moved == {

@@ -144,6 +144,7 @@ def test_slices_are_tried_for_the_operators_at_the_peak():
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("medium_search")
 def test_slices_lower_the_least_memory_of_a_folded_step(monkeypatch):
     step, folded, ctx = captured()
     least = least_limit(folded, ctx, PASSES).peak_bytes

@@ -144,6 +144,7 @@ def planned(rows: int, shared: int = 4, **changes) -> Plan:
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("medium_search")
 @pytest.mark.parametrize("rows, decision", [(1, OVER_ALL), (64, WITHIN), (4096, None)])
 def test_the_planner_chooses_the_ranks_by_what_their_links_cost(rows, decision) -> None:
     plan = planned(rows)
@@ -157,6 +158,7 @@ def test_the_planner_chooses_the_ranks_by_what_their_links_cost(rows, decision) 
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("medium_search")
 @pytest.mark.parametrize("rows, shared, decision", [(256, 4, WITHIN), (1, 1, OVER_ALL)])
 def test_named_weights_stay_on_the_better_ranks(rows, shared, decision) -> None:
     plan = planned(rows, shared, tensor_parallel=("up.weight",))

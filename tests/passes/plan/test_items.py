@@ -28,6 +28,7 @@ from tests.passes.captures import capture_step
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("medium_search")
 def test_a_plan_of_a_folded_step_is_near_that_of_the_whole(monkeypatch):
     """And between plans for all layers alike there are some for which others fit."""
     # Of a folded step nothing runs in slices; recomputing has tests of its own.

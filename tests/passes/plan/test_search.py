@@ -17,6 +17,7 @@ from passes.types.context import Context
 from passes.types.decision import Decision
 from passes.types.hardware_presets import PRESETS
 from passes.types.plan import OF_INPUT, Plan
+from tests.chosen import others
 from tests.hashes import printed_with_another_hash_seed
 from tests.passes.captures import capture_step
 from tests.passes.plan.test_planner import (
@@ -32,7 +33,11 @@ from tests.searching import short_searches
 
 EACH_MODEL = pytest.mark.parametrize(
     "model",
-    [pytest.param(one, marks=pytest.mark.thorough if one != "even" else ()) for one in MODELS],
+    [
+        "even",
+        pytest.param("biased", marks=pytest.mark.thorough),
+        *others(MODELS, ("even", "biased")),
+    ],
 )
 
 
@@ -65,7 +70,7 @@ def guessing() -> tuple[nn.Module, Tensor]:
     ("make", "along", "plans"),
     [
         (wide, {"up.weight": 0, "down.weight": 1}, 100),
-        (guessing, {"head.weight": OF_INPUT}, 600),
+        (guessing, {"head.weight": OF_INPUT}, 100),
     ],
 )
 def test_what_no_other_plan_fits_fits_in_slices(make, along, plans):
@@ -91,7 +96,7 @@ def _fits_in_slices(step: Captured, ctx: Context, along: dict[str, int]) -> None
     assert not sliced(planned(step, ctx, None))
 
 
-@pytest.mark.usefixtures("medium_search")
+@pytest.mark.usefixtures("short_search")
 @pytest.mark.thorough
 def test_by_hand_whatever_else_is_decided():
     step, ctx = capture_step(Mlp(256, bias=True), torch.randn(3, 6), world_size=4)
@@ -142,7 +147,7 @@ def test_an_infeasible_limit_says_the_least_and_that_works(model: str):
     assert peak_of(make_plan(step, ctx.replace(limit_bytes=least), PASSES)) <= least
 
 
-@EACH_MODEL
+@pytest.mark.parametrize("model", ["even", *others(MODELS, ("even",))])
 def test_the_least_limit_is_about_that_of_the_smallest_of_all_plans(model: str, monkeypatch):
     step, ctx = captured(model)
     # Those plans run nothing in slices, and recompute nothing.
@@ -229,8 +234,10 @@ def test_slices_that_lose_time_make_room_to_recompute_less():
 def evaluated_in_order() -> str:
     """The number of candidates that a search evaluates, and the rank of each in their order."""
     step, ctx = captured("even", rows=64)
-    evaluator = PlanEvaluator(step, ctx.replace(limit_bytes=limits(step, ctx, 5)[1]), PASSES)
-    Search(evaluator).fastest()
+    with short_searches(60):
+        limited = ctx.replace(limit_bytes=limits(step, ctx, 5)[1])
+        evaluator = PlanEvaluator(step, limited, PASSES)
+        Search(evaluator).fastest()
     return f"{len(evaluator.seen)} {[evaluator.rank(key) for key in evaluator.seen]}"
 
 

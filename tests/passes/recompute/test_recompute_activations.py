@@ -211,7 +211,7 @@ def least_bytes(captured: Captured, ctx: Context) -> int:
 
 
 @pytest.mark.thorough
-@pytest.mark.usefixtures("medium_search")
+@pytest.mark.usefixtures("short_search")
 def test_the_planner_recomputes_under_a_limit_that_is_too_small_otherwise(monkeypatch):
     captured, ctx = of_layers()
     least = least_bytes(captured, ctx)
