@@ -191,7 +191,8 @@ def _last_needed(scheduler: Any, node: Any) -> int:
     """The place of the last extern kernel that a node waits for, or -1.
 
     A node waits for the extern kernels that it needs. It also waits for those that run before a
-    buffer is filled that it needs, such as the zeros that ``index_put`` adds to.
+    buffer is filled that it needs, such as the zeros that ``index_put`` adds to. What reads the
+    graph's inputs alone does not count: Inductor's place for it may be that of its reader.
     """
     known = _needed.setdefault(scheduler, {})
     name = node.get_name()
@@ -200,7 +201,7 @@ def _last_needed(scheduler: Any, node: Any) -> int:
         for one in (scheduler.name_to_node[ancestor] for ancestor in node.ancestors):
             if one.is_extern():
                 known[name] = max(known[name], one.min_order)
-            elif not one.ancestors:
+            elif not one.read_writes.reads:
                 known[name] = max(known[name], _extern_before(scheduler, one))
     return known[name]
 
