@@ -80,6 +80,13 @@ def added_to_late_zeros(x, one, other):
     return between, torch.zeros(64, 64).index_put((place,), early, accumulate=True)
 
 
+def read_with_a_sum_of_inputs(x, one, other):
+    """A result that a product reads, and that a later one reads with a sum of inputs alone."""
+    early = x.sin()
+    between = torch.addmm(one, early, one)
+    return between, early * other.cos().sum(1, keepdim=True)
+
+
 def called(function) -> list[str]:
     """The products and the kernels of a function, in the order in which they are called."""
     torch._dynamo.reset()
@@ -151,6 +158,12 @@ def test_a_result_is_not_put_off_until_zeros_are_filled():
 
 def test_inductor_by_itself_fills_the_zeros_early():
     assert called(added_to_late_zeros) == ["cpp_fused", "addmm"]
+
+
+def test_what_needs_inputs_alone_is_fused():
+    wanted = called(read_with_a_sum_of_inputs)
+    with in_place():
+        assert called(read_with_a_sum_of_inputs) == wanted == ["cpp_fused", "addmm"]
 
 
 def test_other_compilations_are_as_they_were():
