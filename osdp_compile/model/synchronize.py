@@ -99,7 +99,7 @@ def _has_bytes(tensor: Tensor) -> bool:
 
 def _digest(tensor: Tensor, end_bytes: int | None) -> bytes:
     """A digest of a tensor's bytes, or of so many at its two ends."""
-    data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    data: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
     parts = [data] if end_bytes is None else [data[:end_bytes], data[-end_bytes:]]
     found = hashlib.sha256()
     for part in parts:

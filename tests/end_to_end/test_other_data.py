@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.experimental._attention import _ContextParallel
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -129,6 +130,7 @@ def cut_sequences(rank, world_size, dims, kind, way, tp=1):
     """``dims``: of the option ``mesh``; ``way``: to gather keys; ``tp``: ranks that share weights.
     The distance to one process, or the error."""
     places = world_size // (2 * tp)
+    _clear_sharding_prop_cache()  # it may know an equal mesh of another test
     mesh = init_device_mesh("cpu", (places, 2, tp), mesh_dim_names=("dp", "cp", "tp"))
     model, reference = made(), made()
     for block in model.blocks:
