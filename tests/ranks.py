@@ -48,8 +48,6 @@ _ENVIRONMENT = {
     "OSDP_CACHE_DIR": "",  # no cached profiles: measure in every run
     "OSDP_DEBUG": "1",  # every graph is checked after every pass
 }
-#: Of ranks between the first and the last one, whose graphs are like these.
-_IN_BETWEEN = {"OSDP_DEBUG": ""}
 
 
 class RankFailed(AssertionError):
@@ -151,8 +149,7 @@ class Ranks:
             for rank in range(self.world_size):
                 ours, theirs = context.Pipe()
                 place = (rank, self.world_size, folder, self._backend, self._device)
-                own = _IN_BETWEEN if 0 < rank < self.world_size - 1 else {}
-                of_rank = (theirs, *place, {**os.environ, **own})
+                of_rank = (theirs, *place, dict(os.environ))
                 process = context.Process(target=_rank_main, args=of_rank, daemon=True)
                 process.start()
                 theirs.close()

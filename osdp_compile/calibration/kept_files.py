@@ -58,7 +58,8 @@ def read_own(path: Path) -> str:
 def find(path: Path, decode: Callable[[str], _Kept], what: str) -> _Kept | None:
     """What :func:`keep` wrote; None: nothing, or it is of no use and dropped.
 
-    ``decode``: raises ``ValueError`` or ``KeyError`` for what is of no use. ``what``: of the log.
+    ``decode``: reads the text; it raises ``ValueError`` or ``KeyError`` for a useless one.
+    ``what``: the file's name in the log.
     """
     try:
         checksum, _, body = read_own(path).partition("\n")

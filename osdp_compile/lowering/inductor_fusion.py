@@ -190,9 +190,9 @@ def _puts_off(scheduler: Any, earlier: Any, later: Any) -> bool:
 def _last_needed(scheduler: Any, node: Any) -> int:
     """The place of the last extern kernel that a node waits for, or -1.
 
-    A node waits for the extern kernels that it needs. It also waits for those that run before a
-    buffer is filled that it needs, such as the zeros that ``index_put`` adds to. What reads the
-    graph's inputs alone does not count: Inductor's place for it may be that of its reader.
+    A node waits for the extern kernels that it needs. A node that needs a filled buffer, such as
+    the zeros that ``index_put`` adds to, also waits for the extern kernels before the fill. Kernels
+    that read graph inputs alone do not count: Inductor's place for one may be that of its reader.
     """
     known = _needed.setdefault(scheduler, {})
     name = node.get_name()

@@ -26,15 +26,15 @@ from tests.ranks import Ranks
 from tests.training import SLOW, Recipe, mixed_plan, trains_like_reference
 
 NATIVE = {"OSDP_NATIVE_COLLECTIVES": "1"}
-CONFIG = GPTConfig(vocab=256, layers=1, width=192, heads=4, context=64)
+CONFIG = GPTConfig(vocab=256, layers=2, width=192, heads=4, context=64)
 #: Of the largest weights: as long as one of them is in flight, nothing else is.
 LARGEST_BYTES = 4 * CONFIG.width * 4 * CONFIG.width
 #: So low that not all can be replicated, and high enough that nothing is recomputed.
-LIMIT_BYTES = 10 << 20
+LIMIT_BYTES = 18 << 20
 #: What measured peaks may be of predicted ones: above as for messages (docs/limits.md), and
 #: below less tight, for gloo frees its copies when its thread is given a core. On a busy machine
-#: that may always be before the predicted peak; the next highest one is 3.8 % lower.
-ABOVE, BELOW = 1.003, 0.95
+#: that may always be before the predicted peak; the next highest one is 1.2 % lower.
+ABOVE, BELOW = 1.003, 0.97
 
 
 @pytest.fixture(scope="module")
