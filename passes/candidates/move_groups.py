@@ -168,7 +168,7 @@ def _lone_group(
         layers = tuple(((name, dim),) for name in names)
         group = MoveGroup(layers, weight_bytes, 0, decision, alone=True)
         try:
-            _check_even(group.dims, ctx, decision)
+            _check_shared(group.dims, ctx, decision)
             token_bytes = _trial(captured, ctx, dict(layers[0]), decision, alone=True)
             if len(layers) > 1:
                 _trial(captured, ctx, group.dims, decision, alone=True)
@@ -190,7 +190,7 @@ def _over_all(captured: Captured, ctx: Context, group: MoveGroup) -> MoveGroup |
     decision = Decision.SHARD_REGATHER
     first = dict(group.layers[0])
     try:
-        _check_even(first, ctx, decision)
+        _check_shared(first, ctx, decision)
         token_bytes = _trial(captured, ctx, first, decision, alone=group.alone)
         if len(group.layers) > 1:
             _trial(captured, ctx, group.dims, decision, alone=group.alone)
@@ -239,7 +239,7 @@ def _group(
     """
     chosen = {names[0]: dim}
     while True:
-        _check_even(chosen, ctx, decision)
+        _check_shared(chosen, ctx, decision)
         try:
             token_bytes = _trial(captured, ctx, chosen, decision)
             break
@@ -263,12 +263,19 @@ def _group(
     return found
 
 
-def _check_even(dims: Mapping[str, int], ctx: Context, decision: Decision) -> None:
-    ranks = ctx.cut(decision).ranks
+def _check_shared(dims: Mapping[str, int], ctx: Context, decision: Decision) -> None:
+    """Refuse parameters of which a rank would have nothing.
+
+    Raises:
+        Refused: naming the first one.
+    """
+    layouts = [ctx.cut(decision)]
+    if ctx.mesh_dims and not decision.within_host:
+        layouts.append(dataclasses.replace(layouts[0], hosts=ctx.mesh_dims[0].size))
     for name, dim in dims.items():
         size = ctx.parameter(name).shape[dim]
-        if size % ranks:
-            raise Refused(f"{ranks} ranks do not divide the {size} of {name}")
+        if not all(one.fewest_rows(size) for one in layouts):
+            raise Refused(f"{layouts[0].ranks} ranks are too many for the {size} of {name}")
 
 
 def _has_chunks(
@@ -330,5 +337,5 @@ def _set_shards(graph: fx.Graph, ctx: Context, dims: Mapping[str, int], decision
         for shard, name in shards.items():
             if name in dims:
                 local = list(ctx.parameter(name).shape)
-                local[dims[name]] //= ctx.cut(decision).ranks
+                local[dims[name]] = ctx.cut(decision).own_rows(local[dims[name]])
                 shard.meta["val"] = empty_value(shard.meta["val"], local)

@@ -38,9 +38,10 @@ def bagged(mover: Mover, node: fx.Node) -> Placed | None:
         return None
     if any(user.args[1] and set(user.users) - {mover.output} for user in node.users):
         return None  # the bags of ids are read here too
-    part, total = found.node.meta["val"].shape[0], table.meta["val"].shape[0]
+    total = table.meta["val"].shape[0]
+    start, _ = mover.layout.rows(total)
     everything = _of_all(mover, node, ids, offsets, found.names)
-    args = (found.node, *everything, mover.ranks, mover.place * part, total)
+    args = (found.node, *everything, mover.ranks, start, total)
     return found.of(mover.emit(TAKE_BAGS, (*args, options.get("mode", _SUM) == _MEAN)))
 
 
@@ -73,14 +74,14 @@ def put_in_bags(mover: Mover, put: fx.Node, node: fx.Node, names: frozenset[str]
     """
     names_of = ("rows", "scale", "mode", "sparse", "weights", "padding")
     options = _options(put, 6, names_of)
-    if options.pop("rows") % mover.ranks or not _is_plain(options):
+    start, stop = mover.layout.rows(options.pop("rows"))
+    if not _is_plain(options):
         return None
     gradient, ids, offsets = arguments_of(put)[:3]
     everything = _of_all(mover, node, ids, offsets, names)
-    rows = put.meta["val"].shape[0] // mover.ranks
     args = (*everything, all_tokens(mover, gradient, node, names), mover.ranks)
     is_mean = options.get("mode", _SUM) == _MEAN
-    return mover.emit(PUT_BAGS, (*args, mover.place * rows, rows, is_mean))
+    return mover.emit(PUT_BAGS, (*args, start, stop - start, is_mean))
 
 
 def _options(node: fx.Node, first: int, names: tuple[str, ...]) -> dict[str, Any]:

@@ -52,9 +52,12 @@ def stacked(mover: Mover, node: fx.Node) -> Placed | PartialSum:
 
 def _columns(mover: Mover, node: fx.Node, weight: Placed) -> Placed | None:
     """Local tokens times the experts, or the columns, that this rank has; None: other parts."""
-    *bias, tokens, _ = operands_of(node)
+    *bias, tokens, stack = operands_of(node)
     if weight.features not in (_EXPERTS, _FEATURES):
         return None
+    experts = stack.meta["val"].shape[_EXPERTS]
+    if weight.features == _EXPERTS and not mover.divides(experts):
+        raise mover.refused(node, f"{mover.ranks} ranks do not divide the {experts} experts")
     own, names = [], weight.names
     for one in bias:
         placed = mover.placed.get(one)

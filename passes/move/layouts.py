@@ -1,7 +1,8 @@
 """Layouts: operators that give the elements of placed tensors other places.
 
 A reshape may split the sliced dimension, or merge it with later ones, as attention does with its
-heads: if the sliced dimension stays outermost among these, each rank keeps one block::
+heads: if the sliced dimension stays outermost among these, each rank keeps one block. The ranks
+must divide it, before and after::
 
     [B, S, H D] -> [B, S, H, D]          rank r has the heads r H/N ...
     [B, K, G, S, D] -> [B, K G, S, D]    K heads for keys, each for G queries
@@ -65,12 +66,12 @@ def viewed(mover: Mover, node: fx.Node) -> Placed:
     is_outer = found.tokens is None or (found.tokens == 0 and found.features > 0)
     if features is None or not is_outer or (found.tokens == 0 and features == 0):
         raise mover.refused(node, f"{named(node)} mixes tokens and features")
-    if shape[features] % mover.ranks:
-        size = shape[features]
+    size, before = shape[features], source.meta["val"].shape[found.features]
+    if not always_equal(size, before) and not (mover.divides(size) and mover.divides(before)):
         reason = f"{mover.ranks} ranks do not divide the {size} heads, or parts, of {named(node)}"
         raise mover.refused(node, reason)
     sizes = [size if isinstance(size, int) else sizes[dim] for dim, size in enumerate(shape)]
-    sizes[features] = shape[features] // mover.ranks
+    sizes[features] = mover.layout.own_rows(shape[features])
     if found.tokens == 0:
         sizes = mover.of_all(sizes, shape)
     made = mover.emit(_aten.reshape.default, (found.node, sizes))

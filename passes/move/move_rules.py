@@ -80,11 +80,11 @@ class Mover:
     ``replaced``: by name of a node that is no more, the name of the node in its place.
     ``dims``: by parameter, the dimension that the ranks share. ``alone``: the weights whose
     products are groups of their own. ``lone``: the products of their gradients (``products.py``);
-    ``lone_totals``: these for the tokens of all ranks. ``ranks``: their number; ``place``:
-    this rank's index among them; ``group``: their process group. ``between``: the process group of
-    the ranks with the same parts on other hosts; "": there are none. ``totals``: the sums of
-    partial sums, in graph order. ``gradients``: the gradients of weights that stay, each with the
-    nodes that add it up between hosts. ``spreads``: local
+    ``lone_totals``: these for the tokens of all ranks. ``layout``: the parts of the ranks that
+    share the weights; ``ranks``: their number; ``group``: their process group. ``between``: the
+    process group of the ranks with the same parts on other hosts; "": there are none. ``totals``:
+    the sums of partial sums, in graph order. ``gradients``: the gradients of weights that stay,
+    each with the nodes that add it up between hosts. ``spreads``: local
     tensors in other placements. ``constants``: tensors that numbers of the graph alone make.
     ``equal``: these, and tensors of gathered weights; they are equal on all ranks.
     ``gathered``: by local tensor, the tokens of all ranks. ``kept``: those of the forward that the
@@ -108,7 +108,7 @@ class Mover:
         self.graph, self.dims, self.ctx, self.kept = graph, dims, ctx, kept
         self.alone, self.lone = alone, lone_products(graph, dims, alone)
         self.lone_totals: dict[fx.Node, fx.Node] = {}
-        self.ranks, self.place, self.group = layout.ranks, layout.place, layout.group_name
+        self.layout, self.ranks, self.group = layout, layout.ranks, layout.group_name
         self.between = layout.between
         self.placed: dict[fx.Node, Placed] = dict(inputs)
         self.partial: dict[fx.Node, PartialSum] = {}
@@ -280,7 +280,7 @@ class Mover:
     def _added_up(self, found: PartialSum, node: fx.Node) -> fx.Node:
         """The own tokens of the sum of all ranks' parts, with the local tensors added."""
         if found.back is not None:
-            total = found.back(self, found.part, found.names)
+            total = found.back(self, found.part, found.sizes, found.names)
         else:
             total = combined(self, found.part, found.sizes, found.names, SUM_RANKS)
         if not _is_early(node):
@@ -300,6 +300,10 @@ class Mover:
         if not all(isinstance(size, int) for size in sizes):
             raise self.refused(node, f"{named(node)} has symbolic sizes (dynamic=True)")
         return [-1, *sizes]
+
+    def divides(self, size: int | torch.SymInt) -> bool:
+        """Whether the ranks divide a size, so that their parts are equal."""
+        return isinstance(size, int) and size % self.ranks == 0
 
     def zeros(self, sizes: list[int], like: Tensor) -> fx.Node:
         """Zeros of these sizes, with the dtype and the device of a tensor."""

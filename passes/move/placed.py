@@ -29,6 +29,9 @@ from torch import fx
 if TYPE_CHECKING:
     from passes.move.move_rules import Mover
 
+#: Gives the own tokens of all ranks' parts, of a mover, the part, sizes, and names of weights.
+Back = Callable[["Mover", fx.Node, Sequence[Any], frozenset[str]], fx.Node]
+
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
@@ -70,7 +73,7 @@ class PartialSum:
     sizes: tuple[Any, ...]
     others: tuple[fx.Node, ...]
     names: frozenset[str]
-    back: Callable[[Mover, fx.Node, frozenset[str]], fx.Node] | None = None
+    back: Back | None = None
 
 
 class Refused(ValueError):

@@ -95,14 +95,14 @@ def _alone(
     """Local tokens times a weight that is a group of its own; the result is local."""
     if any(one in mover.placed for one in bias):
         raise mover.refused(node, "the bias of a weight that stays alone is sliced")
-    names = weight.names
+    names, sizes = weight.names, (-1, node.meta["val"].shape[1])
     if weight.features == 1:
         everything = all_tokens(mover, tokens, node, names)
         part = mover.emit(_aten.mm.default, (everything, weight.node))
-        return PartialSum(part, (), tuple(bias), names, own_tokens)
+        return PartialSum(part, sizes, tuple(bias), names, own_tokens)
     own = features_of_all(mover, tokens, node, names)
     part = mover.emit(_aten.mm.default, (own, weight.node))
-    return PartialSum(part, (-1, node.meta["val"].shape[1]), tuple(bias), names)
+    return PartialSum(part, sizes, tuple(bias), names)
 
 
 def lone_products(

@@ -93,7 +93,7 @@ def looked_up(mover: Mover, node: fx.Node) -> fx.Node | None:
     source, later = _behind(mover, source)
     found = mover.placed[source]
     total = source.meta["val"].shape[1]
-    start = mover.place * (total // mover.ranks)
+    start, _ = mover.layout.rows(total)
     ids = all_tokens(mover, index, node, found.names)
     part = mover.emit(TAKE_COLUMNS, (found.node, ids, start, total))
     value = combined(mover, part, mover.own_sizes(index), found.names, SUM_RANKS)

@@ -173,9 +173,8 @@ def _filled(mover: Mover, node: fx.Node) -> fx.Node:
 
 def _slice(mover: Mover, node: fx.Node, dim: int) -> fx.Node:
     """This rank's slice of a constant."""
-    size = node.meta["val"].shape[dim] // mover.ranks
-    start = mover.place * size
-    return mover.emit(_aten.slice.Tensor, (node, dim, start, start + size))
+    start, stop = mover.layout.rows(node.meta["val"].shape[dim])
+    return mover.emit(_aten.slice.Tensor, (node, dim, start, stop))
 
 
 def named(node: fx.Node) -> str:

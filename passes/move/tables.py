@@ -34,9 +34,10 @@ def embedded(mover: Mover, node: fx.Node) -> PartialSum:
     found = mover.placed.get(table)
     if found is None or not found.is_weight or found.features != 0:
         raise mover.refused(node, f"{named(node)} reads a table that is not sliced by words")
-    rows, total = found.node.meta["val"].shape[0], table.meta["val"].shape[0]
+    total = table.meta["val"].shape[0]
+    start, _ = mover.layout.rows(total)
     everything = all_tokens(mover, _flat(mover, ids), node, found.names)
-    args = (found.node, everything, mover.place * rows, total)
+    args = (found.node, everything, start, total)
     sizes = (*_sizes_of(mover, ids), table.meta["val"].shape[1])
     return PartialSum(mover.emit(TAKE_ROWS, args), sizes, (), found.names)
 
@@ -82,8 +83,8 @@ def put_total(mover: Mover, put: fx.Node, node: fx.Node, names: frozenset[str]) 
     sizes = [-1, *values.meta["val"].shape[indices[0].meta["val"].dim() :]]
     tokens = mover.emit(_aten.reshape.default, (values, sizes))
     everything = all_tokens(mover, tokens, node, names)
-    rows = put.meta["val"].shape[0] // mover.ranks
-    return mover.emit(PUT_ROWS, (ids, everything, mover.place * rows, rows))
+    start, stop = mover.layout.rows(put.meta["val"].shape[0])
+    return mover.emit(PUT_ROWS, (ids, everything, start, stop - start))
 
 
 def _flat(mover: Mover, ids: fx.Node) -> fx.Node:

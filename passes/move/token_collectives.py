@@ -26,7 +26,7 @@ from passes.graph.fx_utils import (
 )
 from passes.graph.metadata import CHUNK
 from passes.graph.step_module import saved_input, saved_name
-from passes.move.placed import Refused
+from passes.move.placed import Back, Refused
 from passes.ops.p2p import EXCHANGE
 from passes.ops.packing import SUM_RANKS
 from passes.ops.slicing import slice_name
@@ -269,7 +269,9 @@ def _all_stacked(
     return mover.emit(_aten.expand.default, (stack, [own, -1, -1]))
 
 
-def stack_of_own_tokens(mover: Mover, part: fx.Node, names: frozenset[str]) -> fx.Node:
+def stack_of_own_tokens(
+    mover: Mover, part: fx.Node, sizes: Sequence[Any], names: frozenset[str]
+) -> fx.Node:
     """The results of all experts for the own tokens: each rank has those of its experts."""
     experts, total, features = part.meta["val"].shape
     by_rank = [experts, mover.ranks, total // mover.ranks, features]
@@ -278,17 +280,19 @@ def stack_of_own_tokens(mover: Mover, part: fx.Node, names: frozenset[str]) -> f
     return _exchanged(mover, turned, by_rank[2:], names, gathers=False)
 
 
-def added_stack(mover: Mover, part: fx.Node, names: frozenset[str]) -> fx.Node:
+def added_stack(
+    mover: Mover, part: fx.Node, sizes: Sequence[Any], names: frozenset[str]
+) -> fx.Node:
     """The own tokens of the sum of all ranks' parts, of ``[experts, tokens, features]``."""
     turned = mover.emit(_aten.permute.default, (part, [1, 0, 2]))
-    sizes = [-1, *turned.meta["val"].shape[1:]]
-    own = combined(mover, turned, sizes, names, SUM_RANKS)
+    each = [-1, *turned.meta["val"].shape[1:]]
+    own = combined(mover, turned, each, names, SUM_RANKS)
     return compact(mover.graph, mover.emit(_aten.permute.default, (own, [1, 0, 2])))
 
 
 #: By number of dimensions, and by the dimensions of tokens and features: how the own tokens of a
 #: stack come back, by expert and by hidden size.
-STACKS: dict[tuple[int, int | None, int], Callable[[Mover, fx.Node, frozenset[str]], fx.Node]] = {
+STACKS: dict[tuple[int, int | None, int], Back] = {
     (3, 1, 0): stack_of_own_tokens,
     (3, 1, 2): added_stack,
 }
@@ -297,31 +301,69 @@ STACKS: dict[tuple[int, int | None, int], Callable[[Mover, fx.Node, frozenset[st
 def features_of_all(mover: Mover, tokens: fx.Node, node: fx.Node, names: frozenset[str]) -> fx.Node:
     """This rank's features of the tokens of all ranks: ``[T, F]`` to ``[N T, F/N]``.
 
+    If the ranks do not divide F, the last ones' features travel with zeros behind them.
+
     ``node``: the operator that reads them, for these weights.
     """
     features = tokens.meta["val"].shape[1]
-    if not isinstance(features, int) or features % mover.ranks:
-        raise mover.refused(node, f"{mover.ranks} ranks do not divide {features} features")
+    if not isinstance(features, int):
+        raise mover.refused(node, "its features are of any number (dynamic=True)")
+    most, own = _parts(mover, features, names)
 
     def exchanged(one: fx.Node) -> fx.Node:
-        sizes = [-1, mover.ranks, features // mover.ranks]
-        by_rank = mover.emit(_aten.reshape.default, (one, sizes))
+        sizes = [-1, mover.ranks, most]
+        by_rank = mover.emit(_aten.reshape.default, (_padded(mover, one, features, most), sizes))
         turned = mover.emit(_aten.permute.default, (by_rank, [1, 0, 2]))
-        return _exchanged(mover, turned, sizes[2:], names, gathers=True)
+        received = _exchanged(mover, turned, sizes[2:], names, gathers=True)
+        if mover.divides(features):
+            return received
+        return mover.emit(_aten.slice.Tensor, (received, 1, 0, own))
 
     _collect(mover, tokens, mover.exchanged, exchanged)
     return mover.exchanged[tokens]
 
 
-def own_tokens(mover: Mover, part: fx.Node, names: frozenset[str]) -> fx.Node:
-    """The features of all ranks for the own tokens: ``[N T, F/N]`` to ``[T, F]``."""
-    tokens, features = part.meta["val"].shape
+def own_tokens(mover: Mover, part: fx.Node, sizes: Sequence[Any], names: frozenset[str]) -> fx.Node:
+    """The features of all ranks for the own tokens: ``[N T, F/N]`` to ``[T, F]``.
+
+    If the ranks do not divide F, the last ones' features travel with zeros behind them.
+
+    ``sizes``: -1 and F.
+    """
+    tokens, features = part.meta["val"].shape[0], sizes[-1]
     if not isinstance(tokens, int):
         raise Refused("its tokens are of any number (dynamic=True)", names)
-    own = tokens // mover.ranks
-    received = _exchanged(mover, part, [own, features], names, gathers=False)
+    most, own = _parts(mover, features, names)[0], tokens // mover.ranks
+    padded = _padded(mover, part, features, most, of_own=True)
+    received = _exchanged(mover, padded, [own, most], names, gathers=False)
     turned = mover.emit(_aten.permute.default, (received, [1, 0, 2]))
-    return mover.emit(_aten.reshape.default, (turned, [own, mover.ranks * features]))
+    whole = mover.emit(_aten.reshape.default, (turned, [own, mover.ranks * most]))
+    if mover.divides(features):
+        return whole
+    return compact(mover.graph, mover.emit(_aten.slice.Tensor, (whole, 1, 0, features)))
+
+
+def _parts(mover: Mover, features: int, names: frozenset[str]) -> tuple[int, int]:
+    """The most features of a rank, and those of this rank.
+
+    Raises:
+        Refused: the parts of hosts differ: they are not where equal parts would be.
+    """
+    layout = mover.layout
+    if layout.hosts > 1 and not mover.divides(features):
+        raise Refused(f"{mover.ranks} ranks of hosts do not divide the {features} features", names)
+    return layout.most_rows(features), layout.own_rows(features)
+
+
+def _padded(mover: Mover, node: fx.Node, features: int, most: int, of_own: bool = False) -> fx.Node:
+    """A tensor ``[tokens, features]`` with zeros behind, up to ``most`` features a rank.
+
+    ``of_own``: it has this rank's features. Otherwise it has those of all ranks.
+    """
+    if mover.divides(features):
+        return node
+    behind = most - mover.layout.own_rows(features) if of_own else most * mover.ranks - features
+    return mover.emit(_aten.constant_pad_nd.default, (node, [0, behind], 0))
 
 
 def _exchanged(

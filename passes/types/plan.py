@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from passes.types.decision import Decision, Moves, Scope
 from passes.types.decode import decoded, encoded
 from passes.types.plan_format_2 import of_format_2
+from passes.types.shard_layout import ShardLayout
 from passes.types.units import format_ranks
 
 FORMAT = 3
@@ -385,7 +386,7 @@ class Plan:
         The copy has no order of collectives and no prediction.
 
         Raises:
-            ValueError: if the ranks cannot share a parameter evenly along its dimension, if the
+            ValueError: if a rank would have nothing of a parameter along its dimension, if the
                 plan has no hosts, if ``chunks`` is below 1, or if ``alone`` is not for matrices.
 
         Examples:
@@ -406,11 +407,10 @@ class Plan:
         rows = {row.name: row for row in self.parameters}
         for name, dim in dims.items():
             row = self[name]
-            even = 0 <= dim < len(row.shape) and row.shape[dim] % ranks == 0
-            if not even or not row.shape[dim] or ranks == 1:
+            if ranks == 1 or not _is_shared(row.shape, dim, ranks):
                 raise ValueError(
                     f"parameter {name!r} of shape {row.shape} cannot stay on {ranks} "
-                    f"ranks in equal parts along dimension {dim}: let its weight move"
+                    f"ranks along dimension {dim}, a rank would have nothing: let its weight move"
                 )
             rows[name] = dataclasses.replace(
                 row,
@@ -459,18 +459,20 @@ class Plan:
         for row in self.parameters:
             if row.name not in seen:
                 return f"the plan's parameter {row.name!r} is not in the model"
-        return self._uneven()
+        return self._not_shared()
 
-    def _uneven(self) -> str | None:
+    def _not_shared(self) -> str | None:
         """A parameter that cannot stay where the plan leaves it, in words; None: there is none."""
         for row in self.parameters:
             if row.moves is Moves.WEIGHT:
                 continue
-            inside, ranks = 0 <= row.dim < len(row.shape), self._ranks_of(row.decision)
-            if not inside or row.shape[row.dim] % ranks:
+            ranks, hosts = self._ranks_of(row.decision), 1
+            if self.within_hosts and not row.decision.within_host:
+                hosts = ranks // (self.ranks_of_a_host or 1)
+            if not _is_shared(row.shape, row.dim, ranks, hosts):
                 return (
                     f"parameter {row.name!r} of shape {row.shape} cannot stay on {ranks} "
-                    f"ranks in equal parts along dimension {row.dim}"
+                    f"ranks along dimension {row.dim}: a rank would have nothing"
                 )
         return None
 
@@ -564,6 +566,12 @@ def _pairs(parameters: Any) -> list[tuple[str, Any]] | None:
     pairs = list(parameters)
     named = all(type(one) is tuple and len(one) == 2 and isinstance(one[0], str) for one in pairs)
     return pairs if named else None
+
+
+def _is_shared(shape: tuple[int, ...], dim: int, ranks: int, hosts: int = 1) -> bool:
+    """Whether each rank has a part of a parameter along a dimension."""
+    layout = ShardLayout(ranks, 0, "", hosts)
+    return 0 <= dim < len(shape) and layout.fewest_rows(shape[dim]) > 0
 
 
 def shardable(shape: tuple[int, ...], ranks: int) -> bool:

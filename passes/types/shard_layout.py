@@ -42,6 +42,19 @@ class ShardLayout:
         """Rows of the largest shard, on the first rank; ``total``: rows of the parameter."""
         return -(-total // self.ranks)
 
+    def fewest_rows(self, total: int) -> int:
+        """Rows of the smallest shard; ``total``: rows of the parameter.
+
+        The last rank of the first host, or that of the last host, has it.
+        """
+        last_ones = self.ranks // self.hosts - 1, self.ranks - 1
+        return min(dataclasses.replace(self, place=one).own_rows(total) for one in last_ones)
+
+    def own_rows(self, total: int) -> int:
+        """Rows of this rank; ``total``: rows of the parameter."""
+        start, stop = self.rows(total)
+        return stop - start
+
     def rows(self, total: int) -> tuple[int, int]:
         """First and last (exclusive) row of this rank; ``total``: rows of the parameter."""
         each = self.ranks // self.hosts

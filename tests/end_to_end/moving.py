@@ -24,11 +24,11 @@ GATED = {"up.weight": 0, "gate.weight": 0, "down.weight": 1}
 class Mlp(nn.Module):
     """A linear, then two with an activation between them; x: [batch, 8]."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = 64) -> None:
         super().__init__()
         self.first = nn.Linear(8, 12)
-        self.up = nn.Linear(12, 64)
-        self.down = nn.Linear(64, 8)
+        self.up = nn.Linear(12, hidden)
+        self.down = nn.Linear(hidden, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(torch.tanh(self.first(x)))))
@@ -66,11 +66,11 @@ class Words(nn.Module):
 class Language(nn.Module):
     """An embedding, a norm, a head by vocabulary, and the loss; ids: [rows, length]."""
 
-    def __init__(self, tied: bool = True) -> None:
+    def __init__(self, tied: bool = True, words: int = 64) -> None:
         super().__init__()
-        self.words = nn.Embedding(64, 8)
+        self.words = nn.Embedding(words, 8)
         self.norm = nn.LayerNorm(8)
-        self.head = nn.Linear(8, 64, bias=not tied)
+        self.head = nn.Linear(8, words, bias=not tied)
         if tied:
             self.head.weight = self.words.weight
 
@@ -148,10 +148,11 @@ def distances_by_optimizer(
     options_of: Callable[[nn.Module], dict[str, Any]],
     rank: int,
     world_size: int,
+    hidden: int = 64,
 ) -> dict[str, float]:
     """By optimizer of torch, with its arguments, the distance from one process.
 
-    ``options_of``: the backend's options for a model.
+    ``options_of``: the backend's options for a model. ``hidden``: its hidden size.
     """
     found = {}
     for kind, arguments in kinds.items():
@@ -161,7 +162,7 @@ def distances_by_optimizer(
             return getattr(torch.optim, kind)(chosen, **arguments)
 
         torch.manual_seed(0)
-        model = Mlp().double()
+        model = Mlp(hidden).double()
         recipe = Recipe(step=mean_square, optimizer=make, steps=3, batch=batch)
         reference = Reference(copy.deepcopy(model), recipe, world_size)
         ours = train_osdp(model, options_of(model), recipe, rank)

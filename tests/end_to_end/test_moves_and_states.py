@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import osdp_compile
 from osdp_compile import Plan
+from tests.chosen import more
 from tests.end_to_end.moving import Gated, Mlp, batch, distances_by_optimizer, mean_square, plan_for
 from tests.training import (
     SLOW,
@@ -24,13 +25,13 @@ from tests.training import (
 )
 
 
-def _states(rank, world_size, folder):
+def _states(rank, world_size, folder, hidden):
     """Evaluation, whole parameters, and a checkpoint that plans without these weights go on with.
 
     Returns distances: of evaluation, of whole parameters, of training after loading.
     """
     torch.manual_seed(0)
-    model = Mlp().double()
+    model = Mlp(hidden).double()
     options = {"hardware": SLOW, "plan": plan_for(model, world_size)}
     compiled, optimizer = (
         torch.compile(model, backend="osdp", options=options),
@@ -43,7 +44,7 @@ def _states(rank, world_size, folder):
             finish_step(trained, its, None, Recipe())
 
     go_on(compiled, model, optimizer, range(3))
-    alone = Mlp().double()
+    alone = Mlp(hidden).double()
     with osdp_compile.full_parameters(model):
         alone.load_state_dict(copy.deepcopy(model.state_dict()))
     with torch.no_grad():
@@ -58,7 +59,7 @@ def _states(rank, world_size, folder):
     distances = [evaluated, eager]
     for kind in ("moved", "shard_keep", "alone"):
         torch.manual_seed(5)
-        other = Mlp().double()
+        other = Mlp(hidden).double()
         plan = plan_for(other, world_size)
         if kind != "moved":
             plan = Plan.uniform(other.named_parameters(), "shard_keep", world_size=world_size)
@@ -79,20 +80,25 @@ def _states(rank, world_size, folder):
     return distances
 
 
+#: Of 63 features, two ranks have 32 and 31.
+HIDDEN = [63, *more(64)]
+
+
 @pytest.mark.thorough
-def test_evaluation_whole_parameters_and_checkpoints(two_ranks, tmp_path):
-    for distances in two_ranks.run(_states, str(tmp_path)):
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_evaluation_whole_parameters_and_checkpoints(two_ranks, tmp_path, hidden):
+    for distances in two_ranks.run(_states, str(tmp_path), hidden):
         assert max(distances) < 1e-11
 
 
-def _meta(rank, world_size):
+def _meta(rank, world_size, hidden):
     """Distance from one process of a model that is sharded on the meta device."""
     recipe = Recipe(step=mean_square, optimizer=adamw, steps=3, batch=batch)
     with torch.device("meta"):
-        model = Mlp().double()
+        model = Mlp(hidden).double()
     osdp_compile.shard(model, plan_for(model, world_size))
     model.to_empty(device="cpu")
-    alone = Mlp().double()
+    alone = Mlp(hidden).double()
     for one in (model, alone):
         torch.manual_seed(7)
         for layer in one.children():
@@ -102,8 +108,9 @@ def _meta(rank, world_size):
     return trained.distance(reference)
 
 
-def test_from_the_meta_device(two_ranks):
-    for distance in two_ranks.run(_meta):
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_from_the_meta_device(two_ranks, hidden):
+    for distance in two_ranks.run(_meta, hidden):
         assert distance < 1e-11
 
 
@@ -178,16 +185,17 @@ KINDS = {
 }
 
 
-def _optimizers(rank, world_size):
+def _optimizers(rank, world_size, hidden):
     def options_of(model):
         return {"hardware": SLOW, "plan": plan_for(model, world_size)}
 
-    return distances_by_optimizer(KINDS, options_of, rank, world_size)
+    return distances_by_optimizer(KINDS, options_of, rank, world_size, hidden)
 
 
 @pytest.mark.thorough
-def test_optimizers(two_ranks):
-    for found in two_ranks.run(_optimizers):
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_optimizers(two_ranks, hidden):
+    for found in two_ranks.run(_optimizers, hidden):
         # Muon computes in bfloat16.
         assert {kind for kind, far in found.items() if far > 1e-9} <= {"Muon"}, found
         assert found["Muon"] < 1e-2

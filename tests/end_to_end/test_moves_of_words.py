@@ -61,13 +61,13 @@ def test_the_table_of_an_embedding_stays(two_ranks, make):
 def _ids(step, micro, rank):
     """In step 4 the ranks have other batches."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
-    return torch.randint(0, 64, (3 + (rank if step == 4 else 0), 5), generator=generator)
+    return torch.randint(0, 61, (3 + (rank if step == 4 else 0), 5), generator=generator)
 
 
-def _language(rank, world_size, tied, named):
+def _language(rank, world_size, tied, named, words):
     """Distances from one process: parameters, losses, norms; the weights that stay; placements."""
     torch.manual_seed(0)
-    model = Language(tied).double()
+    model = Language(tied, words).double()
     recipe = Recipe(
         step=its_loss, optimizer=adamw, steps=10, batch=_ids, backwards=2, max_norm=0.05
     )
@@ -77,23 +77,25 @@ def _language(rank, world_size, tied, named):
     apart = ours.distance(wanted)
     losses = max(abs(a - b) for a, b in zip(ours.losses, wanted.losses, strict=True))
     norms = max(abs(a / b - 1) for a, b in zip(ours.norms, wanted.norms, strict=True))
-    placed = {str(p.placements) for p in model.parameters() if p.dim() == 2 and p.shape[0] == 64}
+    placed = {str(p.placements) for p in model.parameters() if p.dim() == 2 and p.shape[0] == words}
     return apart, losses, norms, plan_in_force(model).moved, placed
 
 
 @pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("ranks", "tied"),
+    ("ranks", "tied", "words"),
     [
-        ("two_ranks", True),
-        *more(("four_ranks", False), ("two_ranks", False), ("four_ranks", True)),
+        ("two_ranks", True, 64),
+        ("four_ranks", False, 61),
+        *more(("two_ranks", False, 64), ("two_ranks", True, 61), ("four_ranks", True, 63)),
     ],
 )
-def test_a_head_with_its_loss_trains_like_one_process(request, ranks, tied):
+def test_a_head_with_its_loss_trains_like_one_process(request, ranks, tied, words):
+    """The ranks do not divide 61 and 63 words."""
     named = "words.weight" if tied else "head.weight"
     for apart, losses, norms, moved, placed in request.getfixturevalue(ranks).run(
-        _language, tied, named
+        _language, tied, named, words
     ):
         assert apart < 1e-11 and losses < 1e-11 and norms < 1e-9
         assert moved == ({"words.weight"} if tied else {"head.weight", "head.bias"})

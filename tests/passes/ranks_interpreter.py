@@ -2,8 +2,8 @@
 
 A generator runs each rank's graph and stops at every collective (or marker). When all ranks have
 stopped, the interpreter exchanges the data and all ranks continue. Ranks must agree on the next
-collective, its shape, its splits and its parameters. A difference is an error at once; real ranks
-would hang.
+collective, its splits and its parameters, and the ranks of its process group on its shape. A
+difference is an error at once; real ranks would hang.
 
 A collective runs in its process group: all ranks, unless ``groups`` gives other members.
 
@@ -49,7 +49,7 @@ class _Request:
     rest: tuple[Any, ...]
 
     def must_agree(self) -> tuple[Any, ...]:
-        """The values that must be equal on all ranks."""
+        """The values that must be equal on the ranks of a group."""
         purpose = COLLECTIVE.get(self.node)
         if self.target is REDUCE_GRAD:
             rest, shape = self.rest[1:], tuple(self.tensor.shape)  # [0] is the rank's own shard
@@ -58,6 +58,10 @@ class _Request:
         else:
             rest, shape = self.rest, tuple(self.tensor.shape)
         return (self.target, shape, self.tensor.dtype, repr(rest), purpose)
+
+    def of_any_shape(self) -> tuple[Any, ...]:
+        """The values that must be equal on all ranks."""
+        return self.must_agree()[0], *self.must_agree()[2:]
 
     @property
     def group(self) -> str:
@@ -104,16 +108,27 @@ def run_ranks(
             return [outputs[rank] for rank in range(len(runs))]
         if outputs:
             raise RanksError(f"ranks {sorted(outputs)} are done, others wait in {requests[0].node}")
-        for rank, request in enumerate(requests):
-            if request.must_agree() != requests[0].must_agree():
-                raise RanksError(
-                    f"rank 0 starts {requests[0].must_agree()}, rank {rank} {request.must_agree()}"
-                )
         everyone = [range(len(runs))]
-        for together in (groups or {}).get(requests[0].group, everyone):
+        members = (groups or {}).get(requests[0].group, everyone)
+        _check_agreement(requests, members)
+        for together in members:
             exchanged = _exchange([requests[rank] for rank in together], requests)
             for rank, reply in zip(together, exchanged, strict=True):
                 replies[rank] = reply
+
+
+def _check_agreement(requests: Sequence[_Request], members: Sequence[Sequence[int]]) -> None:
+    """All ranks start one collective; the ranks of a group give it tensors of one shape."""
+    firsts = {rank: together[0] for together in members for rank in together}
+    for rank, request in enumerate(requests):
+        first = firsts[rank]
+        alike = request.must_agree() == requests[first].must_agree()
+        if not alike or request.of_any_shape() != requests[0].of_any_shape():
+            other = 0 if alike else first
+            raise RanksError(
+                f"rank {other} starts {requests[other].must_agree()}, "
+                f"rank {rank} {request.must_agree()}"
+            )
 
 
 def _walk(

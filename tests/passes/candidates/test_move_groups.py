@@ -72,9 +72,9 @@ def test_reasons() -> None:
     found = find_move_groups(captured, ctx)
     assert all(group.alone for group in found.groups)
     assert "random numbers (dropout)" in found.refused["layers.1.up.weight"]
-    captured, ctx = capture_step(Layers(), torch.randn(8, 16), world_size=3)
+    captured, ctx = capture_step(Layers(), torch.randn(8, 16), world_size=23)
     found = find_move_groups(captured, ctx)
-    assert "3 ranks do not divide the 64" in found.refused["layers.0.up.weight"]
+    assert "23 ranks are too many for the 64" in found.refused["layers.0.up.weight"]
 
 
 def planned(batch: int, **changes):

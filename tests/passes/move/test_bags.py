@@ -38,6 +38,13 @@ def test_bags_by_rows_compute_what_they_did(mode: str, world_size: int, uses_p2p
     check_training(model, given, {"first.weight": 0, "second.weight": 0}, uses_p2p)
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_bags_of_rows_that_the_ranks_do_not_divide(mode: str) -> None:
+    """Of the second table's 8 rows, three ranks have 3, 3 and 2."""
+    given = [torch.randint(0, 12, (3, 5)) for _ in range(3)]
+    check_training(Bags(mode=mode), given, {"first.weight": 0, "second.weight": 0})
+
+
 @pytest.mark.parametrize("options", [{"mode": "max"}, {"padding_idx": 3, "mode": "sum"}])
 def test_other_bags_are_refused(options: dict[str, Any]) -> None:
     captured, ctx = capture_step(Bags(**options), torch.randint(0, 12, (3, 5)), world_size=2)

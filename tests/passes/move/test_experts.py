@@ -103,7 +103,8 @@ def test_within_hosts() -> None:
 
 
 def found_of(model: nn.Module, world_size: int, **changes: Any):
-    captured, ctx = capture_step(model, torch.randn(4, 5, 6), world_size=world_size, **changes)
+    given = torch.randn(len(model.get_parameter("up")), 5, 6)
+    captured, ctx = capture_step(model, given, world_size=world_size, **changes)
     return find_move_groups(captured, ctx), captured, ctx
 
 
@@ -168,10 +169,14 @@ def test_reasons(kind: str, reason: str) -> None:
     assert not found.groups and reason in found.refused["up"]
 
 
-def test_an_uneven_number_of_experts_has_a_reason() -> None:
-    found, *_ = found_of(Experts("fused"), 8)
+@pytest.mark.parametrize(
+    ("experts", "reason"),
+    [(4, "8 ranks are too many for the 4 of up"), (15, "8 ranks do not divide the 15 experts")],
+)
+def test_an_uneven_number_of_experts_has_a_reason(experts: int, reason: str) -> None:
+    found, *_ = found_of(Experts("fused", experts=experts), 8)
     assert not found.groups
-    assert "8 ranks do not divide the 4 of up" in found.refused["up"]
+    assert reason in found.refused["up"]
 
 
 @pytest.mark.parametrize("case", ["by expert, gated", "by hidden size, gated"])

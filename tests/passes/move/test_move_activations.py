@@ -66,6 +66,13 @@ def test_products_compute_what_they_did(
 
 
 @pytest.mark.parametrize("uses_p2p", [False, True])
+def test_features_that_the_ranks_do_not_divide(uses_p2p: bool) -> None:
+    """Of 16, three ranks have 6, 6 and 4."""
+    check_training(Mlp(16, True), batches(Mlp(16, True), 3), MLP, uses_p2p)
+    check_training(Gated(), batches(Gated(), 3), GATED, uses_p2p)
+
+
+@pytest.mark.parametrize("uses_p2p", [False, True])
 def test_tokens_that_are_kept_are_saved_in_place_of_the_own_ones(uses_p2p: bool) -> None:
     captured, ctx = capture_step(Gated(), torch.randn(3, 5, 6), world_size=2, uses_p2p=uses_p2p)
     plan = decided(ctx, Decision.REPLICATE)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from passes.candidates.move_groups import find_move_groups
+from passes.capture.captured_step import lay_out
 from passes.pipeline import default_passes
 from passes.pricing.predict import predict
 from passes.types.decision import Decision
@@ -103,6 +104,26 @@ def test_a_fused_projection_stays(way: str, world_size: int, uses_p2p: bool, dim
 )
 def test_other_weights_alone(model: nn.Module, dims: dict[str, int]) -> None:
     check(model, rows(2), dims)
+
+
+@pytest.mark.parametrize(("ranks", "uses_p2p"), [(3, True), (5, False)])
+def test_weights_alone_that_the_ranks_do_not_divide(ranks: int, uses_p2p: bool) -> None:
+    """Of 32 features, three ranks have 11, 11 and 10; five have 7, 7, 7, 7 and 4."""
+    dims = {"up.weight": 0, "down.weight": 1}
+    check(Dropped().eval(), rows(ranks), dims, uses_p2p=uses_p2p)
+
+
+def test_weights_alone_that_the_ranks_of_hosts_do_not_divide() -> None:
+    """Within hosts they have parts of any size, and over all ranks of hosts equal ones."""
+    model, given = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 31)), rows(4)
+    captured, ctx = on_hosts(model, given[0])
+    made = Training(model, given, [torch.randn_like(model(one)) for one in given])
+    plan = decided(ctx, Decision.REPLICATE).replace(ranks_of_a_host=2)
+    kept = plan.tensor_parallel({"0.weight": 0, "1.weight": 0}, within_hosts=True, alone=True)
+    made.check(captured, [ctx.replace(rank=rank) for rank in range(4)], kept)
+    with pytest.raises(ValueError, match="4 ranks of hosts do not divide the 31 features"):
+        mixed = kept.tensor_parallel({"1.weight": 0}, alone=True)
+        lay_out(captured, mixed, ctx, default_passes())
 
 
 def test_a_frozen_weight_alone_sends_nothing_for_its_gradient() -> None:

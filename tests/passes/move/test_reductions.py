@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from passes.candidates.move_groups import find_move_groups
 from passes.ops.packing import MAX_RANKS
 from passes.ops.tables import TAKE_COLUMNS
+from tests.chosen import more
 from tests.passes.captures import capture_step
 from tests.passes.move.test_move_activations import check_training, collectives
 
@@ -22,13 +23,17 @@ class Language(nn.Module):
     """An embedding, a norm, a head, and a loss; ids: [batch, length]."""
 
     def __init__(
-        self, loss: Callable[[Tensor, Tensor], Tensor], tied: bool = False, bias: bool = False
+        self,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        tied: bool = False,
+        bias: bool = False,
+        words: int = WORDS,
     ) -> None:
         super().__init__()
         self.loss = loss
-        self.words = nn.Embedding(WORDS, 6)
+        self.words = nn.Embedding(words, 6)
         self.norm = nn.LayerNorm(6)
-        self.head = nn.Linear(6, WORDS, bias=bias)
+        self.head = nn.Linear(6, words, bias=bias)
         if tied:
             self.head.weight = self.words.weight
 
@@ -47,7 +52,8 @@ def of_next(logits: Tensor, ids: Tensor) -> Tensor:
 def upcast(logits: Tensor, ids: Tensor) -> Tensor:
     """As Hugging Face's models: in float32, padded labels, the mean of those that count."""
     labels = F.pad(ids, (0, 1), value=-100)[:, 1:].contiguous()
-    return F.cross_entropy(logits.float().view(-1, WORDS), labels.view(-1), ignore_index=-100)
+    flat = logits.float().view(-1, logits.shape[-1])
+    return F.cross_entropy(flat, labels.view(-1), ignore_index=-100)
 
 
 def with_ignored(logits: Tensor, ids: Tensor) -> Tensor:
@@ -89,6 +95,28 @@ def test_a_head_by_vocabulary_computes_what_whole_logits_do(case: str) -> None:
     if case == "mean":
         # Tokens, labels and maxima are gathered; maxima, sums and the labels' logits are combined.
         assert collectives(captured, plan, ctx)[0] == ["gather"] * 3 + ["reduce"] * 3
+
+
+@pytest.mark.parametrize(
+    ("case", "world_size", "words"),
+    [
+        ("mean, tied, bias", 2, 13),
+        ("float32", 4, 13),
+        ("smoothed", 4, 15),
+        *more(("sum", 4, 13), ("next", 3, 13), ("none", 2, 11), ("mean", 5, 13)),
+    ],
+)
+def test_a_vocabulary_that_the_ranks_do_not_divide(case: str, world_size: int, words: int) -> None:
+    loss, options = CASES[case]
+    model = Language(loss, words=words, **options)
+    given = [torch.randint(0, words, (3, 5)) for _ in range(world_size)]
+    given[0][0] = words - 1  # the last rank's
+    captured, ctx = capture_step(model, given[0], world_size=world_size)
+    dims = find_move_groups(captured, ctx).by_weights[-1][0].dims
+    assert dims.get("words.weight" if options.get("tied") else "head.weight") == 0
+    check_training(model, given, dims)
+    if not options.get("tied"):
+        check_training(model, given, {**dims, "words.weight": 0})
 
 
 def returned(logits: Tensor, ids: Tensor) -> Tensor:

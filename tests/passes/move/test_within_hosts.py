@@ -115,6 +115,14 @@ def test_a_head_by_vocabulary() -> None:
     check(model, given, {"words.weight": 0}, uses_p2p=True)
 
 
+def test_a_vocabulary_that_the_ranks_do_not_divide() -> None:
+    """The hosts have seven and six words over all ranks: 4, 3, 3 and 3; within hosts 7 and 6."""
+    model = Language(of_next, tied=True, words=13)
+    given = [torch.randint(0, 13, (3, 5)) for _ in range(4)]
+    check(model, given, {"words.weight": 0})
+    check(model, given, {}, {"words.weight": 0})
+
+
 def test_tokens_stay_in_the_host_and_gradients_share_a_bucket_between_hosts() -> None:
     captured, ctx = on_hosts(Mlp(16, True), torch.randn(5, 6), uses_p2p=True)
     plan = decided(ctx, Decision.REPLICATE, bucket_bytes=1 << 20).replace(ranks_of_a_host=2)
@@ -166,8 +174,8 @@ def test_named_weights_stay_on_the_better_ranks(rows, shared, decision) -> None:
     assert plan["up.weight"].moves is Moves.ACTIVATIONS
 
 
-def test_a_plan_by_hand_needs_hosts_that_share_evenly() -> None:
-    rows = [("w", torch.empty(6, 16)), ("b", torch.empty(5))]
+def test_a_plan_by_hand_needs_hosts_whose_ranks_have_a_part_each() -> None:
+    rows = [("w", torch.empty(6, 16)), ("b", torch.empty(1))]
     flat = Plan.uniform(rows, "replicate", world_size=8)
     with pytest.raises(ValueError, match="within_hosts=True needs a plan with hosts"):
         flat.tensor_parallel({"w": 0}, within_hosts=True)
