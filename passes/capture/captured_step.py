@@ -245,8 +245,7 @@ def _set_shards(gm: fx.GraphModule, ctx: Context) -> None:
             )
             local = list(ctx.parameter(marker.name).shape)
             if decision.sharded:
-                start, stop = cut.rows(local[cut.dim])
-                local[cut.dim] = stop - start
+                local[cut.dim] = cut.own_rows(local[cut.dim])
                 shard.meta["val"] = empty_value(shard.meta["val"], local)
             if node.target is REDUCE_GRAD:
                 node.meta["val"] = empty_value(node.meta["val"], local)

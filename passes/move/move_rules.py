@@ -280,7 +280,7 @@ class Mover:
     def _added_up(self, found: PartialSum, node: fx.Node) -> fx.Node:
         """The own tokens of the sum of all ranks' parts, with the local tensors added."""
         if found.back is not None:
-            total = found.back(self, found.part, found.sizes, found.names)
+            total = found.back(self, found)
         else:
             total = combined(self, found.part, found.sizes, found.names, SUM_RANKS)
         if not _is_early(node):

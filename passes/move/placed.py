@@ -29,8 +29,8 @@ from torch import fx
 if TYPE_CHECKING:
     from passes.move.move_rules import Mover
 
-#: Gives the own tokens of all ranks' parts, of a mover, the part, sizes, and names of weights.
-Back = Callable[["Mover", fx.Node, Sequence[Any], frozenset[str]], fx.Node]
+#: Gives the own tokens of a partial sum.
+Back = Callable[["Mover", "PartialSum"], fx.Node]
 
 
 @dataclasses.dataclass(frozen=True)

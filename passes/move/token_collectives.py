@@ -26,7 +26,7 @@ from passes.graph.fx_utils import (
 )
 from passes.graph.metadata import CHUNK
 from passes.graph.step_module import saved_input, saved_name
-from passes.move.placed import Back, Refused
+from passes.move.placed import Back, PartialSum, Refused
 from passes.ops.p2p import EXCHANGE
 from passes.ops.packing import SUM_RANKS
 from passes.ops.slicing import slice_name
@@ -269,24 +269,20 @@ def _all_stacked(
     return mover.emit(_aten.expand.default, (stack, [own, -1, -1]))
 
 
-def stack_of_own_tokens(
-    mover: Mover, part: fx.Node, sizes: Sequence[Any], names: frozenset[str]
-) -> fx.Node:
+def stack_of_own_tokens(mover: Mover, found: PartialSum) -> fx.Node:
     """The results of all experts for the own tokens: each rank has those of its experts."""
-    experts, total, features = part.meta["val"].shape
+    experts, total, features = found.part.meta["val"].shape
     by_rank = [experts, mover.ranks, total // mover.ranks, features]
-    turned = mover.emit(_aten.reshape.default, (part, by_rank))
+    turned = mover.emit(_aten.reshape.default, (found.part, by_rank))
     turned = mover.emit(_aten.permute.default, (turned, [1, 0, 2, 3]))
-    return _exchanged(mover, turned, by_rank[2:], names, gathers=False)
+    return _exchanged(mover, turned, by_rank[2:], found.names, gathers=False)
 
 
-def added_stack(
-    mover: Mover, part: fx.Node, sizes: Sequence[Any], names: frozenset[str]
-) -> fx.Node:
+def added_stack(mover: Mover, found: PartialSum) -> fx.Node:
     """The own tokens of the sum of all ranks' parts, of ``[experts, tokens, features]``."""
-    turned = mover.emit(_aten.permute.default, (part, [1, 0, 2]))
-    each = [-1, *turned.meta["val"].shape[1:]]
-    own = combined(mover, turned, each, names, SUM_RANKS)
+    turned = mover.emit(_aten.permute.default, (found.part, [1, 0, 2]))
+    sizes = [-1, *turned.meta["val"].shape[1:]]
+    own = combined(mover, turned, sizes, found.names, SUM_RANKS)
     return compact(mover.graph, mover.emit(_aten.permute.default, (own, [1, 0, 2])))
 
 
@@ -308,34 +304,33 @@ def features_of_all(mover: Mover, tokens: fx.Node, node: fx.Node, names: frozens
     features = tokens.meta["val"].shape[1]
     if not isinstance(features, int):
         raise mover.refused(node, "its features are of any number (dynamic=True)")
-    most, own = _parts(mover, features, names)
+    most = _most_features(mover, features, names)
 
     def exchanged(one: fx.Node) -> fx.Node:
         sizes = [-1, mover.ranks, most]
-        by_rank = mover.emit(_aten.reshape.default, (_padded(mover, one, features, most), sizes))
+        padded = _padded(mover, one, features, mover.ranks * most)
+        by_rank = mover.emit(_aten.reshape.default, (padded, sizes))
         turned = mover.emit(_aten.permute.default, (by_rank, [1, 0, 2]))
         received = _exchanged(mover, turned, sizes[2:], names, gathers=True)
         if mover.divides(features):
             return received
-        return mover.emit(_aten.slice.Tensor, (received, 1, 0, own))
+        return mover.emit(_aten.slice.Tensor, (received, 1, 0, mover.layout.own_rows(features)))
 
     _collect(mover, tokens, mover.exchanged, exchanged)
     return mover.exchanged[tokens]
 
 
-def own_tokens(mover: Mover, part: fx.Node, sizes: Sequence[Any], names: frozenset[str]) -> fx.Node:
+def own_tokens(mover: Mover, found: PartialSum) -> fx.Node:
     """The features of all ranks for the own tokens: ``[N T, F/N]`` to ``[T, F]``.
 
     If the ranks do not divide F, the last ones' features travel with zeros behind them.
-
-    ``sizes``: -1 and F.
     """
-    tokens, features = part.meta["val"].shape[0], sizes[-1]
+    tokens, features = found.part.meta["val"].shape[0], found.sizes[-1]
     if not isinstance(tokens, int):
-        raise Refused("its tokens are of any number (dynamic=True)", names)
-    most, own = _parts(mover, features, names)[0], tokens // mover.ranks
-    padded = _padded(mover, part, features, most, of_own=True)
-    received = _exchanged(mover, padded, [own, most], names, gathers=False)
+        raise Refused("its tokens are of any number (dynamic=True)", found.names)
+    most, own = _most_features(mover, features, found.names), tokens // mover.ranks
+    padded = _padded(mover, found.part, features, most)
+    received = _exchanged(mover, padded, [own, most], found.names, gathers=False)
     turned = mover.emit(_aten.permute.default, (received, [1, 0, 2]))
     whole = mover.emit(_aten.reshape.default, (turned, [own, mover.ranks * most]))
     if mover.divides(features):
@@ -343,8 +338,8 @@ def own_tokens(mover: Mover, part: fx.Node, sizes: Sequence[Any], names: frozens
     return compact(mover.graph, mover.emit(_aten.slice.Tensor, (whole, 1, 0, features)))
 
 
-def _parts(mover: Mover, features: int, names: frozenset[str]) -> tuple[int, int]:
-    """The most features of a rank, and those of this rank.
+def _most_features(mover: Mover, features: int, names: frozenset[str]) -> int:
+    """The most features of a rank.
 
     Raises:
         Refused: the parts of hosts differ: they are not where equal parts would be.
@@ -352,17 +347,17 @@ def _parts(mover: Mover, features: int, names: frozenset[str]) -> tuple[int, int
     layout = mover.layout
     if layout.hosts > 1 and not mover.divides(features):
         raise Refused(f"{mover.ranks} ranks of hosts do not divide the {features} features", names)
-    return layout.most_rows(features), layout.own_rows(features)
+    return layout.most_rows(features)
 
 
-def _padded(mover: Mover, node: fx.Node, features: int, most: int, of_own: bool = False) -> fx.Node:
-    """A tensor ``[tokens, features]`` with zeros behind, up to ``most`` features a rank.
+def _padded(mover: Mover, node: fx.Node, features: int, width: int) -> fx.Node:
+    """A tensor ``[tokens, ...]`` with zeros behind, up to a width; as it is for equal parts.
 
-    ``of_own``: it has this rank's features. Otherwise it has those of all ranks.
+    All ranks pad if one does, so that their graphs have the same nodes.
     """
     if mover.divides(features):
         return node
-    behind = most - mover.layout.own_rows(features) if of_own else most * mover.ranks - features
+    behind = width - node.meta["val"].shape[1]
     return mover.emit(_aten.constant_pad_nd.default, (node, [0, behind], 0))
 
 

@@ -61,7 +61,8 @@ class _Request:
 
     def of_any_shape(self) -> tuple[Any, ...]:
         """The values that must be equal on all ranks."""
-        return self.must_agree()[0], *self.must_agree()[2:]
+        target, _, *rest = self.must_agree()
+        return target, *rest
 
     @property
     def group(self) -> str:

@@ -121,8 +121,8 @@ def test_weights_alone_that_the_ranks_of_hosts_do_not_divide() -> None:
     plan = decided(ctx, Decision.REPLICATE).replace(ranks_of_a_host=2)
     kept = plan.tensor_parallel({"0.weight": 0, "1.weight": 0}, within_hosts=True, alone=True)
     made.check(captured, [ctx.replace(rank=rank) for rank in range(4)], kept)
+    mixed = kept.tensor_parallel({"1.weight": 0}, alone=True)
     with pytest.raises(ValueError, match="4 ranks of hosts do not divide the 31 features"):
-        mixed = kept.tensor_parallel({"1.weight": 0}, alone=True)
         lay_out(captured, mixed, ctx, default_passes())
 
 
