@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from collections.abc import Iterator
@@ -9,7 +10,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # pytest's workers share the cores; before torch
 
@@ -17,9 +17,12 @@ from tests.chosen import ALL_WITH_INDUCTOR
 from tests.ranks import Ranks
 from tests.searching import short_searches
 
-#: On a busy machine an example may wait seconds for a core.
-settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("busy")
+with contextlib.suppress(ImportError):  # the GPU kit's tests do without hypothesis
+    from hypothesis import HealthCheck, settings
+
+    # On a busy machine an example may wait seconds for a core.
+    settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy")
 
 #: Files that take minutes, the longest first: at the end no worker waits for one of them.
 _LONGEST_FILES = ("test_elastic.py", "test_gpu_kit.py", "test_parallelized.py", "test_search.py")
