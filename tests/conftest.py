@@ -21,7 +21,7 @@ with contextlib.suppress(ImportError):  # the GPU kit's tests do without hypothe
     from hypothesis import HealthCheck, settings
 
     # On a busy machine an example may wait seconds for a core.
-    settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("busy")
 
 #: Files that take minutes, the longest first: at the end no worker waits for one of them.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from osdp_compile import Plan
-from tests.training import SLOW, Recipe, Reference, adamw, train_osdp
+from tests.training import SLOW, Recipe, Reference, adamw, plan_in_force, train_osdp
 
 MLP = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
 
@@ -111,6 +111,17 @@ def recipe_of(batch, **changes) -> Recipe:
     return Recipe(
         step=mean_square, optimizer=adamw, steps=10, batch=batch, max_norm=0.05, **changes
     )
+
+
+def train_by_name(
+    model: nn.Module, named: list[str], batch: Callable[..., Any], rank: int, world_size: int
+) -> tuple[float, Plan]:
+    """Distance from one process where the named parameters stay where they are; the plan."""
+    recipe = Recipe(step=its_loss, optimizer=adamw, steps=5, batch=batch, max_norm=1.0)
+    reference = Reference(copy.deepcopy(model), recipe, world_size)
+    options = {"hardware": SLOW, "tensor_parallel": named, "debug": True}
+    apart = train_osdp(model, options, recipe, rank).distance(reference.train(rank))
+    return apart, plan_in_force(model)
 
 
 def train_dynamic(rank, world_size, make, differ, chunks=1):

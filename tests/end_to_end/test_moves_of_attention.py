@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import osdp_compile
 from osdp_compile import Plan
 from tests.chosen import more
-from tests.end_to_end.moving import WithLoss, its_loss, recipe_of
+from tests.end_to_end.moving import WithLoss, its_loss, recipe_of, train_by_name
 from tests.training import (
     SLOW,
     Recipe,
@@ -213,14 +213,10 @@ def _of_hugging_face(rank, world_size, kind):
     """Distance from one process in float32; the modules whose weights move."""
     torch.manual_seed(0)
     model = WithLoss(kind, tie_word_embeddings=kind == "Qwen3")
-    recipe = Recipe(step=its_loss, optimizer=adamw, steps=5, batch=_ids, max_norm=1.0)
-    reference = Reference(copy.deepcopy(model), recipe, world_size)
+    own = [name for name, _ in model.named_parameters()]
     named = ["*embed_tokens*", "*q_proj*", "*up_proj*"] + ["*lm_head*"] * (kind == "Llama")
-    options = {"hardware": SLOW, "tensor_parallel": named, "debug": True}
-    ours, wanted = train_osdp(model, options, recipe, rank), reference.train(rank)
-    apart = ours.distance(wanted)
-    moved = plan_in_force(model).moved
-    return apart, {p.rsplit(".", 2)[-2] for p in wanted.parameters if p not in moved}
+    apart, plan = train_by_name(model, named, _ids, rank, world_size)
+    return apart, {name.rsplit(".", 2)[-2] for name in own if name not in plan.moved}
 
 
 @pytest.mark.thorough
@@ -293,12 +289,8 @@ def _gpt_2(rank, world_size):
     """Distance from one process in float32; what stays; the rows of the fused projection."""
     torch.manual_seed(0)
     model = Gpt2()
-    recipe = Recipe(step=its_loss, optimizer=adamw, steps=5, batch=_ids, max_norm=1.0)
-    reference = Reference(copy.deepcopy(model), recipe, world_size)
     named = ["*wte*", "*c_fc.weight", "*c_attn.weight"]
-    options = {"hardware": SLOW, "tensor_parallel": named, "debug": True}
-    apart = train_osdp(model, options, recipe, rank).distance(reference.train(rank))
-    plan = plan_in_force(model)
+    apart, plan = train_by_name(model, named, _ids, rank, world_size)
     fused = [
         (row.alone, row.reason) for row in plan.parameters if row.name.endswith("c_attn.weight")
     ]

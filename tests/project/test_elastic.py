@@ -207,7 +207,6 @@ def goes_on(place: OneMachine, folder: Path, cache: Path, whole: dict[int, float
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(900)
 def test_a_host_that_disappears_comes_back(
     tmp_path: Path, inductor_cache: Path, whole: dict[int, float], place: OneMachine
 ) -> None:

@@ -239,12 +239,11 @@ def goes_on_alone(rank: int, world_size: int, folder: Path, half: str) -> list[f
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(900)
 def test_a_trainer_trains_evaluates_saves_and_goes_on_as_with_ddp(
     two_ranks, inductor_cache, tmp_path
 ):
     """Under another plan too, in the same trainer, on one rank, from and to DDP's checkpoints."""
-    losses, _ = two_ranks.run(trains_as_with_ddp, tmp_path, timeout_seconds=800)
+    losses, _ = two_ranks.run(trains_as_with_ddp, tmp_path)
     half = str(tmp_path / "osdp" / f"checkpoint-{STEPS // 2}")
     with Ranks(1, inductor_cache) as one_rank:
         (alone,) = one_rank.run(goes_on_alone, tmp_path / "alone", half)
