@@ -181,17 +181,15 @@ def _lone_group(
     least = _keeping(captured, ctx, fewest) or fewest
     if least.more_bytes >= 0:
         return None
-    has_chunks = _has_chunks(captured, ctx, dict(fewest.layers[0]), decision, alone=True)
-    return dataclasses.replace(fewest, has_chunks=has_chunks)
+    return dataclasses.replace(fewest, has_chunks=_has_chunks(captured, ctx, fewest))
 
 
 def _over_all(captured: Captured, ctx: Context, group: MoveGroup) -> MoveGroup | None:
     """A group within hosts as one that all ranks share; None: they cannot."""
     decision = Decision.SHARD_REGATHER
-    first = dict(group.layers[0])
     try:
-        _check_shared(first, ctx, decision)
-        token_bytes = _trial(captured, ctx, first, decision, alone=group.alone)
+        _check_shared(dict(group.layers[0]), ctx, decision)
+        token_bytes = _trial_of_layer(captured, ctx, group, decision)
         if len(group.layers) > 1:
             _trial(captured, ctx, group.dims, decision, alone=group.alone)
     except Refused:
@@ -205,7 +203,7 @@ def _keeping(captured: Captured, ctx: Context, group: MoveGroup) -> MoveGroup | 
     Of an embedding it gathers the ids.
     """
     decision = dataclasses.replace(group.decision, keep=True)
-    token_bytes = _trial(captured, ctx, dict(group.layers[0]), decision, alone=group.alone)
+    token_bytes = _trial_of_layer(captured, ctx, group, decision)
     if token_bytes > _MOST_OF * group.token_bytes:
         return None
     return dataclasses.replace(group, token_bytes=token_bytes, decision=decision)
@@ -238,6 +236,7 @@ def _group(
         Refused: there is no such group.
     """
     chosen = {names[0]: dim}
+    token_bytes: int | None
     while True:
         _check_shared(chosen, ctx, decision)
         try:
@@ -245,6 +244,9 @@ def _group(
             break
         except Refused as error:
             more = {name: dim for name, dim in error.needs if name not in chosen}
+            if not more and error.adds and len(names) > 1:
+                token_bytes = None  # the trial of all layers gives it
+                break
             if not more or len(chosen) + len(more) > _MOST_TOGETHER:
                 raise
             chosen |= more
@@ -256,11 +258,12 @@ def _group(
         for place in range(len(names))
     )
     weight_bytes = sum(ctx.parameter(name).full_bytes for name in chosen)
-    has_chunks = _has_chunks(captured, ctx, chosen, decision)
-    found = MoveGroup(layers, weight_bytes, token_bytes, decision, has_chunks)
+    found = MoveGroup(layers, weight_bytes, token_bytes or 0, decision)
     if len(layers) > 1:
-        _trial(captured, ctx, found.dims, decision)
-    return found
+        of_all = _trial(captured, ctx, found.dims, decision)
+        if token_bytes is None:
+            found = dataclasses.replace(found, token_bytes=of_all // len(layers))
+    return dataclasses.replace(found, has_chunks=_has_chunks(captured, ctx, found))
 
 
 def _check_shared(dims: Mapping[str, int], ctx: Context, decision: Decision) -> None:
@@ -278,19 +281,30 @@ def _check_shared(dims: Mapping[str, int], ctx: Context, decision: Decision) -> 
             raise Refused(f"{layouts[0].ranks} ranks are too many for the {size} of {name}")
 
 
-def _has_chunks(
-    captured: Captured,
-    ctx: Context,
-    dims: Mapping[str, int],
-    decision: Decision,
-    alone: bool = False,
-) -> bool:
+def _has_chunks(captured: Captured, ctx: Context, group: MoveGroup) -> bool:
     """Whether tokens may travel to a group in chunks: tried with two."""
     try:
-        _trial(captured, ctx, dims, decision, chunks=2, alone=alone)
+        _trial_of_layer(captured, ctx, group, group.decision, chunks=2)
     except Refused:
         return False
     return True
+
+
+def _trial_of_layer(
+    captured: Captured, ctx: Context, group: MoveGroup, decision: Decision, chunks: int = 1
+) -> int:
+    """The bytes of a layer: of the first one alone, or of all of them if one cannot be alone.
+
+    Raises:
+        Refused: an operator has no rule.
+    """
+    count = len(group.layers)
+    try:
+        return _trial(captured, ctx, dict(group.layers[0]), decision, chunks, group.alone)
+    except Refused as error:
+        if not error.adds or count == 1:
+            raise
+    return _trial(captured, ctx, group.dims, decision, chunks, group.alone) // count
 
 
 def _trial(

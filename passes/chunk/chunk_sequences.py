@@ -27,8 +27,9 @@ from torch import fx
 
 from passes.chunk.chunked import Chunked, is_static
 from passes.graph.fx_utils import RESHAPES, bytes_of, is_getitem, tensor_inputs
+from passes.graph.op_traits import is_pointwise
 from passes.move.heads import ATTENTIONS, MASKS, named_arguments
-from passes.move.spread import is_filled, is_pointwise
+from passes.move.spread import is_filled
 from passes.split.split_rules import PRODUCTS, arguments_of, permuted_dims
 
 if TYPE_CHECKING:

@@ -48,9 +48,10 @@ from passes.chunk.chunked import Chunked, is_static, joined, sizes_of
 from passes.chunk.save_chunks import save_chunks
 from passes.graph.fx_utils import RESHAPES, call, remove_dead
 from passes.graph.metadata import CHUNK, NOT_CHUNKED
+from passes.graph.op_traits import COPIES, is_pointwise
 from passes.graph.step_module import graphs_of, rename_saved
 from passes.move.move_rules import KEPT
-from passes.move.spread import COPIES, is_filled, is_pointwise, named
+from passes.move.spread import is_filled, named
 from passes.ops.markers import UNSHARD, unshard_of, unshards
 from passes.split.order_slices import one_slice_after_the_other
 from passes.split.split_rules import arguments_of, operands_of, permuted_dims

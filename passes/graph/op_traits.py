@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.graph.fx_utils import COLLECTIVES, by_target, concrete, is_alias, is_getitem
+from passes.graph.fx_utils import CAST, COLLECTIVES, by_target, concrete, is_alias, is_getitem
 from passes.ops.markers import REDUCE_GRAD, UNSHARD
 from passes.ops.model_collectives import kind_of
 from passes.ops.packing import PACKING
@@ -34,6 +34,8 @@ REDUCTIONS = {
     _aten.all.default,
     _aten.argmax.default,
 }
+#: Copies, also into another type.
+COPIES = {CAST, _aten.clone.default, _aten._to_copy.default}
 # Operators with a pointwise or reduction tag are fusible; these lack it, but Inductor fuses them.
 _ALSO_FUSIBLE = REDUCTIONS | {
     _aten.cat.default,
@@ -90,6 +92,19 @@ def is_reduction(node: fx.Node) -> bool:
 @by_target
 def _reduces(target: Any) -> bool:
     return target in REDUCTIONS or torch.Tag.reduction in getattr(target, "tags", ())
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether each element of a result comes from the elements at its place."""
+    tags = tags_of(node)
+    if torch.Tag.nondeterministic_seeded in tags:
+        return False
+    return node.target in COPIES or torch.Tag.pointwise in tags
+
+
+def tags_of(node: fx.Node) -> tuple[torch.Tag, ...]:
+    """The tags of a node's operator."""
+    return tuple(getattr(node.target, "tags", ()))
 
 
 def is_concatenation(node: fx.Node) -> bool:

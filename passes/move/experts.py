@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
-from passes.move.heads import origin
+from passes.move.heads import product_of_heads
 from passes.move.placed import PartialSum, Placed
 from passes.move.spread import named
 from passes.move.token_collectives import STACKS, all_stacked
+from passes.split.origins import origin
 from passes.split.split_rules import LAID_OUT, operands_of, permuted_dims
 
 if TYPE_CHECKING:
@@ -37,9 +38,11 @@ _EXPERTS, _TOKENS, _FEATURES = 0, 1, 2
 
 
 def stacked(mover: Mover, node: fx.Node) -> Placed | PartialSum:
-    """A product of stacks: see the cases below."""
+    """A product of stacks: see the cases below. Attention by hand is in ``heads.py``."""
     *_, one, other = operands_of(node)
     left, right = mover.placed.get(one), mover.placed.get(other)
+    if any(placed is not None and placed.heads for placed in (left, right)):
+        return product_of_heads(mover, node)
     found = None
     if not node.kwargs and right is not None and right.is_weight:
         found = _columns(mover, node, right) if left is None else _rows(mover, node, left, right)

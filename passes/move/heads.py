@@ -2,6 +2,13 @@
 
 Queries, keys and values are placed along their heads, with the batch outermost. So are the results
 of the forward and of the backward. A mask is spread (``passes/move/spread.py``).
+
+Attention by hand multiplies queries and keys, and scores and values, in ``bmm``. Sequences and
+heads are one dimension there::
+
+    q, k, v: [B, H, S, D] -> [B H, S, D]        this rank has H/N heads of N B sequences
+    scores = bmm(q, k.t()) -> [B, H, S, S]      a bias, a mask, the exponentials and their sums
+    y = bmm(scores, v)
 """
 
 from __future__ import annotations
@@ -13,12 +20,12 @@ from torch import fx
 
 from passes._torch import OpOverload
 from passes.graph.fx_utils import RESHAPES, always_equal
-from passes.move.layouts import dim_after
+from passes.graph.op_traits import COPIES
 from passes.move.placed import Placed
-from passes.move.spread import Frame, is_pointwise, named, spread
-from passes.ops.markers import UNSHARD, unshard_of
+from passes.move.spread import Frame, named, spread
 from passes.recompute.recompute_activations import drops_nothing
-from passes.split.split_rules import PRODUCTS, arguments_of, operands_of, permuted_dims
+from passes.split.origins import origin
+from passes.split.split_rules import operands_of, permuted_dims
 
 if TYPE_CHECKING:
     from passes.move.move_rules import Mover
@@ -106,50 +113,37 @@ def _mask(
     return made if made.meta["val"].dim() != 3 else mover.emit(_aten.unsqueeze.default, (made, 0))
 
 
-def origin(node: fx.Node, dim: int) -> tuple[str, int] | None:
-    """The weight and its dimension that a tensor's sliced dimension comes from; None: none.
+def product_of_heads(mover: Mover, node: fx.Node) -> Placed:
+    """A ``bmm`` of tensors in which sequences and heads are one dimension.
 
-    The search passes layouts, pointwise operators, and products with the weight as right operand.
+    Raises:
+        Refused: an operand has no heads of this rank. It names the weights that they need.
     """
-    for _ in range(64):
-        if node.target is UNSHARD:
-            return unshard_of(node).name, dim
-        found = _before(node, dim) if node.op == "call_function" else None
-        if found is None:
+    operands = operands_of(node)
+    own = {one: mover.placed[one] for one in operands if one in mover.placed}
+    heads = next(placed.heads for placed in own.values() if placed.heads)
+    needs = [_origin_of_heads(one, heads) for one in operands if one not in own]
+    outermost = all((one.tokens, one.heads) == (0, heads) for one in own.values())
+    if needs or not outermost or node.kwargs:
+        reason = f"{named(node)} reads tensors that are not sliced by heads"
+        raise mover.refused(node, reason, [found for found in needs if found is not None])
+    names = frozenset(name for placed in own.values() for name in placed.names)
+    made = mover.emit(node.target, tuple(own[one].node for one in operands))
+    return Placed(made, 0, 0, names, heads=heads)
+
+
+def _origin_of_heads(node: fx.Node, heads: int) -> tuple[str, int] | None:
+    """The weight and its dimension that the heads of ``[sequences heads, ...]`` come from.
+
+    None: they come from none.
+    """
+    while node.op == "call_function" and node.all_input_nodes:
+        source = node.all_input_nodes[0]
+        sizes = source.meta["val"].shape
+        if node.target in RESHAPES and len(sizes) == node.meta["val"].dim() + 1:
+            return origin(source, _HEADS) if always_equal(sizes[_HEADS], heads) else None
+        turns = node.target is _aten.permute.default and permuted_dims(node)[0] == 0
+        if not turns and node.target not in COPIES:
             return None
-        node, dim = found
-    return None
-
-
-def _before(node: fx.Node, dim: int) -> tuple[fx.Node, int] | None:
-    """The input, and its dimension, that a dimension of a result comes from; None: none."""
-    source: Any = node.args[0] if node.args else None
-    rank = node.meta["val"].dim()
-    if node.target in PRODUCTS or node.target is _aten.baddbmm.default:
-        last = operands_of(node)[-1]
-        if dim == 0 and rank == 3:
-            return last, 0
-        return (last, last.meta["val"].dim() - 1) if dim == rank - 1 else None
-    if node.target is _aten.permute.default:
-        return source, permuted_dims(node)[dim]
-    if node.target in RESHAPES:
-        found = dim_after(node.meta["val"].shape, source.meta["val"].shape, dim)
-        return None if found is None else (source, found)
-    if node.target in (_aten.cat.default, _aten.slice.Tensor):
-        return (source if isinstance(source, fx.Node) else source[0]), dim
-    if node.target is _aten.unsqueeze.default:
-        new = arguments_of(node)[1] % rank
-        return None if new == dim else (source, dim - (dim > new))
-    is_broadcast = node.target is _aten.expand.default or is_pointwise(node)
-    return _wide_input(node, dim) if is_broadcast else None
-
-
-def _wide_input(node: fx.Node, dim: int) -> tuple[fx.Node, int] | None:
-    """The first input that has a dimension of a result whole, and its place there."""
-    shape = node.meta["val"].shape
-    for one in node.all_input_nodes:
-        sizes = one.meta["val"].shape
-        own = dim - len(shape) + len(sizes)
-        if own >= 0 and always_equal(sizes[own], shape[dim]):
-            return one, own
+        node = source
     return None

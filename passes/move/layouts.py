@@ -6,6 +6,7 @@ must divide it, before and after::
 
     [B, S, H D] -> [B, S, H, D]          rank r has the heads r H/N ...
     [B, K, G, S, D] -> [B, K G, S, D]    K heads for keys, each for G queries
+    [B, H, S, D] -> [B H, S, D]          and back: the heads of each sequence together
 
 Slices keep the places of a placed tensor's tokens and features.
 """
@@ -13,8 +14,6 @@ Slices keep the places of a placed tensor's tokens and features.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,42 +24,23 @@ from passes.graph.metadata import CHUNK
 from passes.move.placed import Placed, Refused
 from passes.move.spread import is_filled, named
 from passes.move.token_collectives import joined_tokens, sliced_tokens
+from passes.split.origins import dim_after
 from passes.split.split_rules import arguments_of, permuted_dims
 
 if TYPE_CHECKING:
     from passes.move.move_rules import Mover
 
 _aten = torch.ops.aten
-
-
-def dim_after(
-    old: Sequence[int | torch.SymInt], new: Sequence[int | torch.SymInt], dim: int
-) -> int | None:
-    """The dimension of a reshape's result that a dimension becomes; None: there is none.
-
-    It keeps the dimension; or it is the outermost one into which the dimension is split; or it is
-    the dimension merged with later ones.
-
-    >>> dim_after([3, 5, 16], [3, 5, 4, 4], 2), dim_after([3, 5, 4, 4], [3, 5, 16], 2)
-    (2, 2)
-    >>> dim_after([3, 5, 16], [15, 16], 2), dim_after([3, 5, 16], [3, 80], 2)
-    (1, None)
-    """
-    before, size = math.prod(old[:dim]), old[dim]
-    for place, other in enumerate(new):
-        if not always_equal(math.prod(new[:place]), before) or always_equal(other, 1):
-            continue
-        if always_equal(size, other):
-            return place
-        if isinstance(size, int) and isinstance(other, int):
-            return place if size % other == 0 or other % size == 0 else None
-    return None
+#: The fewest dimensions of tensors in which sequences and heads are one.
+_OF_HEADS = 3
 
 
 def viewed(mover: Mover, node: fx.Node) -> Placed:
     """A reshape, with tokens outermost before and after."""
     source, sizes = arguments_of(node)
     found = mover.placed[source]
+    if (merged := _merged(mover, node, found)) is not None:
+        return merged
     shape = list(node.meta["val"].shape)
     features = dim_after(source.meta["val"].shape, shape, found.features)
     is_outer = found.tokens is None or (found.tokens == 0 and found.features > 0)
@@ -76,6 +56,25 @@ def viewed(mover: Mover, node: fx.Node) -> Placed:
         sizes = mover.of_all(sizes, shape)
     made = mover.emit(_aten.reshape.default, (found.node, sizes))
     return dataclasses.replace(found, node=made, features=features)
+
+
+def _merged(mover: Mover, node: fx.Node, found: Placed) -> Placed | None:
+    """Sequences and heads as one dimension, or apart again; None: another reshape."""
+    old, new = node.all_input_nodes[0].meta["val"].shape, node.meta["val"].shape
+    wide, flat = (new, old) if found.heads else (old, new)
+    if len(wide) != len(flat) + 1 or len(flat) < _OF_HEADS:
+        return None
+    heads = found.heads or (wide[1] if (found.tokens, found.features) == (0, 1) else 0)
+    if not heads or not mover.divides(heads):
+        return None
+    inner, wanted = list(flat[1:]), [wide[0] * heads, heads, *flat[1:]]
+    if not all(map(always_equal, [flat[0], *wide[1:]], wanted)):
+        return None
+    if not all(isinstance(size, int) for size in inner):
+        return None
+    own = [mover.layout.own_rows(heads)] if found.heads else []
+    made = mover.emit(_aten.reshape.default, (found.node, [-1, *own, *inner]))
+    return Placed(made, 0, len(own), found.names, heads=0 if found.heads else int(heads))
 
 
 def permuted(mover: Mover, node: fx.Node) -> Placed:
@@ -141,11 +140,7 @@ def joined(mover: Mover, node: fx.Node) -> Placed | None:
     if first is None or dim == first.features:
         return None
     for one in own:
-        if one is None or (one.tokens, one.features, one.is_total) != (
-            first.tokens,
-            first.features,
-            first.is_total,
-        ):
+        if one is None or one.of(first.node) != dataclasses.replace(first, names=one.names):
             return None
     parts = [one.node for one in own if one is not None]
     if dim != first.tokens:

@@ -128,6 +128,7 @@ def rewrite(
     """
     count = saved_count(graphs[1].graph) if len(graphs) == 2 else 0
     first = Mover(graphs[0].graph, dims, ctx, {}, layout, alone=alone)
+    equal = {node.name for node in first.equal}
     first.run()
     saved = _return(first, count)
     _remove_unused(first)
@@ -145,7 +146,7 @@ def rewrite(
             own.meta = {**node.meta, **own.meta}
             inputs[node] = placed.of(own)
     kept = KeptTokens(first) if keep_tokens else None
-    second = Mover(backward, dims, ctx, inputs, layout, kept, alone)
+    second = Mover(backward, dims, ctx, inputs, layout, kept, alone, equal)
     second.run()
     _return(second, 0)
     for node in inputs:

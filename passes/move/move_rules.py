@@ -25,7 +25,7 @@ is read, behind the gradients of weights.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ from torch import Tensor, fx
 
 from passes.graph.fx_utils import RESHAPES, call, compact, output_node
 from passes.graph.metadata import ANCHOR, CHUNK, GRADIENT_OF, LAYER, RECOMPUTED
+from passes.graph.op_traits import is_pointwise
+from passes.graph.step_module import saved_name
 from passes.move.bags import BAGS, bagged, element
 from passes.move.experts import STACKED, stacked
 from passes.move.heads import ATTENTIONS, attended
@@ -49,9 +51,9 @@ from passes.move.layouts import (
 from passes.move.placed import PartialSum, Placed, Refused
 from passes.move.pointwise import pointwise, shared
 from passes.move.products import lone_gradient, lone_product, lone_products, product
-from passes.move.reductions import looked_up, maximum, summed
-from passes.move.spread import constants_of, is_pointwise, named
-from passes.move.tables import embedded, table_gradient
+from passes.move.reductions import looked_up, maximum, reduced, summed
+from passes.move.spread import constants_of, named
+from passes.move.tables import PUTS, embedded, table_gradient
 from passes.move.token_collectives import KeptTokens, combined
 from passes.ops.markers import REDUCE_GRAD, UNSHARD, reduce_grad_of, unshard_of
 from passes.ops.packing import SUM_RANKS
@@ -86,7 +88,8 @@ class Mover:
     the sums of partial sums, in graph order. ``gradients``: the gradients of weights that stay,
     each with the nodes that add it up between hosts. ``spreads``: local
     tensors in other placements. ``constants``: tensors that numbers of the graph alone make.
-    ``equal``: these, and tensors of gathered weights; they are equal on all ranks.
+    ``equal``: these, and tensors of gathered weights; they are equal on all ranks. So are the saved
+    tensors that the argument ``equal`` names.
     ``gathered``: by local tensor, the tokens of all ranks. ``kept``: those of the forward that the
     backward reads; None: it gathers them again. ``stacks``: the same of experts. ``exchanged``: by
     local tensor, this rank's features of the tokens of all ranks.
@@ -104,6 +107,7 @@ class Mover:
         layout: ShardLayout,
         kept: KeptTokens | None = None,
         alone: frozenset[str] = frozenset(),
+        equal: Collection[str] = (),
     ) -> None:
         self.graph, self.dims, self.ctx, self.kept = graph, dims, ctx, kept
         self.alone, self.lone = alone, lone_products(graph, dims, alone)
@@ -123,7 +127,8 @@ class Mover:
         self.flat_ids: dict[fx.Node, fx.Node] = {}
         self.meta: dict[str, Any] = {}
         self.constants = constants_of(graph)
-        self.equal = constants_of(graph, {UNSHARD})
+        same = [one for one in graph.find_nodes(op="placeholder") if saved_name(one) in equal]
+        self.equal = constants_of(graph, {UNSHARD}, same)
         self.output = output_node(graph)
 
     def run(self) -> None:
@@ -201,6 +206,8 @@ class Mover:
         """The gradient of a weight's shard: summed over all tokens, it needs the mean only."""
         marker = reduce_grad_of(node)
         found = self.placed.get(marker.gradient)
+        if found is not None and found.is_total and marker.name not in self.dims:
+            return shared(self, node)
         if found is None:
             total = lone_gradient if marker.name in self.alone else table_gradient
             return self._mean(total(self, node), node)
@@ -319,7 +326,8 @@ class Mover:
     def refused(self, node: fx.Node, reason: str, needs: Sequence[tuple[str, int]] = ()) -> Refused:
         """The error for an operator, with the weights that lead to it."""
         own = [self.placed[one] for one in node.all_input_nodes if one in self.placed]
-        return Refused(reason, frozenset().union(*(one.names for one in own)), needs)
+        adds = node.target is _aten.add.Tensor and len(node.all_input_nodes) == 2
+        return Refused(reason, frozenset().union(*(one.names for one in own)), needs, adds)
 
 
 #: By operator, the placement of its result; None: these arguments have no rule.
@@ -329,6 +337,7 @@ _RULES: dict[Any, Callable[[Mover, fx.Node], Placed | PartialSum | fx.Node | Non
     **dict.fromkeys(STACKED, stacked),
     **dict.fromkeys(RESHAPES, viewed),
     **dict.fromkeys(ATTENTIONS, attended),
+    **dict.fromkeys(PUTS, shared),
     _aten.split.Tensor: split,
     operator.getitem: element,
     BAGS: bagged,
@@ -343,6 +352,7 @@ _RULES: dict[Any, Callable[[Mover, fx.Node], Placed | PartialSum | fx.Node | Non
     _aten.slice.Tensor: sliced,
     _aten.slice_scatter.default: sliced,
     _aten.amax.default: maximum,
+    _aten.any.dim: reduced,
     _aten.gather.default: looked_up,
 }
 

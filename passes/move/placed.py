@@ -15,7 +15,8 @@ A local tensor may be a partial sum first: every rank has a part for the tokens 
 A total takes the place of this rank's own sum, which is another value. So it may only become the
 gradient of a weight, by linear operators: the mean over ranks of linear functions of the own sums
 is the function of the total, divided by N. A share takes the place of the own sum too: the sum over
-ranks of both is equal. So it may only become the gradient of a weight that the ranks reduce.
+ranks of both is equal. So it may only become the gradient of a weight that the ranks reduce. A
+total with zeros in place of the other ranks' slices is a share.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Placed:
     ``node``: in the rewritten graph. ``tokens``: the dimension of the tokens of all ranks; None:
     it has none. ``features``: the dimension that this rank has a slice of. ``names``: the weights
     that it comes from. ``is_total``: it is a sum over the tokens of all ranks. ``is_share``: it is
-    a part of one over tokens and features; it has neither.
+    a part of one over tokens and features; it has neither. ``heads``: the number of heads of all
+    ranks, if ``tokens`` and ``features`` are one dimension, as in ``[sequences heads, ...]``; 0:
+    they are two.
     """
 
     node: fx.Node
@@ -49,6 +52,7 @@ class Placed:
     names: frozenset[str]
     is_total: bool = False
     is_share: bool = False
+    heads: int = 0
 
     @property
     def is_weight(self) -> bool:
@@ -79,7 +83,8 @@ class PartialSum:
 class Refused(ValueError):
     """An operator has no rule. The weights that lead to it cannot stay where they are.
 
-    ``needs``: weights, with their dimensions, that would have to stay too.
+    ``needs``: weights, with their dimensions, that would have to stay too. ``adds``: the operator
+    adds a local tensor, which the same weights of other layers may place.
     """
 
     def __init__(
@@ -87,8 +92,10 @@ class Refused(ValueError):
         reason: str,
         names: frozenset[str] = frozenset(),
         needs: Sequence[tuple[str, int]] = (),
+        adds: bool = False,
     ) -> None:
         super().__init__(reason)
         self.reason = reason
         self.names = names
         self.needs = tuple(needs)
+        self.adds = adds

@@ -2,7 +2,8 @@
 
 They keep the placement of tokens. A local tensor that is read beside a placed one is spread
 (``passes/move/spread.py``). Totals and shares allow linear operators only
-(``passes/move/placed.py``).
+(``passes/move/placed.py``). A total that is added to a local gradient becomes a share, and so does
+one that is put into rows of zeros, as of a bias by distance.
 """
 
 from __future__ import annotations
@@ -13,17 +14,26 @@ import torch
 from torch import fx
 
 from passes.graph.fx_utils import RESHAPES
-from passes.move.heads import origin
+from passes.graph.op_traits import COPIES
 from passes.move.placed import Placed
-from passes.move.spread import COPIES, Frame, named, spread
-from passes.move.tables import put_total
+from passes.move.spread import Frame, named, spread
+from passes.move.tables import PUTS, put_total
 from passes.ops.markers import REDUCE_GRAD, reduce_grad_of
+from passes.split.origins import origin
 from passes.split.split_rules import size_along
 
 if TYPE_CHECKING:
     from passes.move.move_rules import Mover
 
 _aten = torch.ops.aten
+#: Linear operators of one tensor.
+_LINEAR = {
+    *RESHAPES,
+    _aten.permute.default,
+    _aten.unsqueeze.default,
+    _aten.squeeze.dim,
+    _aten.sum.dim_IntList,
+}
 
 
 def pointwise(mover: Mover, node: fx.Node) -> Placed:
@@ -48,6 +58,9 @@ def pointwise(mover: Mover, node: fx.Node) -> Placed:
         allowed = (None, 1) if placed.tokens is None else node.meta["val"].shape[token : token + 1]
         if size_along(one, token, node) not in allowed:
             raise mover.refused(node, f"{named(node)} reads a tensor along tokens")
+    heads = {placed.heads for placed in own.values()}
+    if len(heads) != 1:
+        raise mover.refused(node, f"{named(node)} reads tensors of several placements")
     names = frozenset(name for placed in own.values() for name in placed.names)
     sizes = tuple(node.meta["val"].shape)
     others = _spread_inputs(mover, node, Frame(node, sizes, token, feature, names))
@@ -55,7 +68,8 @@ def pointwise(mover: Mover, node: fx.Node) -> Placed:
         (node.args, node.kwargs),
         lambda one: own[one].node if one in own else others[one],
     )
-    return Placed(mover.emit(node.target, args, kwargs), token, feature, names)
+    made = mover.emit(node.target, args, kwargs)
+    return Placed(made, token, feature, names, heads=heads.pop())
 
 
 def _spread_inputs(mover: Mover, node: fx.Node, frame: Frame) -> dict[fx.Node, fx.Node]:
@@ -112,8 +126,11 @@ def _pointwise_total(mover: Mover, node: fx.Node, own: dict[fx.Node, Placed]) ->
     first = next(iter(own.values()))
     nodes = {one: placed.node for one, placed in own.items()}
     for one in node.all_input_nodes:
-        if one not in own and first.features == 0 and node.target is _aten.add.Tensor:
-            nodes[one] = put_total(mover, one, node, first.names)
+        if one in own or node.target is not _aten.add.Tensor:
+            continue
+        if first.features != 0 or node.meta["val"].dim() != 2:
+            return shared(mover, node)
+        nodes[one] = put_total(mover, one, node, first.names)
     is_one = {(one.is_total, one.features) for one in own.values()} == {(True, first.features)}
     if not is_one or not _is_linear(node, len(nodes)):
         raise mover.refused(node, f"{named(node)} changes a sum over the tokens of all ranks")
@@ -125,12 +142,15 @@ def _pointwise_total(mover: Mover, node: fx.Node, own: dict[fx.Node, Placed]) ->
 
 def shared(mover: Mover, node: fx.Node) -> Placed | fx.Node:
     """A linear operator on shares and local gradients; a gradient's marker stays."""
-    placed = {one: mover.placed[one] for one in node.all_input_nodes if one in mover.placed}
+    placed = {one: _share_of(mover, one) for one in node.all_input_nodes if one in mover.placed}
     if node.target is REDUCE_GRAD and reduce_grad_of(node).name not in mover.dims:
         for one, found in placed.items():
             node.replace_input_with(one, found.node)
         return node
-    is_linear = node.target in RESHAPES or _is_linear(node, len(node.all_input_nodes))
+    is_linear = node.target in _LINEAR or _is_linear(node, len(node.all_input_nodes))
+    is_linear |= node.target in PUTS and all(
+        one in placed or one in mover.equal for one in node.all_input_nodes
+    )
     if not is_linear or not all(found.is_share for found in placed.values()):
         reason = f"{named(node)} changes a sum over the tokens and features of all ranks"
         raise mover.refused(node, reason)
@@ -139,6 +159,19 @@ def shared(mover: Mover, node: fx.Node) -> Placed | fx.Node:
     )
     names = frozenset(name for found in placed.values() for name in found.names)
     return Placed(mover.emit(node.target, args, kwargs), None, -1, names, is_share=True)
+
+
+def _share_of(mover: Mover, node: fx.Node) -> Placed:
+    """A total as a share; other placements as they are."""
+    found = mover.placed[node]
+    if not found.is_total:
+        return found
+    sizes = node.meta["val"].shape
+    start, stop = mover.layout.rows(sizes[found.features])
+    behind = [0, 0] * (len(sizes) - 1 - found.features)
+    pads = [*behind, start, sizes[found.features] - stop]
+    made = mover.emit(_aten.constant_pad_nd.default, (found.node, pads, 0))
+    return Placed(made, None, -1, found.names, is_share=True)
 
 
 def _is_linear(node: fx.Node, operands: int) -> bool:

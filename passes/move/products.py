@@ -27,11 +27,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
-from passes.move.heads import origin
+from passes.graph.op_traits import COPIES
 from passes.move.placed import PartialSum, Placed, Refused
-from passes.move.spread import COPIES, named
+from passes.move.spread import named
 from passes.move.token_collectives import all_tokens, features_of_all, own_tokens
 from passes.ops.markers import REDUCE_GRAD, reduce_grad_of
+from passes.split.origins import origin
 from passes.split.split_rules import operands_of, permuted_dims
 
 if TYPE_CHECKING:

@@ -13,14 +13,16 @@ Pointwise operators between the features and the lookup run after it, on the val
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
 from passes.graph.fx_utils import always_equal
+from passes.graph.op_traits import is_pointwise
 from passes.move.placed import PartialSum, Placed
-from passes.move.spread import is_pointwise, named
+from passes.move.spread import named
 from passes.move.token_collectives import STACKS, all_tokens, combined
 from passes.ops.packing import MAX_RANKS, SUM_RANKS
 from passes.ops.tables import TAKE_COLUMNS
@@ -49,35 +51,57 @@ def summed(mover: Mover, node: fx.Node) -> Placed | PartialSum:
         raise mover.refused(node, f"{named(node)} adds up the dimension that is sliced")
     if is_mean and over & {found.tokens, found.features}:
         raise mover.refused(node, f"{named(node)} is over tokens or over the sliced dimension")
+    if found.features not in over:
+        return _reduced(mover, node, found, over, keeps)
     made = mover.emit(node.target, (found.node, *node.args[1:]), node.kwargs)
-    if found.features in over and tokens is None:
+    if tokens is None:
         return Placed(made, None, -1, found.names, is_share=True)
-    if found.features in over:
-        return PartialSum(made, tuple(mover.own_sizes(node)), (), found.names)
+    return PartialSum(made, tuple(mover.own_sizes(node)), (), found.names)
+
+
+def _reduced(mover: Mover, node: fx.Node, found: Placed, over: set[int], keeps: bool) -> Placed:
+    """A reduction over other dimensions than features: a total, if it is over tokens.
+
+    ``keeps``: the dimensions stay, of size one.
+    """
 
     def kept(dim: int) -> int:
         return dim if keeps else dim - sum(one < dim for one in over)
 
-    return Placed(
-        made,
-        None if tokens is None else kept(tokens),
-        kept(found.features),
-        found.names,
-        is_total=found.is_total or tokens != found.tokens,
+    return dataclasses.replace(
+        found,
+        node=mover.emit(node.target, (found.node, *node.args[1:]), node.kwargs),
+        tokens=None if found.tokens is None or found.tokens in over else kept(found.tokens),
+        features=kept(found.features),
+        is_total=found.is_total or found.tokens in over,
     )
 
 
-def maximum(mover: Mover, node: fx.Node) -> fx.Node | None:
-    """The largest feature of each own token; None: other dimensions are reduced.
+def maximum(mover: Mover, node: fx.Node) -> Placed | fx.Node | None:
+    """The largest feature of each own token, which is local; or the largest of other dimensions.
 
-    It is local.
+    None: tokens are reduced.
     """
+    elsewhere = reduced(mover, node)
+    if elsewhere is not None:
+        return elsewhere
     source, dims, *_ = arguments_of(node)
     found = mover.placed[source]
-    if found.tokens != 0 or {dim % source.meta["val"].dim() for dim in dims} != {found.features}:
+    over = {dim % source.meta["val"].dim() for dim in dims}
+    if found.tokens != 0 or found.heads or over != {found.features}:
         return None
     part = mover.emit(node.target, (found.node, *node.args[1:]), node.kwargs)
     return combined(mover, part, mover.own_sizes(node), found.names, MAX_RANKS)
+
+
+def reduced(mover: Mover, node: fx.Node) -> Placed | None:
+    """A reduction over other dimensions than tokens and features; None: over these."""
+    source, dims, *rest = arguments_of(node)
+    found, rank = mover.placed[source], source.meta["val"].dim()
+    over = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims)}
+    if found.is_total or not over.isdisjoint({found.tokens, found.features}):
+        return None
+    return _reduced(mover, node, found, over, bool(rest and rest[0]))
 
 
 def looked_up(mover: Mover, node: fx.Node) -> fx.Node | None:

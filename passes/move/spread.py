@@ -3,6 +3,7 @@
 ======================================  ========================================================
 constants: of ``full`` or ``iota``      as they are; their slice along ``features``
 weights without ``features``            as they are: they are gathered, and equal on all ranks
+lookups in weights, by constants        their slice along ``features``, as of a bias by distance
 one value for each token                the values of all ranks' tokens, gathered
 one value for all tokens of a rank      the values of all ranks, gathered
 pointwise operators and broadcasts      computed again from their spread inputs, where a tensor has
@@ -18,15 +19,17 @@ be smaller than the operator's other operand: it broadcasts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from passes._torch import OpOverload
-from passes.graph.fx_utils import CAST, always_equal, bytes_of
+from passes.graph.fx_utils import always_equal, bytes_of
+from passes.graph.op_traits import is_pointwise, tags_of
 from passes.move.token_collectives import all_stacked, all_tokens
+from passes.split.origins import origin
 
 if TYPE_CHECKING:
     from passes.move.move_rules import Mover
@@ -34,7 +37,6 @@ if TYPE_CHECKING:
 _aten = torch.ops.aten
 _IOTA = torch.ops.prims.iota.default
 _FULL = {_aten.full.default, _aten.scalar_tensor.default}
-COPIES = {CAST, _aten.clone.default, _aten._to_copy.default}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +74,11 @@ def _spread(mover: Mover, node: fx.Node, frame: Frame) -> fx.Node | None:
     has_tokens = token >= 0 and not always_equal(sizes[token], 1)
     if is_filled(node):
         return _filled(mover, node)
-    if node in mover.constants and not has_tokens:
+    is_own = not has_features or _may_be_sliced(mover, node, feature)
+    if node in mover.equal and not has_tokens and is_own:
         return _slice(mover, node, feature) if has_features else node
-    if node in mover.equal and not has_features and not has_tokens:
-        return node
+    if frame.tokens == frame.features:
+        return None
     if token == 1 and len(sizes) == len(whole) == 3 and has_tokens:
         by_expert = feature == 0
         if by_expert or not has_features:
@@ -87,6 +90,14 @@ def _spread(mover: Mover, node: fx.Node, frame: Frame) -> fx.Node | None:
     if token == 0 and always_equal(sizes[0], whole[behind]):
         return all_tokens(mover, node, frame.node, frame.names)
     return None if has_tokens else _of_each_rank(mover, node, frame)
+
+
+def _may_be_sliced(mover: Mover, node: fx.Node, feature: int) -> bool:
+    """Whether a rank takes its slice of a tensor that is equal on all ranks.
+
+    Where the dimension is that of a weight, this weight would have to stay.
+    """
+    return node in mover.constants or origin(node, feature) is None
 
 
 def _is_larger_than_inputs(mover: Mover, node: fx.Node) -> bool:
@@ -127,19 +138,21 @@ def _of_each_rank(mover: Mover, node: fx.Node, frame: Frame) -> fx.Node | None:
     return emit(_aten.reshape.default, (repeated, [-1, *whole[1:]]))
 
 
-def constants_of(graph: fx.Graph, also: Collection[Any] = ()) -> set[fx.Node]:
+def constants_of(
+    graph: fx.Graph, also: Collection[Any] = (), inputs: Iterable[fx.Node] = ()
+) -> set[fx.Node]:
     """The tensors that come from ``full`` and ``iota`` alone, which are equal on all ranks.
 
-    ``also``: other operators whose results are.
+    ``also``: other operators whose results are; ``inputs``: inputs that are.
     """
-    found: set[fx.Node] = set()
+    found = set(inputs)
     for node in graph.nodes:
-        if node.op != "call_function" or torch.Tag.nondeterministic_seeded in _tags(node):
+        if node.op != "call_function" or torch.Tag.nondeterministic_seeded in tags_of(node):
             continue
-        inputs = node.all_input_nodes
-        is_first = not inputs and (node.target in _FULL or node.target is _IOTA)
+        sources = node.all_input_nodes
+        is_first = not sources and (node.target in _FULL or node.target is _IOTA)
         is_first = is_first or node.target in also
-        if is_first or (inputs and all(one in found for one in inputs)):
+        if is_first or (sources and all(one in found for one in sources)):
             found.add(node)
     return found
 
@@ -151,18 +164,6 @@ def is_filled(node: fx.Node) -> bool:
     return not isinstance(node.args[node.target is _aten.full.default], fx.Node)
 
 
-def is_pointwise(node: fx.Node) -> bool:
-    """Whether each element of a result comes from the elements at its place."""
-    if torch.Tag.nondeterministic_seeded in _tags(node):
-        return False
-    return node.target in COPIES or torch.Tag.pointwise in _tags(node)
-
-
-def _tags(node: fx.Node) -> tuple[torch.Tag, ...]:
-    tags: tuple[torch.Tag, ...] = tuple(getattr(node.target, "tags", ()))
-    return tags
-
-
 def _filled(mover: Mover, node: fx.Node) -> fx.Node:
     """One value everywhere: of size one."""
     if node.target is not _aten.full.default:
@@ -172,7 +173,7 @@ def _filled(mover: Mover, node: fx.Node) -> fx.Node:
 
 
 def _slice(mover: Mover, node: fx.Node, dim: int) -> fx.Node:
-    """This rank's slice of a constant."""
+    """This rank's slice of a tensor that is equal on all ranks."""
     start, stop = mover.layout.rows(node.meta["val"].shape[dim])
     return mover.emit(_aten.slice.Tensor, (node, dim, start, stop))
 

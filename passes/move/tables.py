@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from passes.graph.op_traits import COPIES
 from passes.move.bags import PUT_IN_BAGS, put_in_bags
 from passes.move.placed import PartialSum, Placed, Refused
-from passes.move.spread import COPIES, named
+from passes.move.spread import named
 from passes.move.token_collectives import all_tokens
 from passes.ops.markers import reduce_grad_of
 from passes.ops.tables import PUT_ROWS, TAKE_ROWS
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 _aten = torch.ops.aten
 _MASKED = _aten._unsafe_masked_index_put_accumulate.default
-_PUTS = {_MASKED, _aten.index_put.default}
+#: Put rows into a table; if they add, the result is linear in the rows.
+PUTS = {_MASKED, _aten.index_put.default}
 
 
 def embedded(mover: Mover, node: fx.Node) -> PartialSum:
@@ -70,7 +72,7 @@ def put_total(mover: Mover, put: fx.Node, node: fx.Node, names: frozenset[str]) 
             raise Refused("its bags are no sums or means", names)
         return found
     adds = put.target is _MASKED or (len(put.args) > 3 and put.args[3] is True)
-    if put.target not in _PUTS or not adds or put.meta["val"].dim() != 2:
+    if put.target not in PUTS or not adds or put.meta["val"].dim() != 2:
         raise Refused(f"the gradient of {min(names)} is no product with tokens", names)
     table, *masks, indices, values = arguments_of(put)[: 4 if put.target is _MASKED else 3]
     if table.target is not _aten.full.default or table.args[1] != 0 or len(indices) != 1:

@@ -28,11 +28,20 @@ STAY = {
             f"{_LAYER}.output.dense",
         },
     ),
-    # In attention, a bias for each head and distance is added to the scores.
+    # In attention, a bias for each head and distance is added to the scores. Its table moves.
     "T5": (
-        ["*shared.weight", "*.wi.weight"],
+        ["*shared.weight", "*.wi.weight", "*.q.weight"],
         {
             "shared",
+            *(
+                f"{attention}.{one}"
+                for attention in (
+                    "encoder.block.0.layer.0.SelfAttention",
+                    "decoder.block.0.layer.0.SelfAttention",
+                    "decoder.block.0.layer.1.EncDecAttention",
+                )
+                for one in "qkvo"
+            ),
             *(f"encoder.block.0.layer.1.DenseReluDense.{one}" for one in ("wi", "wo")),
             *(f"decoder.block.0.layer.2.DenseReluDense.{one}" for one in ("wi", "wo")),
         },

@@ -132,7 +132,7 @@ def test_the_operators_of_gpus(kind: str) -> None:
 
 
 REFUSED = {
-    "mixes tokens and features": (Attention(drop=0.5), 2),
+    "reads random numbers (dropout)": (Attention(drop=0.5), 2),
     "4 ranks do not divide the 2 heads": (Attention(keys=2), 4),
 }
 
@@ -180,3 +180,91 @@ def test_a_fused_projection_is_in_no_group_of_attention(way: str, reason: str) -
     found = find_move_groups(captured, ctx)
     assert all(group.alone for group in found.groups)
     assert reason in found.refused["qkv.weight"]
+
+
+class ByHand(nn.Module):
+    """Attention without an operator of its own; x: [batch, length, 12].
+
+    ``mask``: ``"causal"``, or ``"tokens"``: another one for each sequence. ``bias``: added to the
+    scores.
+    """
+
+    def __init__(self, mask: str = "causal", heads: int = HEADS) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, heads * SIZE) for _ in range(3))
+        self.o = nn.Linear(heads * SIZE, WIDTH)
+        self.mask = mask
+
+    def forward(self, x: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (
+            one(x).view(batch, length, -1, SIZE).transpose(1, 2) for one in (self.q, self.k, self.v)
+        )
+        scores = q @ k.transpose(-1, -2) / SIZE**0.5 + bias
+        seen = torch.ones(length, length, dtype=torch.bool).tril()
+        if self.mask == "tokens":
+            seen = seen & (x[:, None, None, :, 0] < 1)
+        weights = scores.masked_fill(~seen, -1e9).softmax(-1)
+        out: Tensor = x + self.o((weights @ v).transpose(1, 2).reshape(batch, length, -1))
+        return out
+
+
+class ByDistance(nn.Module):
+    """Two layers that add a bias for each head and distance, from one table; x: as above.
+
+    ``mask``: of the layers. ``masked``: the layers share the bias with the mask of x in it.
+    """
+
+    def __init__(self, mask: str = "causal", masked: bool = False) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, HEADS)
+        self.layers = nn.ModuleList(ByHand(mask) for _ in range(2))
+        self.masked = masked
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1])
+        distances = (places - places[:, None]).clamp(-1, 1) + 1
+        bias = self.table(distances).permute(2, 0, 1).unsqueeze(0)
+        if self.masked:
+            bias = bias - 5.0 * (x.detach()[:, None, None, :, 1] > 0)
+        for layer in self.layers:
+            x = layer(x, bias)
+        return x
+
+
+BY_HAND = {
+    "causal": (ByHand(), 4, False),
+    "tokens": (ByHand("tokens"), 2, True),
+    "distance": (ByDistance(), 4, False),
+    "distance, by messages": (ByDistance("tokens"), 2, True),
+    "a bias with a mask": (ByDistance(masked=True), 2, False),
+}
+_DIMS = {
+    **{f"{name}.{kind}": 0 for name in NAMES[:3] for kind in ("weight", "bias")},
+    "o.weight": 1,
+}
+
+
+@pytest.mark.parametrize("case", BY_HAND)
+def test_attention_by_hand_computes_what_it_did(case: str) -> None:
+    model, world_size, uses_p2p = BY_HAND[case]
+    given = [torch.randn(3, 5, WIDTH) for _ in range(world_size)]
+    captured, ctx = capture_step(model, given[0], world_size=world_size, uses_p2p=uses_p2p)
+    found = find_move_groups(captured, ctx).by_weights
+    (group,) = (one for one, *_ in found if "table.weight" not in one.dims)
+    layers = ["layers.0.", "layers.1."] if isinstance(model, ByDistance) else [""]
+    assert group.dims == {layer + name: dim for layer in layers for name, dim in _DIMS.items()}
+    check_training(model, given, group.dims, uses_p2p)
+
+
+def test_one_layer_of_two_with_a_common_bias() -> None:
+    """The gradient of the bias is the sum of one by heads, and one of the own tokens."""
+    given = [torch.randn(3, 5, WIDTH) for _ in range(2)]
+    check_training(ByDistance(), given, {f"layers.1.{name}": dim for name, dim in _DIMS.items()})
+
+
+def test_heads_by_hand_need_to_be_divided() -> None:
+    captured, ctx = capture_step(ByHand(heads=2), torch.randn(2, 5, WIDTH), world_size=4)
+    found = find_move_groups(captured, ctx)
+    assert all(group.alone for group in found.groups)
+    assert "4 ranks do not divide the 2 heads" in found.refused["q.weight"]
