@@ -39,6 +39,7 @@ from passes.graph.metadata import COLLECTIVE
 from passes.move.experts import ways_to_share
 from passes.move.move_activations import rewrite
 from passes.move.placed import Refused
+from passes.move.spread import constants_of
 from passes.ops.markers import REDUCE_GRAD, reduce_grad_of, unshard_of, unshards
 from passes.split.split_rules import read_along
 from passes.types.context import Context
@@ -116,10 +117,11 @@ def find_move_groups(
     refused: dict[str, str] = {}
     readers = {unshard_of(node).name: node for node in unshards(captured.forward.graph)}
     together = [[ctx.parameters[index].name for index in own] for own in alike(ctx.parameters)]
+    constants = constants_of(captured.forward.graph)
     for names in together:
         if not all(one in readers or one in left_out for one in names):
             continue
-        dims, reason = _starts(readers[names[0]], ctx, found)
+        dims, reason = _starts(readers[names[0]], ctx, found, constants)
         for dim in dims:
             try:
                 found.append(_group(captured, ctx, together, names, dim, decision))
@@ -139,17 +141,22 @@ def find_move_groups(
     return MoveGroups(tuple(groups), refused)
 
 
-def _starts(reader: fx.Node, ctx: Context, found: Sequence[MoveGroup]) -> tuple[list[int], str]:
+def _starts(
+    reader: fx.Node, ctx: Context, found: Sequence[MoveGroup], constants: Collection[fx.Node]
+) -> tuple[list[int], str]:
     """The dimensions along which a weight may begin a group, and the reason if there are none.
 
-    ``reader``: its ``unshard``. ``found``: the groups before.
+    ``reader``: its ``unshard``. ``found``: the groups before. ``constants``: tensors that are equal
+    on all ranks.
     """
     name = unshard_of(reader).name
     rank = len(ctx.parameter(name).shape)
     if rank == 3:
         return ([], "") if any(name in group.dims for group in found) else ways_to_share(reader)
-    is_table = any(user.target in _TABLES for user in reader.users)
-    along = 0 if is_table else read_along(reader)
+    tables = [user for user in reader.users if user.target in _TABLES]
+    if any(user.args[1] in constants for user in tables):
+        return [], "its ids are the same on all ranks"
+    along = 0 if tables else read_along(reader)
     if rank != 2 or along is None or any(group.dims.get(name) == along for group in found):
         return [], ""
     return [along], ""

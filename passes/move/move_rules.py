@@ -184,10 +184,10 @@ class Mover:
     def _found(self, node: fx.Node, is_weight: bool) -> Placed | PartialSum | fx.Node:
         if is_weight:
             return self._weight(node)
-        if any(one in self.placed and self.placed[one].is_share for one in node.all_input_nodes):
-            return shared(self, node)
         if node.target is REDUCE_GRAD:
             return self._gradient(node)
+        if any(one in self.placed and self.placed[one].is_share for one in node.all_input_nodes):
+            return shared(self, node)
         rule = _RULES.get(node.target)
         if rule is None and is_pointwise(node):
             rule = pointwise
@@ -206,7 +206,7 @@ class Mover:
         """The gradient of a weight's shard: summed over all tokens, it needs the mean only."""
         marker = reduce_grad_of(node)
         found = self.placed.get(marker.gradient)
-        if found is not None and found.is_total and marker.name not in self.dims:
+        if marker.name not in self.dims:
             return shared(self, node)
         if found is None:
             total = lone_gradient if marker.name in self.alone else table_gradient

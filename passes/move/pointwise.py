@@ -16,11 +16,11 @@ from torch import fx
 from passes.graph.fx_utils import RESHAPES
 from passes.graph.op_traits import COPIES
 from passes.move.placed import Placed
-from passes.move.spread import Frame, named, spread
+from passes.move.spread import Frame, is_filled, named, spread
 from passes.move.tables import PUTS, put_total
 from passes.ops.markers import REDUCE_GRAD, reduce_grad_of
 from passes.split.origins import origin
-from passes.split.split_rules import size_along
+from passes.split.split_rules import arguments_of, size_along
 
 if TYPE_CHECKING:
     from passes.move.move_rules import Mover
@@ -124,6 +124,8 @@ def _is_random(node: fx.Node) -> bool:
 def _pointwise_total(mover: Mover, node: fx.Node, own: dict[fx.Node, Placed]) -> Placed:
     """A linear operator on totals; the gradient of a table's rows becomes one."""
     first = next(iter(own.values()))
+    if node.target is _aten.where.self:
+        return _masked_total(mover, node, first)
     nodes = {one: placed.node for one, placed in own.items()}
     for one in node.all_input_nodes:
         if one in own or node.target is not _aten.add.Tensor:
@@ -138,6 +140,22 @@ def _pointwise_total(mover: Mover, node: fx.Node, own: dict[fx.Node, Placed]) ->
     names = frozenset(name for placed in own.values() for name in placed.names)
     made = mover.emit(node.target, args, kwargs)
     return Placed(made, None, first.features, names, is_total=True)
+
+
+def _masked_total(mover: Mover, node: fx.Node, found: Placed) -> Placed:
+    """A total with zeros in some places, which are the same on all ranks.
+
+    ``found``: the total.
+    """
+    mask, *values = arguments_of(node)
+    zeros = [one for one in values if one not in mover.placed and is_filled(one)]
+    frame = Frame(node, tuple(node.meta["val"].shape), None, found.features, found.names)
+    is_zero = [one.args[one.target is _aten.full.default] == 0 for one in zeros]
+    if mask not in mover.equal or is_zero != [True]:
+        raise mover.refused(node, f"{named(node)} changes a sum over the tokens of all ranks")
+    nodes = {one: spread(mover, one, frame) for one in (mask, *zeros)}
+    args = [mover.placed[one].node if one in mover.placed else nodes[one] for one in node.args]
+    return found.of(mover.emit(node.target, tuple(args)))
 
 
 def shared(mover: Mover, node: fx.Node) -> Placed | fx.Node:
