@@ -22,7 +22,7 @@ from torch import fx
 from passes.annotate.annotate_costs import cost_of
 from passes.graph.fx_utils import is_collective, is_model_collective
 from passes.graph.metadata import COST
-from passes.simulate.simulator import simulate
+from passes.simulate.simulator import Simulation, simulate
 from passes.simulate.skeleton import is_computing, kernels, stalls
 from passes.types.annotations import Cost, Memory
 from passes.types.learned import LEAST_FACTOR, MOST_FACTOR, Learned
@@ -34,6 +34,8 @@ SYSTEMATIC = 0.05
 #: Share of the step: waits that differ by less are explained.
 _LEAST_WAITS = 0.01
 _HALVINGS = 30
+#: Longer waits than those with this lateness come from the network.
+MOST_LATE = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +128,7 @@ def is_systematic(step: MeasuredStep, update_seconds: float) -> bool:
 
     ``update_seconds``: the predicted seconds of the optimizer and the loop.
     """
-    runs = [simulate(graph.skeleton, _NO_MEMORY) for graph in step.graphs]
+    runs = _simulated(step.graphs)
     differences = (
         sum(run.compute_seconds for run in runs) - step.computing_seconds,
         sum(run.exposed_seconds for run in runs) - step.wait_seconds,
@@ -240,13 +242,12 @@ def _with_network(step: MeasuredStep, learned: Learned, in_force: Learned) -> Le
     def faster(factor: float) -> Learned:
         return dataclasses.replace(learned, network_factor=factor)
 
-    def late(seconds: float) -> Learned:
-        return dataclasses.replace(learned, lateness_seconds=seconds)
+    def late(share: float) -> Learned:
+        return dataclasses.replace(learned, lateness=share)
 
     if difference < 0:
         return waits.explained(faster, LEAST_FACTOR, 1.0)
-    longest = max(seconds for graph in step.graphs for seconds in graph.waits())
-    learned = waits.explained(late, 0.0, longest)
+    learned = waits.explained(late, 0.0, MOST_LATE)
     if waits.predicted(learned) >= waits.measured:
         return learned
     return waits.explained(faster, 1.0, MOST_FACTOR)
@@ -258,20 +259,16 @@ class _Waits:
     def __init__(self, step: MeasuredStep, in_force: Learned) -> None:
         self.measured = step.wait_seconds
         self._in_force = in_force
-        self._costs = [
-            (graph.skeleton, {node: cost_of(node) for node, _ in graph.pairs()})
-            for graph in step.graphs
-        ]
+        self._graphs = step.graphs
+        self._costs = {node: cost_of(node) for graph in step.graphs for node, _ in graph.pairs()}
 
     def predicted(self, tried: Learned) -> float:
         """Exposed seconds with these corrections."""
-        total = 0.0
-        for skeleton, costs in self._costs:
-            for node, cost in costs.items():
-                COST.set(node, _corrected(node, cost, self._in_force, tried))
-            total += simulate(skeleton, _NO_MEMORY).exposed_seconds
-            for node, cost in costs.items():
-                COST.set(node, cost)
+        for node, cost in self._costs.items():
+            COST.set(node, _corrected(node, cost, self._in_force, tried))
+        total = sum(run.exposed_seconds for run in _simulated(self._graphs))
+        for node, cost in self._costs.items():
+            COST.set(node, cost)
         return total
 
     def explained(self, tried: Callable[[float], Learned], low: float, high: float) -> Learned:
@@ -296,7 +293,7 @@ def _corrected(node: fx.Node, cost: Cost, before: Learned, after: Learned) -> Co
             cost,
             seconds=cost.seconds * after.network_factor / before.network_factor,
             compute_overhead_seconds=cost.compute_overhead_seconds * overhead,
-            lateness_seconds=after.lateness_seconds,
+            lateness=after.lateness,
         )
     if node.target is kernels:
         factor = after.kernel_factor / before.kernel_factor
@@ -307,6 +304,15 @@ def _corrected(node: fx.Node, cost: Cost, before: Learned, after: Learned) -> Co
 
 #: The memory of a skeleton is not known, and not asked for.
 _NO_MEMORY = Memory([], fx.Graph().placeholder("x"), {}, 0)
+
+
+def _simulated(graphs: Sequence[MeasuredGraph]) -> list[Simulation]:
+    """A forward and its backward."""
+    runs: list[Simulation] = []
+    for graph in graphs:
+        idle_seconds = runs[-1].idle_seconds if runs else 0.0
+        runs.append(simulate(graph.skeleton, _NO_MEMORY, idle_seconds))
+    return runs
 
 
 def typical(steps: Sequence[MeasuredStep]) -> MeasuredStep:

@@ -257,9 +257,10 @@ class GraphLowering:
             own_bytes = ctx.accumulated_bytes // 2
             ctx = ctx.replace(base_bytes=ctx.base_bytes - own_bytes)
             base["accumulated"] = own_bytes
-        if ctx.phase is Phase.BACKWARD:
+        is_backward = ctx.phase is Phase.BACKWARD
+        if is_backward:
             base["returned"] = step.returned_bytes
-        simulation = simulate(gm.graph)
+        simulation = simulate(gm.graph, idle_seconds=step.idle_seconds if is_backward else 0.0)
         described = functools.partial(
             timeline_of, gm.graph, simulation, phase=ctx.phase.value, base=base
         )
@@ -270,6 +271,7 @@ class GraphLowering:
             return
         if ctx.phase is Phase.FORWARD:
             step.kept_bytes = simulation.memory.kept_bytes
+            step.idle_seconds = simulation.idle_seconds
         timeline = described()
         self.log.schedule(ctx.phase.value, lambda: timeline)
         self._note(ctx.phase, timeline, skeleton_of(gm.graph), ranges_of(gm.graph, timeline))

@@ -49,6 +49,8 @@ class CompiledStep:
         self.returned_bytes = 0
         #: Bytes that are alive from the end of the forward to the backward.
         self.kept_bytes = 0
+        #: At the end of the forward, the time since a collective ended.
+        self.idle_seconds = 0.0
         #: The parameters that the graphs read.
         self.parameters: frozenset[str] = frozenset()
         #: A warning has said that the peak is above the limit.

@@ -241,7 +241,7 @@ def _collective_cost(
         seconds=cost.seconds,
         compute_overhead_seconds=cost.overhead_seconds,
         start_delay_seconds=cost.start_delay_seconds,
-        lateness_seconds=cost.lateness_seconds,
+        lateness=cost.lateness,
         serves=names,
     )
 
@@ -257,7 +257,7 @@ def _model_collective_cost(
     return Cost(
         memory_bytes=memory_bytes,
         seconds=cost.seconds,
-        lateness_seconds=cost.lateness_seconds,
+        lateness=cost.lateness,
         serves=names,
         beside=ctx.beside(group_name),
     )

@@ -19,7 +19,7 @@ class CollectiveCost:
     """The cost of one collective.
 
     ``seconds``: on the network. ``overhead_seconds``: on the compute stream.
-    ``start_delay_seconds``, ``lateness_seconds``: if nothing is in flight at its start.
+    ``start_delay_seconds``, ``lateness``: if nothing is in flight at its start.
     ``latency_seconds``, ``start_seconds``: the parts of the first two that do not depend on its
     size. Collectives that share a bucket share them.
     """
@@ -27,7 +27,7 @@ class CollectiveCost:
     seconds: float
     overhead_seconds: float
     start_delay_seconds: float
-    lateness_seconds: float
+    lateness: float
     latency_seconds: float
     start_seconds: float
 
@@ -58,7 +58,7 @@ def cost_on(
         hardware.collective_seconds(kind, full_bytes, ranks),
         hardware.compute_overhead_seconds(kind, full_bytes, ranks),
         hardware.start_delay_seconds(kind, ranks),
-        learned.lateness_seconds,
+        learned.lateness,
         rate.latency_seconds * learned.network_factor,
         rate.start_seconds * learned.overhead_factor,
     )

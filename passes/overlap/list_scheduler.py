@@ -262,7 +262,7 @@ class Scheduler:
             node,
             group_of(node),
             seconds,
-            lateness_seconds=cost.lateness_seconds,
+            lateness=cost.lateness,
             beside=cost.beside,
         )
         self.stalled += self.network.wait(node) - seconds
@@ -342,7 +342,7 @@ class Scheduler:
         self.urgent -= task.urgent
         cost = task.cost
         self.network.start(
-            task.start, task.group, cost.seconds, cost.start_delay_seconds, cost.lateness_seconds
+            task.start, task.group, cost.seconds, cost.start_delay_seconds, cost.lateness
         )
         self.network.compute(cost.compute_overhead_seconds)
         if task.follows is not None:

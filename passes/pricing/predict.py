@@ -118,6 +118,7 @@ def _predict(
     held = ctx.base_bytes + sum(state.values()) + in_flight
     lowered: list[fx.GraphModule] = []
     simulations: list[Simulation] = []
+    idle_seconds = 0.0
     for gm, phase, extra in (
         (laid.forward, Phase.FORWARD, 0),
         (laid.backward, Phase.BACKWARD, returned),
@@ -125,7 +126,8 @@ def _predict(
         local = ctx.replace(plan=plan, phase=phase, base_bytes=held + extra)
         gm = run(passes, Stage.PARTS, gm, local, recompile=False)
         lowered.append(gm)
-        simulations.append(simulate(gm.graph, MEMORY.pop(gm)))
+        simulations.append(simulate(gm.graph, MEMORY.pop(gm), idle_seconds))
+        idle_seconds = simulations[-1].idle_seconds
     forward, backward = simulations
     unseen = _unseen(folded, plan, lowered, simulations)
     all_unseen = unseen[0].plus(unseen[1])

@@ -3,8 +3,11 @@
 A process group runs its collectives one at a time, in their start order. A collective that starts
 in an empty queue beside compute begins after a *start delay* (``start_delay_seconds``): on a
 machine whose cores all compute, the network threads first have to get a core. While the rank waits,
-there is no start delay. Its end is later by the lateness of the slowest rank
-(``lateness_seconds``), whether this rank computes or waits.
+there is no start delay.
+
+Ranks drift apart while they compute, and wait for each other in each collective. So a collective
+that starts in an empty queue ends later by a share (``lateness``) of the time since the last one
+ended, whether this rank computes or waits.
 
 Queues run at the same time, each at its full rate. A collective of the model itself may use the
 links of other queues (``beside``), such as two groups between the same hosts. As long as n
@@ -36,12 +39,19 @@ class Network:
     ``starts``, ``ends``: by collective, its begin and its end on the network, as far as reached.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, idle_seconds: float = 0.0) -> None:
+        """``idle_seconds``: the time before 0 in which no collective ended."""
         self.now = 0.0
+        self._last_end = -idle_seconds
         self.starts: dict[fx.Node, float] = {}
         self.ends: dict[fx.Node, float] = {}
         self._queues: dict[str, deque[_Flight]] = {}
         self._group: dict[fx.Node, str] = {}
+
+    @property
+    def idle_seconds(self) -> float:
+        """The time since a collective ended."""
+        return self.now - self._last_end
 
     def free_seconds(self, group: str) -> float:
         """The end of all queued collectives of a group, if this rank computes until then."""
@@ -56,7 +66,7 @@ class Network:
         group: str,
         seconds: float,
         start_delay_seconds: float = 0.0,
-        lateness_seconds: float = 0.0,
+        lateness: float = 0.0,
         beside: frozenset[str] = frozenset(),
     ) -> None:
         """Append a collective to the queue of its group.
@@ -67,7 +77,7 @@ class Network:
         self._group[node] = group
         if not queue:
             self.starts[node] = self.now
-            seconds += lateness_seconds
+            seconds += lateness * self.idle_seconds
         queue.append(_Flight(node, 0.0 if queue else start_delay_seconds, seconds, beside))
 
     def compute(self, seconds: float) -> None:
@@ -138,5 +148,6 @@ class Network:
     def _ended(self, group: str, now: float) -> None:
         queue = self._queues[group]
         self.ends[queue.popleft().node] = now
+        self._last_end = max(self._last_end, now)
         if queue:
             self.starts[queue[0].node] = now

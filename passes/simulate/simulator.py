@@ -35,6 +35,7 @@ class Simulation:
     ``exposed_seconds``: all stalls of the compute stream.
     ``exposed``: by collective, the stall of its waits in seconds.
     ``of_model``: by collective of the model itself, the stall until its end in seconds.
+    ``idle_seconds``: at the end, the time since a collective ended.
     ``memory``: bytes alive while each node runs, and their kinds at the peak.
     """
 
@@ -45,6 +46,7 @@ class Simulation:
     exposed_seconds: float
     exposed: dict[fx.Node, float]
     of_model: dict[fx.Node, float]
+    idle_seconds: float
     memory: Memory
 
     @property
@@ -57,16 +59,19 @@ class Simulation:
         return sum(self.of_model.values())
 
 
-def simulate(graph: fx.Graph, memory: Memory | None = None) -> Simulation:
+def simulate(
+    graph: fx.Graph, memory: Memory | None = None, idle_seconds: float = 0.0
+) -> Simulation:
     """Simulate an annotated graph. See the module's docstring.
 
     ``memory``: the known memory of this graph in this order; None: compute it.
+    ``idle_seconds``: at the begin, the time since a collective ended.
     """
     start: dict[fx.Node, float] = {}
     end: dict[fx.Node, float] = {}
     exposed: dict[fx.Node, float] = {}
     of_model: dict[fx.Node, float] = {}
-    network = Network()
+    network = Network(idle_seconds)
     compute = 0.0
     for node in graph.nodes:
         cost = cost_of(node)
@@ -76,7 +81,7 @@ def simulate(graph: fx.Graph, memory: Memory | None = None) -> Simulation:
                 group_of(node),
                 cost.seconds,
                 cost.start_delay_seconds,
-                cost.lateness_seconds,
+                cost.lateness,
             )
             exposed[node] = 0.0
             network.compute(cost.compute_overhead_seconds)
@@ -87,7 +92,7 @@ def simulate(graph: fx.Graph, memory: Memory | None = None) -> Simulation:
                 node,
                 group_of(node),
                 cost.seconds,
-                lateness_seconds=cost.lateness_seconds,
+                lateness=cost.lateness,
                 beside=cost.beside,
             )
             of_model[node] = network.wait(node)
@@ -110,5 +115,6 @@ def simulate(graph: fx.Graph, memory: Memory | None = None) -> Simulation:
         exposed_seconds=step_seconds - compute,
         exposed=exposed,
         of_model=of_model,
+        idle_seconds=network.idle_seconds,
         memory=memory or memory_of(graph),
     )

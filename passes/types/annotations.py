@@ -20,7 +20,8 @@ class Cost:
     ``seconds``: on the compute stream, or on the network for a collective.
     ``compute_overhead_seconds``: compute overhead of a collective, on the compute stream.
     ``start_delay_seconds``: start delay of a collective, if nothing is in flight at its start.
-    ``lateness_seconds``: its wait for the slowest rank, if nothing is in flight at its start.
+    ``lateness``: its wait for the slowest rank, if nothing is in flight at its start, as a share of
+    the time since the last collective ended.
     ``serves``: the parameters that it serves (``passes/graph/attribution.py``).
     ``in_function``: its kernel shares one C++ function with neighbouring kernels
     (``passes/simulate/memory.py``).
@@ -34,7 +35,7 @@ class Cost:
     seconds: float = 0.0
     compute_overhead_seconds: float = 0.0
     start_delay_seconds: float = 0.0
-    lateness_seconds: float = 0.0
+    lateness: float = 0.0
     serves: tuple[str, ...] = ()
     workspace_bytes: int = 0
     in_function: bool = False

@@ -24,8 +24,8 @@ class Learned:
         fused_factor: for all other kernels of the graphs.
         overhead_factor: for the compute time that concurrent communication takes.
         network_factor: for collectives on the network; below 1, they are faster than measured.
-        lateness_seconds: the wait for the slowest rank. A collective that starts on an idle network
-            ends later by it.
+        lateness: the wait for the slowest rank. A collective that starts on an idle network ends
+            later by this share of the time since the last one ended.
         update_factor: for the optimizer's step.
         loop_seconds: time of a step outside its graphs and its optimizer, as for the next batch.
     """
@@ -35,7 +35,7 @@ class Learned:
     fused_factor: Factor = 1.0
     overhead_factor: Factor = 1.0
     network_factor: Factor = 1.0
-    lateness_seconds: Annotated[float, Meta(ge=0)] = 0.0
+    lateness: Annotated[float, Meta(ge=0)] = 0.0
     update_factor: Factor = 1.0
     loop_seconds: Annotated[float, Meta(ge=0)] = 0.0
 
@@ -43,7 +43,7 @@ class Learned:
         return (
             f"torch's kernels x{self.kernel_factor:.2f}, other kernels x{self.fused_factor:.2f}, "
             f"compute overhead of collectives x{self.overhead_factor:.2f}, collectives "
-            f"x{self.network_factor:.2f}, ranks late by {format_seconds(self.lateness_seconds)}, "
+            f"x{self.network_factor:.2f}, ranks late by {self.lateness:.0%}, "
             f"optimizer x{self.update_factor:.2f}, "
             f"training loop {format_seconds(self.loop_seconds)}"
         )

@@ -98,7 +98,7 @@ def test_a_reduce_scatter_is_an_all_to_all_if_that_and_its_sum_are_faster():
 
 def test_learned_corrections_change_each_price_and_lateness_is_added():
     rate = LinkRate(1e-6, 1e-8, start_seconds=5e-6, overhead_seconds_per_byte=1e-9)
-    learned = Learned(8, overhead_factor=2.0, network_factor=0.5, lateness_seconds=1e-3)
+    learned = Learned(8, overhead_factor=2.0, network_factor=0.5, lateness=1e-3)
     before = context(world_size=4, hardware=hardware(collectives={"all_gather": rate}))
     after = before.replace(hardware=dataclasses.replace(before.hardware, in_force=learned))
     one, other = (cost_on("all_gather", 4000, ctx) for ctx in (before, after))
@@ -106,4 +106,4 @@ def test_learned_corrections_change_each_price_and_lateness_is_added():
     assert other.latency_seconds == pytest.approx(one.latency_seconds / 2)
     assert other.overhead_seconds == pytest.approx(one.overhead_seconds * 2)
     assert other.start_seconds == pytest.approx(one.start_seconds * 2)
-    assert (one.lateness_seconds, other.lateness_seconds) == (0.0, 1e-3)
+    assert (one.lateness, other.lateness) == (0.0, 1e-3)

@@ -80,12 +80,18 @@ def test_a_late_collective_stalls_the_step():
 
 
 def test_a_late_rank_delays_the_first_in_flight_also_while_it_is_waited_for(nodes):
-    a, b, _ = nodes
-    network = Network()
-    network.start(a, "group", 3.0, lateness_seconds=2.0)
-    network.start(b, "group", 1.0, lateness_seconds=2.0)
+    """By a share of the time since ranks last waited for each other."""
+    a, b, c = nodes
+    network = Network(idle_seconds=3.0)
+    network.compute(1.0)
+    network.start(a, "group", 3.0, lateness=0.5)
+    network.start(b, "group", 1.0, lateness=0.5)
     assert network.wait(b) == 6.0
-    assert network.ends == {a: 5.0, b: 6.0}
+    assert network.ends == {a: 6.0, b: 7.0}
+    network.compute(2.0)
+    network.start(c, "group", 1.0, lateness=0.5)
+    assert network.wait(c) == 2.0
+    assert network.idle_seconds == 0.0
 
 
 def test_collectives_on_shared_links_take_as_many_times_as_long(nodes):
