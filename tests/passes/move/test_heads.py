@@ -254,6 +254,7 @@ def test_attention_by_hand_computes_what_it_did(case: str) -> None:
     (group,) = (one for one, *_ in found if "table.weight" not in one.dims)
     layers = ["layers.0.", "layers.1."] if isinstance(model, ByDistance) else [""]
     assert group.dims == {layer + name: dim for layer in layers for name, dim in _DIMS.items()}
+    assert not group.has_chunks
     check_training(model, given, group.dims, uses_p2p)
 
 
