@@ -161,17 +161,18 @@ def _masked_total(mover: Mover, node: fx.Node, found: Placed) -> Placed:
 def shared(mover: Mover, node: fx.Node) -> Placed | fx.Node:
     """A linear operator on shares and local gradients; a gradient's marker stays."""
     placed = {one: _share_of(mover, one) for one in node.all_input_nodes if one in mover.placed}
-    if node.target is REDUCE_GRAD and reduce_grad_of(node).name not in mover.dims:
-        for one, found in placed.items():
-            node.replace_input_with(one, found.node)
-        return node
+    is_gradient = node.target is REDUCE_GRAD and reduce_grad_of(node).name not in mover.dims
     is_linear = node.target in _LINEAR or _is_linear(node, len(node.all_input_nodes))
     is_linear |= node.target in PUTS and all(
         one in placed or one in mover.equal for one in node.all_input_nodes
     )
-    if not is_linear or not all(found.is_share for found in placed.values()):
+    if not (is_gradient or is_linear) or not all(found.is_share for found in placed.values()):
         reason = f"{named(node)} changes a sum over the tokens and features of all ranks"
         raise mover.refused(node, reason)
+    if is_gradient:
+        for one, found in placed.items():
+            node.replace_input_with(one, found.node)
+        return node
     args, kwargs = fx.node.map_arg(
         (node.args, node.kwargs), lambda one: placed[one].node if one in placed else one
     )

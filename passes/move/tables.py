@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _aten = torch.ops.aten
 _MASKED = _aten._unsafe_masked_index_put_accumulate.default
-#: Put rows into a table; if they add, the result is linear in the rows.
+#: Put rows into a table. The result is linear in the rows.
 PUTS = {_MASKED, _aten.index_put.default}
 
 
