@@ -49,7 +49,7 @@ from passes.move.layouts import (
     viewed,
 )
 from passes.move.placed import PartialSum, Placed, Refused
-from passes.move.pointwise import pointwise, shared
+from passes.move.pointwise import pointwise, shared, shared_gradient
 from passes.move.products import lone_gradient, lone_product, lone_products, product
 from passes.move.reductions import looked_up, maximum, reduced, summed
 from passes.move.spread import constants_of, named
@@ -207,7 +207,7 @@ class Mover:
         marker = reduce_grad_of(node)
         found = self.placed.get(marker.gradient)
         if marker.name not in self.dims:
-            return shared(self, node)
+            return shared_gradient(self, node)
         if found is None:
             total = lone_gradient if marker.name in self.alone else table_gradient
             return self._mean(total(self, node), node)

@@ -15,10 +15,9 @@ from torch import fx
 
 from passes.graph.fx_utils import RESHAPES
 from passes.graph.op_traits import COPIES
-from passes.move.placed import Placed
+from passes.move.placed import Placed, Refused
 from passes.move.spread import Frame, is_filled, named, spread
 from passes.move.tables import PUTS, put_total
-from passes.ops.markers import REDUCE_GRAD, reduce_grad_of
 from passes.split.origins import origin
 from passes.split.split_rules import arguments_of, size_along
 
@@ -151,33 +150,51 @@ def _masked_total(mover: Mover, node: fx.Node, found: Placed) -> Placed:
     zeros = [one for one in values if one not in mover.placed and is_filled(one)]
     frame = Frame(node, tuple(node.meta["val"].shape), None, found.features, found.names)
     is_zero = [one.args[one.target is _aten.full.default] == 0 for one in zeros]
-    if mask not in mover.equal or is_zero != [True]:
-        raise mover.refused(node, f"{named(node)} changes a sum over the tokens of all ranks")
     nodes = {one: spread(mover, one, frame) for one in (mask, *zeros)}
-    args = [mover.placed[one].node if one in mover.placed else nodes[one] for one in node.args]
+    if mask not in mover.equal or is_zero != [True] or None in nodes.values():
+        raise mover.refused(node, f"{named(node)} changes a sum over the tokens of all ranks")
+    args = [nodes[one] if one in nodes else mover.placed[one].node for one in (mask, *values)]
     return found.of(mover.emit(node.target, tuple(args)))
 
 
-def shared(mover: Mover, node: fx.Node) -> Placed | fx.Node:
-    """A linear operator on shares and local gradients; a gradient's marker stays."""
-    placed = {one: _share_of(mover, one) for one in node.all_input_nodes if one in mover.placed}
-    is_gradient = node.target is REDUCE_GRAD and reduce_grad_of(node).name not in mover.dims
+def shared(mover: Mover, node: fx.Node) -> Placed:
+    """A linear operator on shares and local gradients."""
+    placed = _shares(mover, node)
     is_linear = node.target in _LINEAR or _is_linear(node, len(node.all_input_nodes))
     is_linear |= node.target in PUTS and all(
         one in placed or one in mover.equal for one in node.all_input_nodes
     )
-    if not (is_gradient or is_linear) or not all(found.is_share for found in placed.values()):
-        reason = f"{named(node)} changes a sum over the tokens and features of all ranks"
-        raise mover.refused(node, reason)
-    if is_gradient:
-        for one, found in placed.items():
-            node.replace_input_with(one, found.node)
-        return node
+    if not is_linear:
+        raise _refused_share(mover, node)
     args, kwargs = fx.node.map_arg(
         (node.args, node.kwargs), lambda one: placed[one].node if one in placed else one
     )
     names = frozenset(name for found in placed.values() for name in found.names)
     return Placed(mover.emit(node.target, args, kwargs), None, -1, names, is_share=True)
+
+
+def shared_gradient(mover: Mover, node: fx.Node) -> fx.Node:
+    """The marker of a gradient that is a share, of a weight that the ranks reduce: it stays."""
+    for one, found in _shares(mover, node).items():
+        node.replace_input_with(one, found.node)
+    return node
+
+
+def _shares(mover: Mover, node: fx.Node) -> dict[fx.Node, Placed]:
+    """The placed inputs of an operator, totals as shares.
+
+    Raises:
+        Refused: one is neither.
+    """
+    found = {one: _share_of(mover, one) for one in node.all_input_nodes if one in mover.placed}
+    if not all(one.is_share for one in found.values()):
+        raise _refused_share(mover, node)
+    return found
+
+
+def _refused_share(mover: Mover, node: fx.Node) -> Refused:
+    reason = f"{named(node)} changes a sum over the tokens and features of all ranks"
+    return mover.refused(node, reason)
 
 
 def _share_of(mover: Mover, node: fx.Node) -> Placed:
