@@ -22,7 +22,7 @@ from torch import fx
 from passes.annotate.annotate_costs import cost_of
 from passes.graph.fx_utils import is_collective, is_model_collective
 from passes.graph.metadata import COST
-from passes.simulate.simulator import Simulation, simulate
+from passes.simulate.simulator import Simulation, idle_after, simulate
 from passes.simulate.skeleton import is_computing, kernels, stalls
 from passes.types.annotations import Cost, Memory
 from passes.types.learned import LEAST_FACTOR, MOST_FACTOR, Learned
@@ -310,8 +310,7 @@ def _simulated(graphs: Sequence[MeasuredGraph]) -> list[Simulation]:
     """A forward and its backward."""
     runs: list[Simulation] = []
     for graph in graphs:
-        idle_seconds = runs[-1].idle_seconds if runs else 0.0
-        runs.append(simulate(graph.skeleton, _NO_MEMORY, idle_seconds))
+        runs.append(simulate(graph.skeleton, _NO_MEMORY, idle_after(runs)))
     return runs
 
 

@@ -26,7 +26,7 @@ from passes.graph.metadata import MEMORY, UNSCHEDULED
 from passes.pipeline import Pass, Stage, run
 from passes.recompute.recompute_activations import recomputed
 from passes.simulate.lent import output_bytes, returned_bytes
-from passes.simulate.simulator import Simulation, simulate
+from passes.simulate.simulator import Simulation, idle_after, simulate
 from passes.types.context import Context, Phase
 from passes.types.plan import Plan, Prediction
 
@@ -118,7 +118,6 @@ def _predict(
     held = ctx.base_bytes + sum(state.values()) + in_flight
     lowered: list[fx.GraphModule] = []
     simulations: list[Simulation] = []
-    idle_seconds = 0.0
     for gm, phase, extra in (
         (laid.forward, Phase.FORWARD, 0),
         (laid.backward, Phase.BACKWARD, returned),
@@ -126,8 +125,7 @@ def _predict(
         local = ctx.replace(plan=plan, phase=phase, base_bytes=held + extra)
         gm = run(passes, Stage.PARTS, gm, local, recompile=False)
         lowered.append(gm)
-        simulations.append(simulate(gm.graph, MEMORY.pop(gm), idle_seconds))
-        idle_seconds = simulations[-1].idle_seconds
+        simulations.append(simulate(gm.graph, MEMORY.pop(gm), idle_after(simulations)))
     forward, backward = simulations
     unseen = _unseen(folded, plan, lowered, simulations)
     all_unseen = unseen[0].plus(unseen[1])

@@ -16,6 +16,7 @@ Needs: ``annotate``. Leaves: the graph unchanged.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from torch import fx
 
@@ -118,3 +119,8 @@ def simulate(
         idle_seconds=network.idle_seconds,
         memory=memory or memory_of(graph),
     )
+
+
+def idle_after(runs: Sequence[Simulation]) -> float:
+    """The seconds since a collective ended, at the end of graphs that run one after the other."""
+    return runs[-1].idle_seconds if runs else 0.0

@@ -10,13 +10,13 @@ from passes.types.hardware import Hardware
 from passes.types.learned import Learned
 from tests.passes.graphs import hardware
 
-LEARNED = Learned(8, 1.5, 2.0, 3.0, 0.5, 0.004, 1.25, 0.01)
+LEARNED = Learned(8, 1.5, 2.0, 3.0, 0.5, 0.25, 1.25, 0.01)
 
 
 def test_every_correction_is_said():
     assert str(LEARNED) == (
         "torch's kernels x1.50, other kernels x2.00, compute overhead of collectives x3.00, "
-        "collectives x0.50, ranks late by 4.0 ms, optimizer x1.25, training loop 10.0 ms"
+        "collectives x0.50, ranks late by 25%, optimizer x1.25, training loop 10.0 ms"
     )
 
 
