@@ -74,8 +74,8 @@ def _spread(mover: Mover, node: fx.Node, frame: Frame) -> fx.Node | None:
     has_tokens = token >= 0 and not always_equal(sizes[token], 1)
     if is_filled(node):
         return _filled(mover, node)
-    is_own = not has_features or _may_be_sliced(mover, node, feature)
-    if node in mover.equal and not has_tokens and is_own:
+    is_equal = node in mover.equal and not has_tokens
+    if is_equal and (not has_features or _may_be_sliced(mover, node, feature)):
         return _slice(mover, node, feature) if has_features else node
     if frame.tokens == frame.features:
         return None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.graph.fx_utils import RESHAPES, always_equal
+from passes.graph.fx_utils import RESHAPES, always_equal, tensor_inputs
 from passes.graph.op_traits import is_pointwise
 from passes.ops.markers import UNSHARD, unshard_of
 from passes.split.split_rules import PRODUCTS, arguments_of, operands_of, permuted_dims
@@ -58,7 +58,7 @@ def _before(node: fx.Node, dim: int) -> tuple[fx.Node, int] | None:
 def _wide_input(node: fx.Node, dim: int) -> tuple[fx.Node, int] | None:
     """The first input that has a dimension of a result whole, and its place there."""
     shape = node.meta["val"].shape
-    for one in node.all_input_nodes:
+    for one in tensor_inputs(node):
         sizes = one.meta["val"].shape
         own = dim - len(shape) + len(sizes)
         if own >= 0 and always_equal(sizes[own], shape[dim]):
