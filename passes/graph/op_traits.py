@@ -80,7 +80,7 @@ def fuses(target: Any) -> bool:
         return False
     if target in _ALSO_FUSIBLE or str(target).startswith("prims.inductor_"):
         return True
-    tags = getattr(target, "tags", ())
+    tags = tags_of(target)
     return torch.Tag.pointwise in tags or torch.Tag.reduction in tags
 
 
@@ -91,20 +91,20 @@ def is_reduction(node: fx.Node) -> bool:
 
 @by_target
 def _reduces(target: Any) -> bool:
-    return target in REDUCTIONS or torch.Tag.reduction in getattr(target, "tags", ())
+    return target in REDUCTIONS or torch.Tag.reduction in tags_of(target)
 
 
 def is_pointwise(node: fx.Node) -> bool:
     """Whether each element of a result comes from the elements at its place."""
-    tags = tags_of(node)
+    tags = tags_of(node.target)
     if torch.Tag.nondeterministic_seeded in tags:
         return False
     return node.target in COPIES or torch.Tag.pointwise in tags
 
 
-def tags_of(node: fx.Node) -> tuple[torch.Tag, ...]:
-    """The tags of a node's operator."""
-    return tuple(getattr(node.target, "tags", ()))
+def tags_of(target: Any) -> tuple[torch.Tag, ...]:
+    """The tags of an operator; none for another target."""
+    return tuple(getattr(target, "tags", ()))
 
 
 def is_concatenation(node: fx.Node) -> bool:

@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 from passes.graph.fx_utils import RESHAPES
-from passes.graph.op_traits import COPIES
+from passes.graph.op_traits import COPIES, tags_of
 from passes.move.placed import Placed, Refused
-from passes.move.spread import Frame, is_filled, named, spread
+from passes.move.spread import Frame, is_zeros, named, spread
 from passes.move.tables import PUTS, put_total
 from passes.split.origins import origin
 from passes.split.split_rules import arguments_of, size_along
@@ -111,8 +111,8 @@ def _missing(mover: Mover, node: fx.Node) -> list[tuple[str, int]]:
 def _is_random(node: fx.Node) -> bool:
     """Whether a tensor comes from random numbers, by pointwise operators and changes of layout."""
     for _ in range(8):
-        tags = getattr(node.target, "tags", ())
-        if torch.Tag.nondeterministic_seeded in tags or "random" in str(node.target):
+        is_seeded = torch.Tag.nondeterministic_seeded in tags_of(node.target)
+        if is_seeded or "random" in str(node.target):
             return True
         if node.op != "call_function" or not node.all_input_nodes:
             return False
@@ -147,11 +147,10 @@ def _masked_total(mover: Mover, node: fx.Node, found: Placed) -> Placed:
     ``found``: the total.
     """
     mask, *values = arguments_of(node)
-    zeros = [one for one in values if one not in mover.placed and is_filled(one)]
+    zeros = [one for one in values if one not in mover.placed and is_zeros(one)]
     frame = Frame(node, tuple(node.meta["val"].shape), None, found.features, found.names)
-    is_zero = [one.args[one.target is _aten.full.default] == 0 for one in zeros]
     nodes = {one: spread(mover, one, frame) for one in (mask, *zeros)}
-    if mask not in mover.equal or is_zero != [True] or None in nodes.values():
+    if mask not in mover.equal or len(zeros) != 1 or None in nodes.values():
         raise mover.refused(node, f"{named(node)} changes a sum over the tokens of all ranks")
     args = [nodes[one] if one in nodes else mover.placed[one].node for one in (mask, *values)]
     return found.of(mover.emit(node.target, tuple(args)))

@@ -147,7 +147,7 @@ def constants_of(
     """
     found = set(inputs)
     for node in graph.nodes:
-        if node.op != "call_function" or torch.Tag.nondeterministic_seeded in tags_of(node):
+        if node.op != "call_function" or torch.Tag.nondeterministic_seeded in tags_of(node.target):
             continue
         sources = node.all_input_nodes
         is_first = not sources and (node.target in _FULL or node.target is _IOTA)
@@ -162,6 +162,11 @@ def is_filled(node: fx.Node) -> bool:
     if node.target not in _FULL:
         return False
     return not isinstance(node.args[node.target is _aten.full.default], fx.Node)
+
+
+def is_zeros(node: fx.Node) -> bool:
+    """Whether a tensor has zero everywhere, which is a number of the graph."""
+    return is_filled(node) and bool(node.args[node.target is _aten.full.default] == 0)
 
 
 def _filled(mover: Mover, node: fx.Node) -> fx.Node:

@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from passes.graph.fx_utils import is_collective, last_of, positions
+from passes.graph.op_traits import tags_of
 from passes.ops.markers import REDUCE_GRAD, UNSHARD
 from passes.types.context import Context
 
@@ -65,6 +66,6 @@ def _movable(node: fx.Node) -> bool:
     """Whether a node gives the same result at any place. Random operators must keep their order."""
     if node.op != "call_function" or node.target is UNSHARD or is_collective(node):
         return False
-    seeded = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    seeded = torch.Tag.nondeterministic_seeded in tags_of(node.target)
     # ``prims.inductor_*``: Inductor's random seeds, and the random numbers made from them.
     return not (seeded or node.is_impure() or str(node.target).startswith("prims.inductor_"))

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from passes.graph.fx_utils import always_equal, concrete, is_getitem
+from passes.graph.op_traits import tags_of
 from passes.ops.markers import UNSHARD, unshard_of
 from passes.ops.slicing import TAKE_SLICE, Slices
 
@@ -49,7 +50,7 @@ def rule_of(node: fx.Node) -> Rule | None:
         return None
     if node.target in RULES:
         return RULES[node.target]
-    tags = getattr(node.target, "tags", ())
+    tags = tags_of(node.target)
     if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
         return _pointwise
     return None
