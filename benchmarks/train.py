@@ -34,7 +34,7 @@ from benchmarks.gpu.share import join_ranks
 from benchmarks.peers import WAYS
 from benchmarks.tasks import ALL_TASKS, words
 from examples.gpt import GPT, GPTConfig
-from osdp_compile.calibration.collective_times import synchronize
+from osdp_compile.calibration.timed_collectives import synchronize
 
 MEMORY_STEPS = 3
 PHASES = ("time", "memory", "first", "start", "least")

@@ -11,9 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from osdp_compile.errors import OsdpError
+from osdp_compile.model.model_parameters import ModelParameter, model_parameters
 from osdp_compile.model.other_dims import other_dims_of
-from osdp_compile.model.shard_in_place import ModelParameter, Reading, model_parameters
-from osdp_compile.model.state_dict import part_of
+from osdp_compile.sharding.parameter_reads import Reading
+from osdp_compile.sharding.state_dict import part_of
 from osdp_compile.tracking.pending_model import waiting
 from osdp_compile.tracking.session import session_for
 

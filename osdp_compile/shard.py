@@ -28,6 +28,12 @@ from osdp_compile.engine.deferred_init import write_as_into_whole_ones
 from osdp_compile.engine.first_call import check_with_other_dims
 from osdp_compile.errors import OsdpError
 from osdp_compile.model.agreement import agree, fingerprint, from_rank_zero, on_every_rank
+from osdp_compile.model.model_parameters import (
+    ModelParameter,
+    check_fits,
+    check_shardable,
+    model_parameters,
+)
 from osdp_compile.model.other_dims import (
     are_on_other_dims,
     group_of_everyone,
@@ -36,20 +42,14 @@ from osdp_compile.model.other_dims import (
     mesh_of,
 )
 from osdp_compile.model.own_data import beside_theirs
-from osdp_compile.model.shard_in_place import (
-    ModelParameter,
-    Reading,
-    check_fits,
-    check_shardable,
-    model_parameters,
-    shard_in_place,
-)
 from osdp_compile.model.synchronize import synchronize
 from osdp_compile.optim.rebind import OptimizerIndex
 from osdp_compile.options import CheckedOptions
 from osdp_compile.runtime.collectives import Group, backend_of
 from osdp_compile.runtime.eager_markers import register_group
 from osdp_compile.runtime.meshes import flat_mesh, groups_along, local_part, mesh_dim, own_mesh
+from osdp_compile.sharding.parameter_reads import Reading
+from osdp_compile.sharding.shard_in_place import shard_in_place
 from osdp_compile.tracking.pending_model import PendingModel, keep_for_one_rank, wait_for_first_call
 from osdp_compile.tracking.session import plan_of
 from passes.types.context import Context

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu.share import join_ranks
 from benchmarks.train import Work
 from osdp_compile import Plan
-from osdp_compile.calibration.collective_times import synchronize
+from osdp_compile.calibration.timed_collectives import synchronize
 
 _WARMUP_STEPS = 3
 _Spans = list[tuple[float, float]]

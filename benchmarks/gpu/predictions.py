@@ -37,9 +37,9 @@ from benchmarks.gpu.deadline import Deadline, TimeUpError
 from benchmarks.gpu.llama import Llama, LlamaConfig, shared_dims
 from osdp_compile import Decision, Hardware, Plan
 from osdp_compile.calibration.calibrate import calibrate
-from osdp_compile.calibration.collective_times import synchronize
 from osdp_compile.calibration.operator_times import with_kernel_seconds
 from osdp_compile.calibration.optimizer_times import with_update_seconds
+from osdp_compile.calibration.timed_collectives import synchronize
 from osdp_compile.calibration.workspaces import measured_workspaces
 from osdp_compile.planning.traced_step import predicted, trace
 from osdp_compile.trace import fake_world

@@ -23,13 +23,12 @@ from osdp_compile import _torch
 from osdp_compile.calibration.collective_times import (
     KINDS,
     Link,
-    agreed,
     as_busy_as,
     quick_link,
     swept_link,
-    synchronize,
     with_busy,
 )
+from osdp_compile.calibration.timed_collectives import agreed, synchronize
 from osdp_compile.runtime.collectives import Group, backend_of, size_of
 from osdp_compile.runtime.p2p import group_uses_p2p
 from passes.types.hardware import BLOCK_RESTS_BYTES, Hardware, generic

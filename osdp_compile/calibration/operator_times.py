@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from osdp_compile.calibration.collective_times import synchronize
+from osdp_compile.calibration.timed_collectives import synchronize
 from osdp_compile.runtime.model_collectives import groups_named
 from passes.annotate.annotate_costs import annotate, cost_of, stands_alone
 from passes.annotate.kernel_key import kernel_key

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from osdp_compile.calibration.collective_times import agreed
+from osdp_compile.calibration.timed_collectives import agreed
 from osdp_compile.optim.step_hooks import leave_out
 from osdp_compile.runtime.collectives import Group
 from passes.types.hardware import UPDATE_PASSES, Hardware

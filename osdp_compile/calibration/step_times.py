@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from osdp_compile.calibration.collective_times import agreed
 from osdp_compile.calibration.operator_times import with_kernel_seconds
 from osdp_compile.calibration.optimizer_times import with_update_seconds
+from osdp_compile.calibration.timed_collectives import agreed
 from osdp_compile.runtime.collectives import Group
 from passes.graph.captured import Captured
 from passes.types.context import Context

@@ -27,6 +27,7 @@ from osdp_compile.lowering.strip_markers import only_reads, unmarked
 from osdp_compile.model.agreement import agree, fingerprint, from_rank_zero, on_every_rank
 from osdp_compile.model.find_modules import plain_parameters
 from osdp_compile.model.mixed_precision import end_casting
+from osdp_compile.model.model_parameters import ModelParameter, buffers_of, held_elsewhere
 from osdp_compile.model.other_dims import (
     end_local,
     group_of_everyone,
@@ -36,15 +37,6 @@ from osdp_compile.model.other_dims import (
 )
 from osdp_compile.model.own_data import check_batches
 from osdp_compile.model.same_parameters import compare_anew
-from osdp_compile.model.shard_in_place import (
-    ModelParameter,
-    Reading,
-    buffers_of,
-    held_elsewhere,
-    keep_in_place,
-    shard_in_place,
-)
-from osdp_compile.model.shard_in_place import lay_out as lay_out_tensor
 from osdp_compile.model.synchronize import synchronize, synchronized
 from osdp_compile.optim.checks import check_works_on_rows
 from osdp_compile.optim.muon import share_matrices
@@ -74,6 +66,9 @@ from osdp_compile.runtime.meshes import (
 from osdp_compile.runtime.p2p import group_uses_p2p, staged_kinds
 from osdp_compile.runtime.pipeline_stage import current_pipeline
 from osdp_compile.runtime.written_reads import assigned_in
+from osdp_compile.sharding.dtensor_layout import lay_out as lay_out_tensor
+from osdp_compile.sharding.parameter_reads import Reading
+from osdp_compile.sharding.shard_in_place import keep_in_place, shard_in_place
 from osdp_compile.tracking.learning import trace_steps
 from osdp_compile.tracking.other_models import OtherModels, other_models
 from osdp_compile.tracking.pending_model import PendingModel, end_waiting

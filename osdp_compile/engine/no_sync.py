@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from osdp_compile.errors import OsdpError
-from osdp_compile.model.gradient_leaves import gradients_of, new_leaves
-from osdp_compile.model.shard_in_place import add_gradient
 from osdp_compile.options import CheckedOptions
 from osdp_compile.runtime.meshes import local_part
+from osdp_compile.sharding.gradient_leaves import gradients_of, new_leaves
+from osdp_compile.sharding.shard_in_place import add_gradient
 from osdp_compile.tracking.session import Session, find, session_for
 
 #: Models inside the context that were not called yet.

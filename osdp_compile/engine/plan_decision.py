@@ -22,8 +22,8 @@ from osdp_compile.calibration.workspaces import measured_workspaces
 from osdp_compile.errors import PlanMismatch
 from osdp_compile.model.agreement import fingerprint, from_rank_zero
 from osdp_compile.model.alike_frames import alike_frames
+from osdp_compile.model.model_parameters import ModelParameter, check_fits
 from osdp_compile.model.other_dims import OtherDims
-from osdp_compile.model.shard_in_place import ModelParameter, Reading, check_fits
 from osdp_compile.optim.rebind import OptimizerIndex
 from osdp_compile.options import CheckedOptions
 from osdp_compile.planning.alternatives import SearchedStep
@@ -35,6 +35,7 @@ from osdp_compile.planning.step_key import Uncertain, captured_lines, dynamo_lin
 from osdp_compile.planning.traced_step import planned_whole
 from osdp_compile.runtime.collectives import Group, backend_of
 from osdp_compile.runtime.meshes import mesh_dim, mesh_dims_of
+from osdp_compile.sharding.parameter_reads import Reading
 from osdp_compile.tracking.other_models import OtherModels, planned_under_share
 from passes.capture.captured_step import NothingMoves, NothingSaved, NotInChunks
 from passes.graph.captured import Captured

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from osdp_compile.errors import OsdpError
 from osdp_compile.model.agreement import from_rank_zero, on_every_rank
-from osdp_compile.model.shard_in_place import model_parameters
-from osdp_compile.model.state_dict import part_of
+from osdp_compile.model.model_parameters import model_parameters
 from osdp_compile.optim.rebind import stays_whole
+from osdp_compile.sharding.state_dict import part_of
 
 #: The last file of a sharded checkpoint that is written; with it the checkpoint is complete.
 _LAST_FILE = ".metadata"

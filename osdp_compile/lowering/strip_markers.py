@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from osdp_compile import _torch
 from osdp_compile.model.find_modules import placeholders
-from osdp_compile.model.shard_in_place import ModelParameter
+from osdp_compile.model.model_parameters import ModelParameter
 from osdp_compile.model.subgraphs import called_region
 from passes.ops.markers import UNSHARD_CALLS
 

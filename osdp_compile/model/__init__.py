@@ -1,1 +1,1 @@
-"""Model: a user's modules, before and after in-place sharding of their parameters."""
+"""Model: a user's modules, their parameters, and what the ranks agree on."""

@@ -20,7 +20,7 @@ from torch import fx
 
 from osdp_compile import _torch
 from osdp_compile.errors import InfeasibleLimit, OsdpError, PlanMismatch, RanksDiffer
-from osdp_compile.model.shard_in_place import ModelParameter
+from osdp_compile.model.model_parameters import ModelParameter
 from osdp_compile.model.subgraphs import graphs_of
 from osdp_compile.runtime.collectives import Group, all_gather_single, backend_of, size_of
 

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 
 from osdp_compile import _torch
 from osdp_compile.log_lines import OF_ALL_RANKS
-from osdp_compile.model.shard_in_place import ModelParameter, model_parameters
+from osdp_compile.model.model_parameters import ModelParameter, model_parameters
 from osdp_compile.planning.capture import NeedsNoGradients
 from osdp_compile.planning.fake_model import fake_models
 from osdp_compile.planning.planner_inputs import captured_step

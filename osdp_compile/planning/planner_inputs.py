@@ -12,7 +12,7 @@ from torch import fx, nn
 from osdp_compile.errors import OptionError
 from osdp_compile.model.find_modules import find_roots, static_inputs
 from osdp_compile.model.mixed_precision import Precision
-from osdp_compile.model.shard_in_place import (
+from osdp_compile.model.model_parameters import (
     ModelParameter,
     buffers_of,
     check_shardable,

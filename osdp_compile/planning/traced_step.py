@@ -18,7 +18,7 @@ from osdp_compile.gpu_operators.gpu import Gpu, gpu_of
 from osdp_compile.gpu_operators.tracing import as_on, attentions
 from osdp_compile.model.find_modules import plain_parameters
 from osdp_compile.model.mixed_precision import OWN_PRECISION, Precision, traced_cast
-from osdp_compile.model.shard_in_place import ModelParameter, check_shardable, model_parameters
+from osdp_compile.model.model_parameters import ModelParameter, check_shardable, model_parameters
 from osdp_compile.options import Accumulate, Search
 from osdp_compile.planning.fake_model import fake_models
 from osdp_compile.planning.few_layers import FewLayers, long_list

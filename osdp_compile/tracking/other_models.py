@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from osdp_compile import _torch
 from osdp_compile.errors import InfeasibleLimit
-from osdp_compile.model.shard_in_place import ModelParameter
+from osdp_compile.model.model_parameters import ModelParameter
 from osdp_compile.optim.rebind import OptimizerIndex
 from osdp_compile.runtime.collectives import Group, backend_of, size_of
 from osdp_compile.tracking.memory_watch import watches

@@ -18,19 +18,17 @@ from torch.distributed.tensor import DTensor
 from osdp_compile.errors import OsdpError
 from osdp_compile.model.alike_frames import AlikeFrames, alike_parts
 from osdp_compile.model.mixed_precision import Precision
+from osdp_compile.model.model_parameters import ModelParameter, check_fits, model_parameters
 from osdp_compile.model.other_dims import OtherDims
-from osdp_compile.model.shard_in_place import (
-    ModelParameter,
+from osdp_compile.options import CheckedOptions
+from osdp_compile.runtime.collectives import Group
+from osdp_compile.sharding.dtensor_layout import placements_of
+from osdp_compile.sharding.parameter_reads import (
     Reading,
-    check_fits,
-    model_parameters,
-    placements_of,
     raise_on_meta,
     raise_replaced,
     read_through_markers,
 )
-from osdp_compile.options import CheckedOptions
-from osdp_compile.runtime.collectives import Group
 from passes.types.context import Context
 from passes.types.plan import Plan
 

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from osdp_compile.errors import OsdpError
-from osdp_compile.model.shard_in_place import Reading
 from osdp_compile.options import CheckedOptions
 from osdp_compile.planning.alternatives import SearchedStep
+from osdp_compile.sharding.parameter_reads import Reading
 from osdp_compile.tracking.memory_watch import Watch
 from osdp_compile.tracking.pending_model import waiting
 from osdp_compile.tracking.step_timer import Observed

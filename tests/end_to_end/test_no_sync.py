@@ -13,7 +13,7 @@ from torch import nn
 
 import osdp_compile
 from osdp_compile import OsdpError, PeakMemory
-from osdp_compile.model.shard_in_place import add_gradient
+from osdp_compile.sharding.shard_in_place import add_gradient
 from tests.chosen import more
 from tests.training import SLOW, plan_for, whole
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from osdp_compile.calibration import collective_times
+from osdp_compile.calibration import collective_times, compute_overhead, timed_collectives
 from osdp_compile.calibration.calibrate import calibrate, measure_hardware
 from osdp_compile.reports.peak_memory import PeakMemory
 from passes.types.hardware import Hardware, LinkRate, generic
@@ -136,9 +136,10 @@ class Sent:
 def over(collective, clock: Clock) -> Iterator[None]:
     """Inside, collectives are what a test says, and so is the time."""
     with (
-        mock.patch.object(collective_times, "_collective", collective),
-        mock.patch.object(collective_times, "_product", clock.product),
-        mock.patch.object(collective_times, "time", clock),
+        mock.patch.object(timed_collectives, "collective", collective),
+        mock.patch.object(compute_overhead, "_product", clock.product),
+        mock.patch.object(timed_collectives, "time", clock),
+        mock.patch.object(compute_overhead, "time", clock),
     ):
         yield
 
@@ -322,7 +323,7 @@ def run_collectives(rank, world_size, size_bytes):
     """Run one of each; their wire bytes."""
     wire = {}
     for kind in KINDS:
-        start, wire[kind] = collective_times._collective(
+        start, wire[kind] = timed_collectives.collective(
             kind, dist.group.WORLD, size_bytes, torch.device("cpu")
         )
         for work in start():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from osdp_compile import PeakMemory
-from osdp_compile.model.shard_in_place import model_parameters
+from osdp_compile.model.model_parameters import model_parameters
 from osdp_compile.optim.rebind import OptimizerIndex
 from osdp_compile.optim.state_sizes import known_optimizers
 from osdp_compile.optim.step_tensors import step_tensors_in, step_tensors_of

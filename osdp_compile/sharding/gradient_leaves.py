@@ -2,8 +2,8 @@
 
 Inside :func:`osdp_compile.no_sync` the gradient of a parameter goes to a leaf tensor of the whole
 parameter's shape, which takes no memory itself. The leaves belong to the model's
-:class:`osdp_compile.model.shard_in_place.Reading`. Dynamo guards on them where the traced read of a
-parameter looks its leaf up, so it never takes a graph that reduces for one that does not.
+:class:`osdp_compile.sharding.parameter_reads.Reading`. Dynamo guards on them where the traced read
+of a parameter looks its leaf up, so it never takes a graph that reduces for one that does not.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Sharding in place: DTensor parameters, and how modules read them."""
