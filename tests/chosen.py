@@ -11,6 +11,9 @@ import os
 from collections.abc import Iterable
 from typing import TypeVar
 
+import pytest
+from _pytest.mark import ParameterSet
+
 _Case = TypeVar("_Case")
 _ALL = os.environ.get("OSDP_TEST_ALL") == "1"
 ALL_WITH_INDUCTOR = _ALL or os.environ.get("OSDP_TEST_INDUCTOR") == "1"
@@ -19,6 +22,12 @@ ALL_WITH_INDUCTOR = _ALL or os.environ.get("OSDP_TEST_INDUCTOR") == "1"
 def more(*cases: _Case) -> list[_Case]:
     """Redundant cases of a test: all of them with ``OSDP_TEST_ALL=1``, else none."""
     return list(cases) if _ALL else []
+
+
+def thorough(*cases: object) -> list[ParameterSet]:
+    """Cases of a test that ``make test`` leaves to ``make test-all``; tuples are arguments."""
+    given = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*case, marks=pytest.mark.thorough) for case in given]
 
 
 def others(cases: Iterable[_Case], always: Iterable[_Case]) -> list[_Case]:

@@ -84,6 +84,7 @@ def fails_on_a_new_length(rank, world_size):
         a_new_length_of_a_static_graph(rank, world_size, "fail_on_recompile")
 
 
+@pytest.mark.thorough
 def test_a_stance_refuses_to_compile_a_new_length(two_ranks):
     two_ranks.run(fails_on_a_new_length)
 

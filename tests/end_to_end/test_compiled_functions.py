@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.chosen import thorough
 from tests.training import Recipe, normal_batch, placements, plan_options, sgd, whole
 
 
@@ -108,12 +109,9 @@ def train_compiled(rank, world_size, compile_it, plan):
 @pytest.mark.parametrize(
     "compile_it",
     [
-        pytest.param(closure, marks=pytest.mark.thorough),
-        pytest.param(closure_with_backward, marks=pytest.mark.thorough),
         bound_method,
-        global_model,
-        argument,
         in_place,
+        *thorough(closure, closure_with_backward, global_model, argument),
     ],
 )
 def test_a_compiled(two_ranks, compile_it):
@@ -179,6 +177,7 @@ def generator_and_discriminator(rank, world_size):
     return difference, {**placements(models[0]), **placements(models[1])}
 
 
+@pytest.mark.thorough
 def test_two_models_compiled_apart_and_trained_against_each_other(two_ranks):
     for difference, placed in two_ranks.run(generator_and_discriminator):
         assert difference < 1e-6

@@ -110,6 +110,7 @@ def train(rank, world_size, plan, batch, dynamic):
     return losses, expected.losses, furthest, len(lowered), plan_in_force(model)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("dynamic", "plan", "graphs"),
     [

@@ -108,6 +108,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others(inductor_cache, decision, wh
         assert "ZeroDivisionError: told in the third step" in str(failed.value)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("when", [pytest.param("forward", marks=pytest.mark.thorough), "backward"])
 def test_a_rank_that_hangs_is_an_error_on_the_others(inductor_cache, when):
     with Ranks(2, inductor_cache) as ranks:

@@ -231,6 +231,7 @@ def convolved(rank, world_size):
     return kept(train)
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 def test_temporary_memory_of_convolutions_is_that_of_this_cpu(two_ranks):
     for one in two_ranks.run(convolved):

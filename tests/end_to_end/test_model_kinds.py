@@ -82,6 +82,7 @@ def drop_on_each_rank(rank, world_size):
     return outputs, loss.item(), placements(model)
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 def test_ranks_and_calls_drop_different_numbers(two_ranks):
     (zero, loss, placed), (one, *_) = two_ranks.run(drop_on_each_rank)
@@ -443,6 +444,7 @@ class Cayley(nn.Module):
         return self.head(x @ torch.linalg.solve(one + skew, one - skew, left=False))
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 def test_operators_that_give_no_value(two_ranks):
     trains_like_reference(two_ranks, Cayley, "shard_regather")

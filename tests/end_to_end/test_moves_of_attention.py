@@ -119,6 +119,7 @@ def _fused(rank, world_size, chunks):
     return ours.distance(wanted), norms, str(model.qkv.weight.placements)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks, chunks", [("two_ranks", 2), *more(("four_ranks", 1))])
 def test_a_fused_projection_alone_trains_like_one_process(request, ranks, chunks):
     """In step 4 the ranks have other batches, so the weights travel."""

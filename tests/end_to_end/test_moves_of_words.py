@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.chosen import more
+from tests.chosen import more, thorough
 from tests.end_to_end.moving import Language, Words, its_loss, mean_square
 from tests.training import (
     SLOW,
@@ -50,7 +50,7 @@ def _words(rank, world_size, make):
     return apart, plan_in_force(model).moved, str(model.words.weight.placements)
 
 
-@pytest.mark.parametrize("make", [Words, Bags])
+@pytest.mark.parametrize("make", [Words, *thorough(Bags)])
 def test_the_table_of_an_embedding_stays(two_ranks, make):
     """In one step the ranks have other batches: the table travels."""
     for apart, moved, placed in two_ranks.run(_words, make):

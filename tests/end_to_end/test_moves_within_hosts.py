@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import osdp_compile
 from osdp_compile import Plan
 from passes.types.hardware import LinkRate
-from tests.chosen import more
+from tests.chosen import more, thorough
 from tests.end_to_end.moving import (
     GATED,
     MLP,
@@ -143,7 +143,7 @@ def _states(rank, world_size, folder, hidden):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("hidden", [64, 63])
+@pytest.mark.parametrize("hidden", [*thorough(64), 63])
 def test_evaluation_whole_parameters_and_checkpoints(four_ranks, tmp_path, hidden):
     """Of 63 features, the ranks of a host have 32 and 31."""
     for found in four_ranks.run(_states, str(tmp_path), hidden):
@@ -207,7 +207,7 @@ def _planned(rank, world_size, latency):
 
 @pytest.mark.parametrize(
     "latency, scope",
-    [pytest.param(1.0, "host", marks=pytest.mark.thorough), *more((1e-6, "all"))],
+    [*thorough((1.0, "host")), *more((1e-6, "all"))],
 )
 def test_the_planner_decides_at_the_first_call(four_ranks, latency, scope):
     for scopes, apart in four_ranks.run(_planned, latency):

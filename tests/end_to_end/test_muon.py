@@ -17,7 +17,7 @@ from osdp_compile.optim import owner_ranks
 from passes.annotate.owner_ranks import orthogonal_bytes
 from passes.types.context import Parameter
 from passes.types.decision import Decision
-from tests.chosen import more
+from tests.chosen import more, thorough
 from tests.training import SLOW, Recipe, normal_batch, plan_options, whole
 
 #: Matrices of uneven sizes under every decision; the last one costs most.
@@ -89,9 +89,9 @@ def under_a_plan(rank, world_size, plan, round_bytes, muon, hardware=SLOW_COMPUT
     ("round_bytes", "plan", "muon"),
     [  # matrix by matrix, and all at once
         (1, PLAN, {}),
-        (1, "replicate", OTHER_MUON),
-        (1 << 20, PLAN, OTHER_MUON),
-        (1 << 20, "replicate", {}),
+        (1 << 20, "replicate", OTHER_MUON),
+        *thorough((1, "replicate", OTHER_MUON), (1 << 20, PLAN, OTHER_MUON)),
+        *thorough((1 << 20, "replicate", {})),
         *more((1, PLAN, OTHER_MUON), (1 << 20, PLAN, {})),
     ],
 )
@@ -145,6 +145,7 @@ def within_hosts(rank, world_size):
     return stepped(model, reference)
 
 
+@pytest.mark.thorough
 def test_sharded_within_hosts(four_ranks):
     found = four_ranks.run(within_hosts)
     assert max(off for off, _ in found) < 1e-6

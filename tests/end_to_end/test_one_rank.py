@@ -244,6 +244,7 @@ def test_a_plan_is_taken_and_one_for_several_ranks_is_refused(tmp_path):
         train(model_of(), options)
 
 
+@pytest.mark.thorough
 def test_without_a_limit_nothing_is_planned():
     model = model_of()
     train(model, {"hardware": ALONE})

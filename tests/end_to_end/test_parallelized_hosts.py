@@ -287,6 +287,7 @@ GROUPS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("decisions", "groups"), GROUPS)
 def test_collectives_go_to_the_groups_of_their_dimensions(decisions, groups):
     ours, own, _ = traced(5, functools.partial(options_for, decisions))

@@ -63,6 +63,7 @@ class Tiny(nn.Module):
         return self.layer(x) * self.scale + self.shift
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "plan",
     [
@@ -192,6 +193,7 @@ def double_loss(model, batch):
     return model(batch.double()).square().mean()
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 def test_double_precision_is_kept(two_ranks):
     outcome = trains_like_reference(

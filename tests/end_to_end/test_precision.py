@@ -212,6 +212,7 @@ class WithLoss(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+@pytest.mark.thorough
 def test_the_plan_says_what_autocast_gathers_in_bf16(short_search):
     ranks = {"ranks": 2}
     with torch.autocast("cpu", BF16):

@@ -17,11 +17,12 @@ from torch.nn import functional as F
 
 from osdp_compile import Plan
 from osdp_compile.trace import trace_graphs
+from tests.chosen import thorough
 from tests.hashes import printed_with_another_hash_seed
 from tests.training import SLOW
 
 pytest_plugins = ["pytester"]
-WORLDS = [8, 1024]
+WORLDS = [8, *thorough(1024)]
 STEP = ["joint/tag", "forward/reorder", "backward/reorder"]
 
 

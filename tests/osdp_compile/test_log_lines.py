@@ -14,6 +14,7 @@ import pytest
 
 from osdp_compile.log_lines import OF_ALL_RANKS
 from osdp_compile.trace import fake_world
+from tests.chosen import thorough
 
 ROOT = Path(__file__).parents[2]
 
@@ -94,7 +95,7 @@ leave_to_torch(["{name}"])
 """
 
 
-@pytest.mark.parametrize("name", ["osdp", pytest.param("osdp_compile", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", ["osdp", *thorough("osdp_compile")])
 def test_set_logs_takes_over_lines_that_were_shown_before(name):
     after = AFTER_THE_FIRST_LINE.format(name=name)
     lines = seen(run(START.format(configure="") + LINES + after + LINES, None)).splitlines()

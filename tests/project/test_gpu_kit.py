@@ -71,6 +71,7 @@ def _runs(pid):
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+@pytest.mark.thorough
 def test_a_command_ends_with_its_children_when_the_time_is_up(tmp_path):
     other = tmp_path / "pid"
     deadline, begin = Deadline(5.0), time.monotonic()

@@ -27,6 +27,7 @@ from osdp_compile.options import CheckedOptions
 from osdp_compile.trace import fake_world, trace_graphs
 from passes.pipeline import Pass, Stage
 from passes.types.plan import Plan
+from tests.chosen import thorough
 from tests.project.pages import PAGES, ROOT, python_blocks
 
 RANKS = 16
@@ -148,7 +149,9 @@ ELSEWHERE = {
     "lightning.md": "tests/osdp_compile/integrations/test_lightning_strategy.py",
     "snapshots.md": "test_the_snapshot_of_the_page",
 }
-RUN = sorted({page.name for page in PAGES if python_blocks(page)} - set(ELSEWHERE))
+#: Pages whose code takes seconds.
+DEAR = {"checkpoints.md", "gradient_accumulation.md", "large_models.md", "logs.md"}
+RUN = {page.name for page in PAGES if python_blocks(page)} - set(ELSEWHERE)
 
 
 def runnable(code: str) -> str:
@@ -156,7 +159,7 @@ def runnable(code: str) -> str:
     return code.replace('"cuda"', '"cpu"').replace("world_size=8", f"world_size={RANKS}")
 
 
-@pytest.mark.parametrize("name", RUN)
+@pytest.mark.parametrize("name", [*sorted(RUN - DEAR), *thorough(*sorted(DEAR))])
 def test_code_of(name: str, world: None) -> None:
     page = next(page for page in PAGES if page.name == name)
     given = names(name in AFTER_THE_FIRST_CALL)

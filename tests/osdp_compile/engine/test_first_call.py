@@ -68,6 +68,7 @@ def says_found(said):
     return any("plan found" in line for line in said)
 
 
+@pytest.mark.thorough
 def test_a_second_start_finds_plan_and_code(inductor_cache, tmp_path):
     """In processes of its own: the keys hold no address and no hash of one process."""
     starts = []

@@ -30,6 +30,7 @@ def started(decision: str) -> Mapping[str, int]:
     return {name: found[name] for name in (FOUND, MISSED, BYPASSED)}
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 def test_a_start_with_a_given_plan_finds_the_code_of_this_plan_only():
     """On a fake group, too. Forward and backward are two graphs."""

@@ -91,6 +91,7 @@ def test_a_second_start_loads_the_graphs_of_its_plan_and_notes_the_same(cached):
     assert len(list(cached.iterdir())) == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 def test_an_evaluation_is_kept_too(cached):
     assert started(trains=False)[0] == (0, 1, 1)
@@ -108,6 +109,7 @@ def test_a_damaged_record_is_dropped_with_its_graph(cached, caplog):
     assert started()[0] == (1, 0, 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 def test_a_record_whose_graph_is_gone_is_written_anew(cached):
     started()
@@ -120,6 +122,7 @@ def unchanged(gm, ctx):
     return gm
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 def test_what_is_not_in_the_key_keeps_nothing(cached):
     own = [*default_passes(), Pass("own", unchanged, Stage.PARTS)]
@@ -128,6 +131,7 @@ def test_what_is_not_in_the_key_keeps_nothing(cached):
     assert not cached.exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 def test_other_hardware_is_another_graph(cached):
     assert started()[0] == (0, 1, 1)
@@ -186,6 +190,7 @@ def trained_twice(rank, world_size, folder, decision):
     return results
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 @pytest.mark.parametrize("decision", ["shard_regather", "moves"])
 def test_ranks_train_the_same_with_graphs_that_were_found(two_ranks, tmp_path, decision):

@@ -37,6 +37,7 @@ def wait_for_rank_zero(rank, world_size, often_seconds, fails=False):
     return made, again
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_ranks_wait_for_rank_zero_for_longer_than_the_timeout(two_ranks):
     assert two_ranks.run(wait_for_rank_zero, 1.0) == [({"made": "by rank 0"}, 0)] * 2

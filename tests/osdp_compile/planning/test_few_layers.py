@@ -17,7 +17,7 @@ from osdp_compile.planning.traced_step import TracedStep, predicted, trace
 from passes.graph.metadata import PARAMETER
 from passes.types.decision import Decision
 from passes.types.plan import Plan
-from tests.chosen import more
+from tests.chosen import more, thorough
 from tests.training import SLOW
 
 pytestmark = pytest.mark.usefixtures("short_search", "small_steps")
@@ -77,7 +77,7 @@ def steps_of(name: str) -> tuple[TracedStep, TracedStep]:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param("llama-12", marks=pytest.mark.thorough),
+        *thorough("llama-12"),
         *more("gpt-12", "llama-16"),
     ],
 )
@@ -282,14 +282,11 @@ DIFFERENT = {
     "a frozen layer": with_a_frozen_layer,
     "a shared weight": with_a_shared_weight,
 }
-#: Each traces 12 layers; three kinds of difference are in the core.
-DEAR = [one for one in DIFFERENT if one not in ("another scalar", "results read later", "a hook")]
+#: Each traces 12 layers; one kind of difference is in the core.
+DEAR = [one for one in DIFFERENT if one != "another scalar"]
 
 
-@pytest.mark.parametrize(
-    "what",
-    [pytest.param(one, marks=pytest.mark.thorough if one in DEAR else ()) for one in DIFFERENT],
-)
+@pytest.mark.parametrize("what", ["another scalar", *thorough(*DEAR)])
 def test_layers_that_differ_are_all_traced(what):
     model = DIFFERENT[what]()
     x = torch.randn(4, WIDTH)

@@ -18,6 +18,7 @@ from osdp_compile.trace import fake_world
 from osdp_compile.tracking.session import session_for
 from passes.types.hardware import generic
 from tests.boxed import without_inductor
+from tests.chosen import thorough
 from tests.training import SLOW
 
 pytestmark = pytest.mark.usefixtures("short_search")
@@ -188,7 +189,8 @@ def test_the_optimizer_counts():
 
 
 @pytest.mark.parametrize(
-    ("hardware", "held_bytes"), [("h100-sxm", 72 << 20), ("a100-80gb", 25427968), (SLOW, 0)]
+    ("hardware", "held_bytes"),
+    [("h100-sxm", 72 << 20), *thorough(("a100-80gb", 25427968), (SLOW, 0))],
 )
 def test_memory_that_a_gpus_libraries_keep_is_counted(hardware, held_bytes):
     peak = osdp_compile.plan(on_meta(), batch(), world_size=8, hardware=hardware).prediction.peak

@@ -90,6 +90,7 @@ def starts(two_ranks, folder):
     return two_ranks.run(twice, str(folder), [(options,), (options,)])
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_a_second_start_plans_with_what_the_first_measured(starts):
     for (first, before, _, _), (second, learned, _, _) in starts:

@@ -16,7 +16,7 @@ from passes.pricing.evaluator import PlanEvaluator
 from passes.pricing.predict import predict
 from passes.types.decision import Moves
 from passes.types.hardware import LinkRate
-from tests.chosen import more
+from tests.chosen import more, thorough
 from tests.passes.capture.test_fold_layers import (
     LAYERS,
     NETWORKS,
@@ -61,8 +61,8 @@ def test_the_groups_of_a_folded_step_have_every_layer() -> None:
     ("within_hosts", "what"),
     [
         (False, "saving"),
-        (True, "recomputing"),
         (True, "keeping tokens"),
+        *thorough((True, "recomputing")),
         *more((True, "saving"), (False, "recomputing"), (False, "keeping tokens")),
     ],
 )
@@ -120,6 +120,7 @@ def test_attention_in_chunks_costs_what_it_does_in_the_whole_step(keep_tokens: b
     assert same.step_seconds == pytest.approx(whole.step_seconds, rel=0.02)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("rows", "moves"),
     [(4, Moves.ACTIVATIONS), pytest.param(256, Moves.WEIGHT, marks=pytest.mark.thorough)],

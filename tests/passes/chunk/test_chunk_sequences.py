@@ -19,7 +19,7 @@ from passes.pipeline import default_passes
 from passes.plan.planner import complete
 from passes.types.context import Context
 from passes.types.decision import Decision
-from tests.chosen import more
+from tests.chosen import more, thorough
 from tests.passes import graphs
 from tests.passes.capture.test_captured_step import Training, decided
 from tests.passes.captures import capture_step
@@ -51,9 +51,8 @@ def behind_a_norm(model: nn.Module) -> nn.Module:
     ("case", "sequences", "chunks", "uses_p2p"),
     [
         ("causal", 2, 2, False),
-        ("rotary", 3, 2, True),
         ("mask", 4, 4, False),
-        ("norms", 3, 4, False),
+        *thorough(("rotary", 3, 2, True), ("norms", 3, 4, False)),
         *more(*[(case, 3, 2, False) for case in CASES], ("causal", 4, 2, True)),
     ],
 )
@@ -164,6 +163,7 @@ class Block(nn.Module):
         return out
 
 
+@pytest.mark.thorough
 def test_two_layers_whose_attention_and_mlps_have_chunks() -> None:
     model = nn.Sequential(Block(), Block())
     given = [torch.randn(3, 5, WIDTH) for _ in range(2)]

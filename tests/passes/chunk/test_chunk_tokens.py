@@ -19,7 +19,7 @@ from passes.plan.planner import complete
 from passes.types.context import Context, Phase
 from passes.types.decision import Decision, Moves
 from passes.types.plan import Plan
-from tests.chosen import more
+from tests.chosen import more, thorough
 from tests.passes import graphs
 from tests.passes.capture.test_captured_step import Training, decided
 from tests.passes.captures import capture_step
@@ -64,7 +64,11 @@ def check_chunks(
 )
 @pytest.mark.parametrize(
     ("world_size", "chunks", "uses_p2p"),
-    [(2, 4, True), (4, 2, False), *more((2, 2, True), (2, 4, False), (4, 2, True), (4, 4, False))],
+    [
+        (2, 4, True),
+        *thorough((4, 2, False)),
+        *more((2, 2, True), (2, 4, False), (4, 2, True), (4, 4, False)),
+    ],
 )
 def test_chunks_compute_what_whole_tokens_do(
     model: nn.Module, dims: dict[str, int], world_size: int, chunks: int, uses_p2p: bool

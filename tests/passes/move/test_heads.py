@@ -11,6 +11,7 @@ from passes.candidates.move_groups import find_move_groups
 from passes.capture.captured_step import lay_out
 from passes.move.heads import ATTENTIONS
 from passes.pipeline import default_passes
+from tests.chosen import thorough
 from tests.passes.captures import capture_step
 from tests.passes.move import gpu_attention
 from tests.passes.move.test_move_activations import check_training, collectives
@@ -245,7 +246,10 @@ _DIMS = {
 }
 
 
-@pytest.mark.parametrize("case", BY_HAND)
+@pytest.mark.parametrize(
+    "case",
+    ["causal", "tokens", "a bias with a mask", *thorough("distance", "distance, by messages")],
+)
 def test_attention_by_hand_computes_what_it_did(case: str) -> None:
     model, world_size, uses_p2p = BY_HAND[case]
     given = [torch.randn(3, 5, WIDTH) for _ in range(world_size)]

@@ -16,7 +16,7 @@ from passes.pipeline import default_passes
 from passes.pricing.predict import predict
 from passes.types.decision import Decision
 from passes.types.plan import Plan
-from tests.chosen import more
+from tests.chosen import more, thorough
 from tests.passes.capture.test_captured_step import Training, decided
 from tests.passes.captures import capture_step
 from tests.passes.move.test_heads import WIDTH, Fused
@@ -82,7 +82,11 @@ def rows(world_size: int) -> list[Tensor]:
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize(
     ("way", "world_size", "uses_p2p"),
-    [("chunk", 2, True), ("unbind", 4, False), *more(("slice", 2, False), ("unbind", 4, True))],
+    [
+        ("chunk", 2, True),
+        *thorough(("unbind", 4, False)),
+        *more(("slice", 2, False), ("unbind", 4, True)),
+    ],
 )
 def test_a_fused_projection_stays(way: str, world_size: int, uses_p2p: bool, dim: int) -> None:
     captured, plan, ctx = check(
@@ -133,8 +137,9 @@ def test_a_frozen_weight_alone_sends_nothing_for_its_gradient() -> None:
     assert collectives(captured, plan, ctx) == (["gather", "reduce"], ["gather", "reduce"])
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("uses_p2p", [False, True])
+@pytest.mark.parametrize(
+    ("uses_p2p", "dim"), [(True, 0), (False, 1), *thorough((True, 1), (False, 0))]
+)
 def test_tokens_travel_in_chunks(uses_p2p: bool, dim: int) -> None:
     """Of 10 tokens, in 4 chunks; the weight's gradient is one product."""
     dims = {"1.qkv.weight": dim, "1.o.weight": 0}

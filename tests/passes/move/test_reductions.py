@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from passes.candidates.move_groups import find_move_groups
 from passes.ops.packing import MAX_RANKS
 from passes.ops.tables import TAKE_COLUMNS
-from tests.chosen import more
+from tests.chosen import more, thorough
 from tests.passes.captures import capture_step
 from tests.passes.move.test_move_activations import check_training, collectives
 
@@ -101,8 +101,7 @@ def test_a_head_by_vocabulary_computes_what_whole_logits_do(case: str) -> None:
     ("case", "world_size", "words"),
     [
         ("mean, tied, bias", 2, 13),
-        ("float32", 4, 13),
-        ("smoothed", 4, 15),
+        *thorough(("float32", 4, 13), ("smoothed", 4, 15)),
         *more(("sum", 4, 13), ("next", 3, 13), ("none", 2, 11), ("mean", 5, 13)),
     ],
 )

@@ -155,6 +155,7 @@ def test_the_plan_is_close_to_the_best_of_all_plans(model: str, wires: str, rows
         assert seconds_of(make_plan(step, limited, PASSES)) <= best * (1 + WORST_GAP)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("medium_search")
 def test_the_same_step_is_planned_the_same_twice():
     for limit in (None, limits(*captured("biased"), 3)[1]):

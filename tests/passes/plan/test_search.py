@@ -147,6 +147,7 @@ def test_an_infeasible_limit_says_the_least_and_that_works(model: str):
     assert peak_of(make_plan(step, ctx.replace(limit_bytes=least), PASSES)) <= least
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", ["even", *others(MODELS, ("even",))])
 def test_the_least_limit_is_about_that_of_the_smallest_of_all_plans(model: str, monkeypatch):
     step, ctx = captured(model)
