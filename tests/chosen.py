@@ -30,6 +30,11 @@ def thorough(*cases: object) -> list[ParameterSet]:
     return [pytest.param(*case, marks=pytest.mark.thorough) for case in given]
 
 
+def core(cases: Iterable[object], *always: object) -> list[object]:
+    """All cases of a test; ``make test`` has those of ``always`` alone."""
+    return [*always, *thorough(*(case for case in cases if case not in always))]
+
+
 def others(cases: Iterable[_Case], always: Iterable[_Case]) -> list[_Case]:
     """The cases that are not among those that always run; none without ``OSDP_TEST_ALL=1``."""
     given = list(always)

@@ -132,6 +132,7 @@ def refused_by_both(rank, world_size):
     return found[0]
 
 
+@pytest.mark.thorough
 def test_what_dynamo_refuses_is_refused_as_with_inductor(two_ranks):
     """A graph break with fullgraph=True, and a dynamic size that the model makes a constant."""
     for kind, _ in two_ranks.run(refused_by_both):

@@ -109,9 +109,8 @@ def train_compiled(rank, world_size, compile_it, plan):
 @pytest.mark.parametrize(
     "compile_it",
     [
-        bound_method,
         in_place,
-        *thorough(closure, closure_with_backward, global_model, argument),
+        *thorough(closure, closure_with_backward, bound_method, global_model, argument),
     ],
 )
 def test_a_compiled(two_ranks, compile_it):

@@ -48,6 +48,7 @@ def uneven():
     return nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 @pytest.mark.parametrize("plan", ["shard_regather", *more(0.3, "shard_keep")])
 def test_trains_like_one_process(native_ranks, plan):

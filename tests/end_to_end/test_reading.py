@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import osdp_compile
 from osdp_compile import OsdpError
 from osdp_compile.runtime.inside_forward import is_inside_forward
+from tests.chosen import thorough
 from tests.training import Recipe, normal_batch, plan_options, whole
 
 
@@ -175,7 +176,7 @@ def read_on_one_rank(rank, world_size, decision):
             model.encode(normal_batch(0, 0, rank))
 
 
-@pytest.mark.parametrize("decision", ["shard_regather", "replicate"])
+@pytest.mark.parametrize("decision", ["shard_regather", *thorough("replicate")])
 def test_one_rank_alone_reads_the_parameter_itself(two_ranks, decision):
     two_ranks.run(read_on_one_rank, decision, timeout_seconds=150)
 
@@ -257,6 +258,6 @@ def run_eagerly(rank, world_size, decision):
     return differ
 
 
-@pytest.mark.parametrize("decision", ["shard_regather", "replicate"])
+@pytest.mark.parametrize("decision", ["shard_regather", *thorough("replicate")])
 def test_eager_code_computes_with_whole_tensors(two_ranks, decision):
     assert two_ranks.run(run_eagerly, decision, timeout_seconds=150) == [[], []]

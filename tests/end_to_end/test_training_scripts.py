@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import osdp_compile
 from osdp_compile import OsdpError, Plan, RanksDiffer
-from tests.chosen import more
+from tests.chosen import more, thorough
 from tests.training import Recipe, normal_batch, plan_options, trains_like_reference, whole
 
 
@@ -130,7 +130,8 @@ def train_with_an_average(rank, world_size, plan, penalised):
 
 
 @pytest.mark.parametrize(
-    ("plan", "penalised"), [("replicate", True), *more(("replicate", False)), ("shard_keep", False)]
+    ("plan", "penalised"),
+    [("replicate", True), *more(("replicate", False)), *thorough(("shard_keep", False))],
 )
 def test_a_forward_uses_its_parameters_by_their_list(two_ranks, plan, penalised):
     assert max(two_ranks.run(train_with_an_average, plan, penalised)) < 1e-6

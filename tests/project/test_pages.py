@@ -151,6 +151,7 @@ ELSEWHERE = {
 }
 #: Pages whose code takes seconds.
 DEAR = {"checkpoints.md", "gradient_accumulation.md", "large_models.md", "logs.md"}
+DEAR |= {"offline_planning.md", "reading_a_plan.md"}
 RUN = {page.name for page in PAGES if python_blocks(page)} - set(ELSEWHERE)
 
 

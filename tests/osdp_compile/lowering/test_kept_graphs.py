@@ -98,6 +98,7 @@ def test_an_evaluation_is_kept_too(cached):
     assert started(trains=False)[0] == (1, 0, 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 def test_a_damaged_record_is_dropped_with_its_graph(cached, caplog):
     started()

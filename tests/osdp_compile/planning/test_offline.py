@@ -112,6 +112,7 @@ def test_a_step_refuses_arguments_that_plan_does_not_have():
         offline_step(Narrow(), (x,), world_size=8)
 
 
+@pytest.mark.thorough
 def test_nothing_is_started_and_nothing_changed():
     model = GPT(SMALL)
     before = dict(model.named_parameters())
@@ -158,6 +159,7 @@ def test_tied_parameters_are_one_and_keyword_arguments_count():
     assert model.head.weight is model.embed.weight
 
 
+@pytest.mark.thorough
 def test_a_mesh_of_two_dimensions_goes_stage_by_stage():
     hardware = generic(dimensions=("host", "gpu"))
     plan = osdp_compile.plan(on_meta(), batch(), mesh={"host": 4, "gpu": 8}, hardware=hardware)

@@ -101,6 +101,7 @@ def test_a_second_start_plans_with_what_the_first_measured(starts):
     assert starts[0][1][3] == starts[1][1][3]
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_rank_0_says_in_one_line_what_was_learned_and_what_it_plans_with(starts):
     (_, _, kept, _), (_, learned, planned, _) = starts[0]
@@ -111,6 +112,7 @@ def test_rank_0_says_in_one_line_what_was_learned_and_what_it_plans_with(starts)
     assert not any("learned" in line or "taught" in line for line in others)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_the_report_compares_each_part_of_the_step(starts):
     first, _, _, _ = starts[0][0]

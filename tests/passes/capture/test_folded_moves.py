@@ -98,6 +98,7 @@ class Attention(nn.Module):
         return out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("keep_tokens", [False, *more(True)])
 def test_attention_in_chunks_costs_what_it_does_in_the_whole_step(keep_tokens: bool) -> None:
     model = nn.Sequential(*(Attention() for _ in range(10)))

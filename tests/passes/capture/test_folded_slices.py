@@ -120,6 +120,7 @@ def test_slices_hold_no_gathers_of_other_layers(name, recomputes):
     assert few.prediction.step_seconds == pytest.approx(whole.prediction.step_seconds, rel=0.01)
 
 
+@pytest.mark.thorough
 def test_a_layer_with_slices_of_its_own_is_refused():
     found, (_, folded, ctx) = evaluator(), captured()
     group = group_of("blocks.0.up.weight", 0, found)

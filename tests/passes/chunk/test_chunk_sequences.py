@@ -19,7 +19,7 @@ from passes.pipeline import default_passes
 from passes.plan.planner import complete
 from passes.types.context import Context
 from passes.types.decision import Decision
-from tests.chosen import more, thorough
+from tests.chosen import core, more, thorough
 from tests.passes import graphs
 from tests.passes.capture.test_captured_step import Training, decided
 from tests.passes.captures import capture_step
@@ -84,7 +84,7 @@ def test_within_hosts() -> None:
     made.check(captured, [ctx.replace(rank=rank) for rank in range(4)], plan)
 
 
-@pytest.mark.parametrize("kind", gpu_attention.KINDS)
+@pytest.mark.parametrize("kind", core(gpu_attention.KINDS, "flash"))
 def test_the_operators_of_gpus(kind: str) -> None:
     """Their states of random numbers have no sequences."""
     kept = gpu_attention.register()
@@ -133,7 +133,7 @@ def test_a_gate_beside_attention() -> None:
     check_chunks(behind_a_norm(Gate()), given, {**dims, "1.o.weight": 1}, 2)
 
 
-@pytest.mark.parametrize("sequences", [3, 4])
+@pytest.mark.parametrize("sequences", [*thorough(3), 4])
 def test_attention_and_an_mlp_that_read_the_same_tokens(sequences: int) -> None:
     """Of three sequences, the chunks have other tokens than those of an MLP."""
     model = behind_a_norm(Parallel())

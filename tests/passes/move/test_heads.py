@@ -11,7 +11,7 @@ from passes.candidates.move_groups import find_move_groups
 from passes.capture.captured_step import lay_out
 from passes.move.heads import ATTENTIONS
 from passes.pipeline import default_passes
-from tests.chosen import thorough
+from tests.chosen import core
 from tests.passes.captures import capture_step
 from tests.passes.move import gpu_attention
 from tests.passes.move.test_move_activations import check_training, collectives
@@ -84,7 +84,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", core(CASES, "causal", "grouped", "mask"))
 def test_attention_by_heads_computes_what_it_did(case: str) -> None:
     model, world_size = CASES[case]
     given = [torch.randn(3, 5, WIDTH) for _ in range(world_size)]
@@ -117,7 +117,7 @@ class OnGpu(Attention):
         return out
 
 
-@pytest.mark.parametrize("kind", gpu_attention.KINDS)
+@pytest.mark.parametrize("kind", core(gpu_attention.KINDS, "flash"))
 def test_the_operators_of_gpus(kind: str) -> None:
     kept = gpu_attention.register()
     model, given = OnGpu(kind), [torch.randn(3, 5, WIDTH) for _ in range(2)]
@@ -246,10 +246,7 @@ _DIMS = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["causal", "tokens", "a bias with a mask", *thorough("distance", "distance, by messages")],
-)
+@pytest.mark.parametrize("case", core(BY_HAND, "causal", "tokens"))
 def test_attention_by_hand_computes_what_it_did(case: str) -> None:
     model, world_size, uses_p2p = BY_HAND[case]
     given = [torch.randn(3, 5, WIDTH) for _ in range(world_size)]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from passes.candidates.move_groups import find_move_groups
 from passes.ops.packing import MAX_RANKS
 from passes.ops.tables import TAKE_COLUMNS
-from tests.chosen import more, thorough
+from tests.chosen import core, more, thorough
 from tests.passes.captures import capture_step
 from tests.passes.move.test_move_activations import check_training, collectives
 
@@ -81,7 +81,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", core(CASES, "mean, tied, bias", "none"))
 def test_a_head_by_vocabulary_computes_what_whole_logits_do(case: str) -> None:
     loss, options = CASES[case]
     model = Language(loss, **options)

@@ -18,7 +18,7 @@ from passes.types.context import Context
 from passes.types.decision import FLAT_DECISIONS, Decision
 from passes.types.hardware import Hardware, LinkRate
 from passes.types.plan import Plan, shardable
-from tests.chosen import more
+from tests.chosen import more, thorough
 from tests.passes.captures import capture_step
 from tests.passes.graphs import hardware, plan_of
 
@@ -136,10 +136,8 @@ def test_a_plan_is_never_above_the_limit_and_more_memory_hardly_ever_makes_it_sl
 @pytest.mark.parametrize(
     ("model", "wires", "rows"),
     [
-        ("even", "slow", 16),
-        pytest.param("even", "even", 16, marks=pytest.mark.thorough),
-        pytest.param("biased", "slow", 256, marks=pytest.mark.thorough),
         ("hourglass", "slow", 256),
+        *thorough(("even", "slow", 16), ("even", "even", 16), ("biased", "slow", 256)),
         *more(("even", "slow", 256)),
     ],
 )
