@@ -104,6 +104,7 @@ def test_muon_steps_as_on_whole_tensors_and_each_matrix_has_one_owner(
     assert min(calls for _, calls in found) > 0
 
 
+@pytest.mark.thorough
 def test_replicas_that_take_longer_to_send_are_computed_by_all(two_ranks):
     found = two_ranks.run(under_a_plan, PLAN, 1 << 20, {}, SLOW)
     assert max(off for off, _ in found) < 1e-6
@@ -124,6 +125,7 @@ def compiled_step(rank, world_size):
     return max((whole(one) - other).abs().max().item() for one, other in pairs)
 
 
+@pytest.mark.thorough
 def test_a_compiled_step(two_ranks):
     assert max(two_ranks.run(compiled_step)) < 1e-6
 
@@ -276,6 +278,7 @@ def plan_by_hand(model, world_size):
     return Plan.uniform(model.named_parameters(), "shard_regather", world_size=world_size)
 
 
+@pytest.mark.thorough
 def test_the_prediction_counts_it(two_ranks):
     for seconds in two_ranks.run(options_say):
         assert seconds["muon"] > seconds["adamw"]

@@ -246,6 +246,7 @@ def adafactor_goes_on(rank, world_size):
     )
 
 
+@pytest.mark.thorough
 def test_adafactors_state_goes_on(two_ranks):
     assert max(two_ranks.run(adafactor_goes_on)) < 1e-6
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor.experimental._attention import _ContextParallel
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from osdp_compile import OsdpError, Plan
-from tests.chosen import more
+from tests.chosen import more, thorough
 from tests.end_to_end.test_parallelized import adamw, distance, local_parameters
 from tests.training import SLOW
 
@@ -165,9 +165,10 @@ def cut_sequences(rank, world_size, dims, kind, way, tp=1):
 @pytest.mark.parametrize(
     ("dims", "kind", "way"),
     [
-        ("dp_cp", "shard_regather", by_functions),
+        *thorough(
+            ("dp_cp", "shard_regather", by_functions), (("dp", "cp"), "shard_keep", by_torch)
+        ),
         *more((("dp", "cp"), "replicate", by_dtensors)),
-        pytest.param(("dp", "cp"), "shard_keep", by_torch, marks=pytest.mark.thorough),
     ],
 )
 def test_sequences_that_ranks_share_train_like_one_process(four_ranks, dims, kind, way):

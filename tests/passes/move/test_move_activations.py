@@ -18,7 +18,7 @@ from passes.recompute.recompute_activations import PartitionBoundary, keys_of
 from passes.types.context import Context, Phase
 from passes.types.decision import Decision
 from passes.types.plan import OF_INPUT, Plan
-from tests.chosen import more
+from tests.chosen import more, thorough
 from tests.passes.capture.test_captured_step import Training, decided
 from tests.passes.captures import capture_step
 from tests.passes.split.test_split_operators import Gated, Mlp, sliced
@@ -42,7 +42,7 @@ def training(model: nn.Module, world_size: int) -> Training:
     ("world_size", "rest", "uses_p2p"),
     [
         (2, Decision.SHARD_REGATHER, False),
-        (4, Decision.REPLICATE, True),
+        *thorough((4, Decision.REPLICATE, True)),
         *more((2, Decision.REPLICATE, True), (4, Decision.SHARD_REGATHER, False)),
         *more((4, Decision.SHARD_REGATHER, True), (2, Decision.REPLICATE, False)),
     ],
@@ -176,7 +176,7 @@ class Words(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "uses_p2p"), [(2, True), (4, False), *more((4, True), (2, False))]
+    ("world_size", "uses_p2p"), [(2, True), *thorough((4, False)), *more((4, True), (2, False))]
 )
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 3}, {"scale_grad_by_freq": True}])
 def test_the_table_of_an_embedding_stays(
@@ -198,7 +198,7 @@ def test_an_id_that_is_in_no_row_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("along", [0, 1, OF_INPUT])
-@pytest.mark.parametrize("keep_tokens", [False, True])
+@pytest.mark.parametrize("keep_tokens", [False, *thorough(True)])
 def test_slices_behind_tokens_that_moved(keep_tokens: bool, along: int) -> None:
     """The sliced product's saved input is the sum that the moved MLP's ranks add up."""
     made = training(nn.Sequential(Mlp(16, True), Mlp(16, True)), 2)

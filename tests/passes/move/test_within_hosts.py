@@ -18,6 +18,7 @@ from passes.types.context import Context, Phase
 from passes.types.decision import Decision, Moves
 from passes.types.hardware import LinkRate
 from passes.types.plan import Plan
+from tests.chosen import thorough
 from tests.passes.capture.test_captured_step import Training, decided
 from tests.passes.captures import capture_step
 from tests.passes.graphs import GROUP, INNER, OUTER, hardware, two_dimensions, with_mesh_dims
@@ -54,13 +55,13 @@ def check(model, given, within, over_all=(), rest=Decision.REPLICATE, **changes)
 
 
 @pytest.mark.parametrize("rest", [Decision.REPLICATE, OVER_ALL, Decision.SHARD_HOST_KEEP])
-@pytest.mark.parametrize("uses_p2p", [False, True])
+@pytest.mark.parametrize("uses_p2p", [False, *thorough(True)])
 def test_products_compute_what_they_did(rest: Decision, uses_p2p: bool) -> None:
     model = Mlp(16, True)
     check(model, batches(model, 4), MLP, rest=rest, uses_p2p=uses_p2p)
 
 
-@pytest.mark.parametrize("uses_p2p", [False, True])
+@pytest.mark.parametrize("uses_p2p", [*thorough(False), True])
 def test_hosts_of_four_ranks(uses_p2p: bool) -> None:
     model = Gated()
     dims = {"up.weight": 0, "gate.weight": 0, "down.weight": 1}
@@ -90,7 +91,7 @@ def test_heads_by_the_ranks_of_a_host() -> None:
     check(model, given, groups[0].dims)
 
 
-@pytest.mark.parametrize("uses_p2p", [False, True])
+@pytest.mark.parametrize("uses_p2p", [*thorough(False), True])
 def test_some_weights_on_a_host_and_others_on_all_ranks(uses_p2p: bool) -> None:
     class Both(nn.Module):
         def __init__(self) -> None:

@@ -23,6 +23,7 @@ from passes.shard.lower_markers import shard
 from passes.types.decision import Decision
 from passes.types.hardware import Hardware, LinkRate
 from passes.types.plan import Collective, Plan
+from tests.chosen import thorough
 from tests.passes.captures import capture_step
 from tests.passes.examples import examples
 from tests.passes.graphs import GROUP, INNER, OUTER, hardware, two_dimensions, with_mesh_dims
@@ -77,13 +78,11 @@ def in_stages(gm: fx.GraphModule) -> set[Collective]:
 @pytest.mark.parametrize(
     ("world_size", "hosts", "bucket_bytes", "changes"),
     [
-        (4, 2, 0, {"uses_p2p": True}),
         (6, 3, 100, {"uses_p2p": True}),
-        pytest.param(8, 4, MANY, {"uses_p2p": True}, marks=pytest.mark.thorough),
-        pytest.param(6, 2, 0, {}, marks=pytest.mark.thorough),
         (4, 2, 100, {}),
-        pytest.param(6, 3, MANY, {"hardware": by_all_to_all(FAST)}, marks=pytest.mark.thorough),
-        (4, 2, 0, {"hardware": by_all_to_all(FAST), "in_flight_bytes": 0}),
+        *thorough((4, 2, 0, {"uses_p2p": True}), (8, 4, MANY, {"uses_p2p": True}), (6, 2, 0, {})),
+        *thorough((6, 3, MANY, {"hardware": by_all_to_all(FAST)})),
+        *thorough((4, 2, 0, {"hardware": by_all_to_all(FAST), "in_flight_bytes": 0})),
     ],
 )
 def test_stage_by_stage_gives_what_flat_collectives_give(world_size, hosts, bucket_bytes, changes):
