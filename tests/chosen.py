@@ -1,5 +1,7 @@
 """Selection of test cases: one of each kind, or all with ``OSDP_TEST_ALL=1``.
 
+Those marked ``thorough`` run in ``make test-all``, and not in ``make test``.
+
 Tests on ranks run their graphs without Inductor (:mod:`tests.boxed`), except for those marked
 ``inductor``. With ``OSDP_TEST_ALL=1``, or ``OSDP_TEST_INDUCTOR=1`` alone, all of
 them run with it.
@@ -9,10 +11,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
-from _pytest.mark import ParameterSet
 
 _Case = TypeVar("_Case")
 _ALL = os.environ.get("OSDP_TEST_ALL") == "1"
@@ -24,7 +25,7 @@ def more(*cases: _Case) -> list[_Case]:
     return list(cases) if _ALL else []
 
 
-def thorough(*cases: object) -> list[ParameterSet]:
+def thorough(*cases: object) -> list[Any]:
     """Cases of a test that ``make test`` leaves to ``make test-all``; tuples are arguments."""
     given = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [pytest.param(*case, marks=pytest.mark.thorough) for case in given]
