@@ -1,4 +1,4 @@
-"""Timed collectives: start one, a burst or a stream of one kind and size, and take the time.
+"""Timed collectives: one of a kind and size, or a stream of them.
 
 Every function here is collective. The number of repeats depends only on times that all ranks agree
 on. If a rank decided by its own clock, the others would wait for ever.
@@ -69,11 +69,11 @@ def sample_of(
     counts. Messages of more than two ranks overlap: see :func:`in_flight_of`.
     """
     start, wire = collective(kind, group, size_bytes, device)
-    warm = _burst([start], group, device)  # sets up connections
-    first = _burst([start], group, device)
+    warm = _alone(start, group, device)  # sets up connections
+    first = _alone(start, group, device)
     repeats = min(25, max(least, int((budget_seconds - warm) / max(first, 1e-6))))
     if size_bytes <= _SMALL_ENOUGH_BYTES:
-        times = [first, *(_burst([start], group, device) for _ in range(repeats - 1))]
+        times = [first, *(_alone(start, group, device) for _ in range(repeats - 1))]
         return Sample(wire, min(times)), warm + sum(times)
     if repeats == 1:
         return Sample(wire, first), warm + first
@@ -81,13 +81,12 @@ def sample_of(
     return Sample(wire, took), warm + first + (repeats + 1) * took
 
 
-def _burst(starts: list[Start], group: dist.ProcessGroup, device: torch.device) -> float:
-    """Seconds of some collectives that start at once, until all end; slowest rank."""
+def _alone(start: Start, group: dist.ProcessGroup, device: torch.device) -> float:
+    """Seconds of one collective, from its start to its end; slowest rank."""
     synchronize(device)
     begin = time.perf_counter()
-    for works in [start() for start in starts]:
-        for work in works:
-            work.wait()
+    for work in start():
+        work.wait()
     synchronize(device)
     return agreed(time.perf_counter() - begin, group, device)
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 import osdp_compile
 from osdp_compile import Plan
 from osdp_compile.trace import trace_graphs
-from tests.chosen import more, thorough
+from tests.chosen import more
 from tests.training import SLOW, Recipe, adamw, trains_like_reference
 
 
@@ -117,11 +117,12 @@ class ReentrantBrokenInside(BrokenInside):
     ("make", "plan"),
     [
         (Model, None),
+        (Reentrant, "shard_keep"),
         (Nested, "replicate"),
         (OfSequences, "shard_keep"),
         (Selective, "shard_regather"),
+        (BrokenInside, "replicate"),
         (ReentrantBrokenInside, "shard_regather"),
-        *thorough((Reentrant, "shard_keep"), (BrokenInside, "replicate")),
     ],
     ids=lambda one: getattr(one, "__name__", str(one)),
 )

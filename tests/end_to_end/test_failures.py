@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from osdp_compile import Plan, plan_of
 from osdp_compile.lowering.lower import lower
+from tests.chosen import thorough
 from tests.ranks import RankFailed, Ranks
 from tests.training import SLOW, normal_batch
 
@@ -96,9 +97,9 @@ def told():
 @pytest.mark.parametrize(
     ("decision", "when"),
     [
-        pytest.param("shard_regather", "forward", marks=pytest.mark.thorough),
+        *thorough(("shard_regather", "forward")),
         ("shard_regather", "backward"),
-        pytest.param("replicate", "backward", marks=pytest.mark.thorough),
+        *thorough(("replicate", "backward")),
     ],
 )
 def test_a_rank_that_dies_is_an_error_on_the_others(inductor_cache, decision, when):
@@ -109,7 +110,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others(inductor_cache, decision, wh
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("when", [pytest.param("forward", marks=pytest.mark.thorough), "backward"])
+@pytest.mark.parametrize("when", ["forward", "backward"])
 def test_a_rank_that_hangs_is_an_error_on_the_others(inductor_cache, when):
     with Ranks(2, inductor_cache) as ranks:
         said, _ = ranks.run(train_until, "shard_regather", hang, when)

@@ -178,7 +178,7 @@ def _deviations(rank, world_size, autocast):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("autocast", [pytest.param(False, marks=pytest.mark.thorough), True])
+@pytest.mark.parametrize("autocast", [False, True])
 def test_no_further_from_one_process_than_twice_ddp(two_ranks, autocast):
     for ours, theirs in two_ranks.run(_deviations, autocast):
         assert 0 < ours <= 4 * theirs  # squares

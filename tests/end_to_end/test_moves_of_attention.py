@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import osdp_compile
 from osdp_compile import Plan
-from tests.chosen import more
+from tests.chosen import more, thorough
 from tests.end_to_end.moving import WithLoss, its_loss, recipe_of, train_by_name
 from tests.training import (
     SLOW,
@@ -152,7 +152,7 @@ def _in_chunks(rank, world_size, differ):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("differ", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("differ", [False, *thorough(True)])
 def test_attention_in_chunks_of_sequences_trains_like_one_process(two_ranks, differ):
     """Of three sequences. In step 4 the ranks have other numbers of them, and weights travel."""
     for apart, reduces in two_ranks.run(_in_chunks, differ):

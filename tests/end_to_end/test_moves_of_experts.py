@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from osdp_compile import Plan
 from passes.candidates.move_groups import find_move_groups
-from tests.chosen import more
+from tests.chosen import more, thorough
 from tests.end_to_end.moving import WithLoss, its_loss, mean_square
 from tests.end_to_end.test_moves_within_hosts import EVEN
 from tests.passes.captures import capture_step
@@ -73,7 +73,7 @@ def check(found, way):
     "way",
     [
         "by expert",
-        pytest.param("with biases", marks=pytest.mark.thorough),
+        *thorough("with biases"),
         *more("by hidden size"),
     ],
 )

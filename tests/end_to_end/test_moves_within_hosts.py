@@ -143,7 +143,7 @@ def _states(rank, world_size, folder, hidden):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("hidden", [*thorough(64), 63])
+@pytest.mark.parametrize("hidden", [64, 63])
 def test_evaluation_whole_parameters_and_checkpoints(four_ranks, tmp_path, hidden):
     """Of 63 features, the ranks of a host have 32 and 31."""
     for found in four_ranks.run(_states, str(tmp_path), hidden):

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import osdp_compile
 from osdp_compile import OsdpError, Plan, PlanMismatch, RanksDiffer, plan_of
 from passes.types.decision import FLAT_DECISIONS
+from tests.chosen import thorough
 from tests.end_to_end.test_other_data import mixture, rows_of, trained_experts
 from tests.end_to_end.test_parallelized import (
     WIDTH,
@@ -167,7 +168,7 @@ def inside_no_sync(called, model, reference, place):
     ("make", "distribute", "compared"),
     [
         (Small, in_two_halves, False),
-        pytest.param(Tied, by_sequence, True, marks=pytest.mark.thorough),
+        *thorough((Tied, by_sequence, True)),
     ],
 )
 def test_trains_like_one_process(four_ranks, make, distribute, compared):

@@ -279,10 +279,9 @@ def traced(rank, options_of):
 
 GROUPS = [
     (HYBRID, {("all_gather", SHARD), ("reduce_scatter", SHARD), ("all_reduce", REPLICATE)}),
-    pytest.param(
+    (
         OVER_ALL,
         {(kind, of) for kind in ("all_gather", "reduce_scatter") for of in (SHARD, REPLICATE)},
-        marks=pytest.mark.thorough,
     ),
 ]
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from osdp_compile import Plan, PlanMismatch
 from osdp_compile.trace import fake_world
-from tests.chosen import more, others
+from tests.chosen import more, others, thorough
 from tests.training import SLOW, Recipe, adamw, sgd, trains_like_reference, whole
 
 
@@ -37,9 +37,7 @@ def test_a_first_dimension_the_world_does_not_divide(two_ranks, plan):
     assert set(outcome.placements.values()) == {"shard"}
 
 
-@pytest.mark.parametrize(
-    "plan", ["shard_keep", pytest.param("shard_regather", marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("plan", ["shard_keep", *thorough("shard_regather")])
 def test_a_rank_that_gets_no_row_at_all(four_ranks, plan):
     outcome = trains_like_reference(four_ranks, Odd, plan, Recipe(optimizer=adamw))
     assert outcome.placements["second.weight"] == outcome.placements["second.bias"] == "shard"
@@ -68,7 +66,7 @@ class Tiny(nn.Module):
     "plan",
     [
         pytest.param("shard_regather", marks=pytest.mark.inductor),
-        pytest.param(0.5, id="planned", marks=pytest.mark.thorough),
+        pytest.param(0.5, id="planned"),
     ],
 )
 def test_scalars_and_tiny_parameters_are_replicated(two_ranks, plan):

@@ -11,7 +11,7 @@ from torch import nn
 
 import osdp_compile
 from osdp_compile.tracking.session import session_for
-from tests.chosen import more
+from tests.chosen import more, thorough
 from tests.training import (
     SLOW,
     Recipe,
@@ -109,11 +109,9 @@ def train_by_blocks(rank, world_size, plan, accumulates, before=False, blocks=3)
     ("plan", "accumulates", "frames"),
     [
         ("shard_regather", False, (1, [3])),
-        pytest.param("replicate", False, (1, [3]), marks=pytest.mark.thorough),
-        pytest.param("shard_keep", True, (1, [3]), marks=pytest.mark.thorough),
-        pytest.param(
-            {"blocks.1.up.weight": "shard_keep"}, True, (2, [1, 2]), marks=pytest.mark.thorough
-        ),
+        *thorough(("replicate", False, (1, [3]))),
+        *thorough(("shard_keep", True, (1, [3]))),
+        *thorough(({"blocks.1.up.weight": "shard_keep"}, True, (2, [1, 2]))),
     ],
 )
 def test_blocks_that_are_compiled_one_by_one(two_ranks, plan, accumulates, frames):
@@ -130,10 +128,8 @@ def test_blocks_that_are_compiled_one_by_one(two_ranks, plan, accumulates, frame
     ("plan", "accumulates", "blocks", "frames"),
     [
         ("shard_regather", False, 10, (1, [10])),
-        pytest.param("replicate", True, 3, (1, [3]), marks=pytest.mark.thorough),
-        pytest.param(
-            {"blocks.1.up.weight": "shard_keep"}, True, 3, (2, [1, 2]), marks=pytest.mark.thorough
-        ),
+        *thorough(("replicate", True, 3, (1, [3]))),
+        *thorough(({"blocks.1.up.weight": "shard_keep"}, True, 3, (2, [1, 2]))),
     ],
 )
 def test_blocks_of_a_model_that_was_sharded_before(two_ranks, plan, accumulates, blocks, frames):

@@ -18,7 +18,7 @@ from osdp_compile import OsdpError, Plan
 from osdp_compile.planning.planner_inputs import UNSEEN_BYTES
 from osdp_compile.trace import fake_world
 from tests.boxed import without_inductor
-from tests.chosen import more
+from tests.chosen import more, thorough
 from tests.end_to_end.test_limit_is_kept import warnings_of
 from tests.searching import short_searches
 from tests.training import SLOW, whole
@@ -127,7 +127,7 @@ def train(rank, world_size, schedule, kind):
     ("schedule", "kind"),
     [
         (Schedule1F1B, "shard_regather"),
-        pytest.param(ScheduleGPipe, "shard_keep", marks=pytest.mark.thorough),
+        *thorough((ScheduleGPipe, "shard_keep")),
         *more((ScheduleGPipe, "replicate"), (Schedule1F1B, "shard_keep")),
     ],
 )

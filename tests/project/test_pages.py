@@ -27,7 +27,7 @@ from osdp_compile.options import CheckedOptions
 from osdp_compile.trace import fake_world, trace_graphs
 from passes.pipeline import Pass, Stage
 from passes.types.plan import Plan
-from tests.chosen import thorough
+from tests.chosen import core
 from tests.project.pages import PAGES, ROOT, python_blocks
 
 RANKS = 16
@@ -160,7 +160,7 @@ def runnable(code: str) -> str:
     return code.replace('"cuda"', '"cpu"').replace("world_size=8", f"world_size={RANKS}")
 
 
-@pytest.mark.parametrize("name", [*sorted(RUN - DEAR), *thorough(*sorted(DEAR))])
+@pytest.mark.parametrize("name", core(sorted(RUN), *sorted(RUN - DEAR)))
 def test_code_of(name: str, world: None) -> None:
     page = next(page for page in PAGES if page.name == name)
     given = names(name in AFTER_THE_FIRST_CALL)

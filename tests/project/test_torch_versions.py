@@ -19,6 +19,7 @@ from osdp_compile.options import CheckedOptions
 from osdp_compile.torch_versions import TESTED, newer_than_tested, release
 from osdp_compile.trace import fake_world
 from passes.graph.metadata import MODULE_KEYS
+from tests.chosen import thorough
 from tests.training import SLOW
 from tools import compat, environment
 
@@ -74,7 +75,7 @@ del module.skip_code
 @pytest.mark.parametrize(
     "use",
     [
-        pytest.param("import osdp_compile.engine.backend", marks=pytest.mark.thorough),
+        *thorough("import osdp_compile.engine.backend"),
         "from osdp_compile import Plan",
     ],
 )

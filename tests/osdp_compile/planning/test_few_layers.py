@@ -17,7 +17,7 @@ from osdp_compile.planning.traced_step import TracedStep, predicted, trace
 from passes.graph.metadata import PARAMETER
 from passes.types.decision import Decision
 from passes.types.plan import Plan
-from tests.chosen import more, thorough
+from tests.chosen import core, more, thorough
 from tests.training import SLOW
 
 pytestmark = pytest.mark.usefixtures("short_search", "small_steps")
@@ -282,11 +282,9 @@ DIFFERENT = {
     "a frozen layer": with_a_frozen_layer,
     "a shared weight": with_a_shared_weight,
 }
-#: Each traces 12 layers; one kind of difference is in the core.
-DEAR = [one for one in DIFFERENT if one != "another scalar"]
 
 
-@pytest.mark.parametrize("what", ["another scalar", *thorough(*DEAR)])
+@pytest.mark.parametrize("what", core(DIFFERENT, "another scalar"))
 def test_layers_that_differ_are_all_traced(what):
     model = DIFFERENT[what]()
     x = torch.randn(4, WIDTH)

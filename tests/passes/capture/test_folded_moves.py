@@ -124,7 +124,7 @@ def test_attention_in_chunks_costs_what_it_does_in_the_whole_step(keep_tokens: b
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("rows", "moves"),
-    [(4, Moves.ACTIVATIONS), pytest.param(256, Moves.WEIGHT, marks=pytest.mark.thorough)],
+    [(4, Moves.ACTIVATIONS), (256, Moves.WEIGHT)],
     ids=["few", "many"],
 )
 def test_the_planner_moves_the_smaller_thing_in_every_layer(rows: int, moves: Moves) -> None:

@@ -111,7 +111,7 @@ def decisions(plan: Plan) -> list[Decision]:
 @pytest.mark.parametrize("wires", ["slow", *more("even", "fast")])
 @pytest.mark.parametrize(
     "model",
-    ["even", pytest.param("biased", marks=pytest.mark.thorough), *more("hourglass")],
+    ["even", *thorough("biased"), *more("hourglass")],
 )
 def test_a_plan_is_never_above_the_limit_and_more_memory_hardly_ever_makes_it_slower(
     model: str, wires: str

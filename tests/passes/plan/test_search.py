@@ -17,7 +17,7 @@ from passes.types.context import Context
 from passes.types.decision import Decision
 from passes.types.hardware_presets import PRESETS
 from passes.types.plan import OF_INPUT, Plan
-from tests.chosen import others
+from tests.chosen import others, thorough
 from tests.hashes import printed_with_another_hash_seed
 from tests.passes.captures import capture_step
 from tests.passes.plan.test_planner import (
@@ -35,7 +35,7 @@ EACH_MODEL = pytest.mark.parametrize(
     "model",
     [
         "even",
-        pytest.param("biased", marks=pytest.mark.thorough),
+        *thorough("biased"),
         *others(MODELS, ("even", "biased")),
     ],
 )

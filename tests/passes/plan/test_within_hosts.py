@@ -29,7 +29,7 @@ from passes.types.context import Context, Parameter
 from passes.types.decision import DECISIONS, Decision
 from passes.types.hardware import Hardware, LinkRate
 from passes.types.plan import Plan
-from tests.chosen import more
+from tests.chosen import more, thorough
 from tests.passes.captures import capture_step
 from tests.passes.examples import examples
 from tests.passes.graphs import (
@@ -96,9 +96,7 @@ def by_all_to_all(given: Hardware) -> Hardware:
     [
         (4, 2, 0, {}),
         (6, 2, 100, {"uses_p2p": True}),
-        pytest.param(
-            8, 2, 200, {"hardware": STAGED, "in_flight_bytes": 0}, marks=pytest.mark.thorough
-        ),
+        *thorough((8, 2, 200, {"hardware": STAGED, "in_flight_bytes": 0})),
         *more(
             (6, 3, MANY, {}),
             (8, 4, MANY, {"uses_p2p": True, "hardware": STAGED}),
